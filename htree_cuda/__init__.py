@@ -1,0 +1,11 @@
+"""htree_cuda: hierarchical-tree sparse causal attention and attn_dist for NVIDIA Hopper.
+
+`forward`    hierarchical-tree sparse causal attention (differentiable).
+`attn_dist`  head-summed attention distribution over a sparse index list.
+"""
+
+from ._version import __version__
+from .checks import UnsupportedError
+from .interface import attn_dist, forward
+
+__all__ = ["UnsupportedError", "__version__", "attn_dist", "forward"]

@@ -1,0 +1,335 @@
+"""Every rule an argument must keep, once. The real and the fake implementation of an op call the same function here.
+
+A message names the op, the argument, the rule and the value: ``attn_dist: indices must be int32, got torch.int64``.
+TypeError: not a tensor / not a number. ValueError: dtype, shape, range, device. UnsupportedError: correct, but outside
+what the Hopper kernels do; it names the way out (``backend="torch"``). All are raised before any launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .reference.definition import layer_sizes
+from .reference.vectorised import TreeParams
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+BACKENDS = ("auto", "torch")
+MAX_INT32 = 2**31 - 1
+
+
+class UnsupportedError(RuntimeError):
+    """The call is valid, but the Hopper kernels do not cover it; ``backend="torch"`` does."""
+
+
+def _fail(op: str, rule: str, value: Any) -> NoReturn:
+    raise ValueError(f"{op}: {rule}, got {value}")
+
+
+# ------------------------------------------------------------------------------------------------ Python-level types
+
+
+def tensor(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+
+
+def integer(op: str, name: str, value: Any, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{op}: {name} must be an int{' or None' if optional else ''}, got {value!r}")
+
+
+def number(op: str, name: str, value: Any, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{op}: {name} must be a number{' or None' if optional else ''}, got {value!r}")
+
+
+def boolean(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be a bool, got {value!r}")
+
+
+def backend_name(op: str, value: Any) -> None:
+    if value not in BACKENDS:
+        raise ValueError(f"{op}: backend must be one of {', '.join(map(repr, BACKENDS))}, got {value!r}")
+
+
+# ----------------------------------------------------------------------------------------------------- shared pieces
+
+
+def _shape(op: str, name: str, x: Tensor, dims: Sequence[str]) -> None:
+    if x.dim() != len(dims):
+        _fail(op, f"{name} must have {len(dims)} dimensions [{', '.join(dims)}]", f"shape {tuple(x.shape)}")
+
+
+def _strided(op: str, **tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if x.layout != torch.strided:
+            _fail(op, f"{name} must be a dense (strided) tensor", x.layout)
+
+
+def _same_device(op: str, first: str, reference: Tensor, **others: Tensor) -> None:
+    for name, x in others.items():
+        if x.device != reference.device:
+            _fail(op, f"{name} must be on the device of {first} ({reference.device})", x.device)
+
+
+def _float_dtype(op: str, name: str, x: Tensor) -> None:
+    if x.dtype not in FLOAT_DTYPES:
+        _fail(op, f"{name} must be float16, bfloat16, float32 or float64", x.dtype)
+
+
+def _same_dtype(op: str, first: str, reference: Tensor, **others: Tensor) -> None:
+    for name, x in others.items():
+        if x.dtype != reference.dtype:
+            _fail(op, f"{name} must have the dtype of {first} ({reference.dtype})", x.dtype)
+
+
+def _size(op: str, what: str, value: int, least: int = 1, most: int | None = None) -> None:
+    if value < least:
+        _fail(op, f"{what} must be at least {least}", value)
+    if most is not None and value > most:
+        _fail(op, f"{what} must be at most {most}", value)
+
+
+def _equal(op: str, what: str, value: int, rule: str, expected: int) -> None:
+    if value != expected:
+        _fail(op, f"{what} must equal {rule} ({expected})", value)
+
+
+def _power_of_two(op: str, name: str, value: int, least: int) -> None:
+    if value < least or value & (value - 1):
+        _fail(op, f"{name} must be a power of two, at least {least}", value)
+
+
+# ------------------------------------------------------------------------------------------------------------ tree
+
+
+def _tree_numbers(op: str, compression_rate: int, max_top_nodes: int) -> None:
+    _power_of_two(op, "compression_rate", compression_rate, 2)
+    _size(op, "max_top_nodes", max_top_nodes)
+
+
+def tree_pool(k: Tensor, v: Tensor, *, compression_rate: int, max_top_nodes: int, backend: str) -> list[int]:
+    """Rules of ``htree_cuda::tree_pool``; returns the layer sizes, bottom first."""
+    op = "tree_pool"
+    backend_name(op, backend)
+    _key_value(op, k, v)
+    _tree_numbers(op, compression_rate, max_top_nodes)
+    return layer_sizes(k.shape[1], compression_rate, max_top_nodes)
+
+
+def _key_value(op: str, k: Tensor, v: Tensor) -> None:
+    _strided(op, k=k, v=v)
+    _shape(op, "k", k, ("B", "T", "H_kv", "K"))
+    _shape(op, "v", v, ("B", "T", "H_kv", "V"))
+    _float_dtype(op, "k", k)
+    _same_dtype(op, "k", k, v=v)
+    _same_device(op, "k", k, v=v)
+    _size(op, "T (dimension 1 of k)", k.shape[1], 1, MAX_INT32)
+    _size(op, "H_kv (dimension 2 of k)", k.shape[2])
+    _size(op, "K (dimension 3 of k)", k.shape[3])
+    _size(op, "V (dimension 3 of v)", v.shape[3])
+    _equal(op, "dimension 0 of v", v.shape[0], "B of k", k.shape[0])
+    _equal(op, "dimension 1 of v", v.shape[1], "T of k", k.shape[1])
+    _equal(op, "dimension 2 of v", v.shape[2], "H_kv of k", k.shape[2])
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_start: int | None,
+    compression_rate: int,
+    top_k_per_layer: int,
+    max_top_nodes: int | None,
+    scale: float | None,
+    rope_base: float,
+    strict_causal: bool,
+    backend: str,
+    op: str = "forward",
+) -> TreeParams:
+    """Rules of ``htree_cuda::forward`` (and its backward); returns the numbers with every default resolved."""
+    backend_name(op, backend)
+    _strided(op, q=q)
+    _shape(op, "q", q, ("B", "T_q", "H", "K"))
+    _float_dtype(op, "q", q)
+    _key_value(op, k, v)
+    _same_dtype(op, "q", q, k=k)
+    _same_device(op, "q", q, k=k)
+    B, T_q, H, K = q.shape
+    T, H_kv = k.shape[1], k.shape[2]
+    _equal(op, "dimension 0 of k", k.shape[0], "B of q", B)
+    _equal(op, "dimension 3 of k", k.shape[3], "K of q", K)
+    if K % 2:
+        _fail(op, "K (dimension 3 of q) must be even: RoPE turns pairs", K)
+    if H_kv > H or H % H_kv:
+        _fail(op, f"H (dimension 2 of q) must be a positive multiple of H_kv ({H_kv})", H)
+    if T_q > T:
+        _fail(op, f"T_q (dimension 1 of q) must be at most T ({T})", T_q)
+    if q_start is None:
+        q_start = T - T_q
+    elif not 0 <= q_start <= T - T_q:
+        _fail(op, f"q_start must lie in 0 .. T - T_q ({T - T_q})", q_start)
+    _power_of_two(op, "compression_rate", compression_rate, 2)
+    _power_of_two(op, "top_k_per_layer", top_k_per_layer, 1)
+    if max_top_nodes is None:
+        max_top_nodes = top_k_per_layer * compression_rate
+    elif not top_k_per_layer <= max_top_nodes <= top_k_per_layer * compression_rate:
+        low, high = top_k_per_layer, top_k_per_layer * compression_rate
+        _fail(op, f"max_top_nodes must lie in top_k .. top_k * compression_rate ({low} .. {high})", max_top_nodes)
+    if scale is None:
+        scale = float(K) ** -0.5
+    elif not math.isfinite(scale):
+        _fail(op, "scale must be finite", scale)
+    if not (math.isfinite(rope_base) and rope_base > 0):
+        _fail(op, "rope_base must be finite and greater than 0", rope_base)
+    return TreeParams(q_start, compression_rate, top_k_per_layer, max_top_nodes, scale, rope_base, strict_causal)
+
+
+# ------------------------------------------------------------------------------------------------------- attn_dist
+
+
+@dataclass(frozen=True)
+class AttnDistParams:
+    """One call of attn_dist with every default resolved; q_start holds B numbers or is None (no causal rule)."""
+
+    batched: bool
+    sm_scale: float
+    q_start: list[int] | None
+    k_stride: int
+    lse_base: float
+
+
+def attn_dist(
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    topk_length: Tensor | None,
+    *,
+    sm_scale: float | None,
+    q_start: Sequence[int] | None,
+    k_stride: int,
+    lse_base: float,
+    backend: str,
+) -> AttnDistParams:
+    """Rules of ``htree_cuda::attn_dist``."""
+    op = "attn_dist"
+    backend_name(op, backend)
+    others = {"k": k, "indices": indices, "lse": lse}
+    if topk_length is not None:
+        others["topk_length"] = topk_length
+    _strided(op, q=q, **others)
+    if q.dim() not in (3, 4):
+        _fail(op, "q must have the dimensions [s_q, h_q, d_qk] or [B, s_q, h_q, d_qk]", f"shape {tuple(q.shape)}")
+    batched = q.dim() == 4
+    batch = ("B",) if batched else ()
+    _shape(op, "k", k, (*batch, "s_kv", "h_kv", "d_qk"))
+    _shape(op, "indices", indices, (*batch, "s_q", "h_kv", "topk"))
+    _shape(op, "lse", lse, (*batch, "s_q", "h_q"))
+    if topk_length is not None:
+        _shape(op, "topk_length", topk_length, (*batch, "s_q"))
+    _float_dtype(op, "q", q)
+    _same_dtype(op, "q", q, k=k)
+    for name, x in (("indices", indices), ("topk_length", topk_length)):
+        if x is not None and x.dtype != torch.int32:
+            _fail(op, f"{name} must be int32", x.dtype)
+    wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if lse.dtype != wanted:
+        _fail(op, f"lse must be {str(wanted).removeprefix('torch.')} where q is {q.dtype}", lse.dtype)
+    _same_device(op, "q", q, **others)
+    if batched:
+        for name, x in others.items():
+            _equal(op, f"dimension 0 of {name}", x.shape[0], "B of q", q.shape[0])
+    s_q, h_q, d_qk = q.shape[-3:]
+    _size(op, "h_q", h_q)
+    _size(op, "d_qk", d_qk)
+    _equal(op, "h_kv of k", k.shape[-2], "1 (multi-query attention)", 1)
+    _equal(op, "h_kv of indices", indices.shape[-2], "1 (multi-query attention)", 1)
+    _equal(op, "d_qk of k", k.shape[-1], "d_qk of q", d_qk)
+    _equal(op, "s_q of indices", indices.shape[-3], "s_q of q", s_q)
+    _equal(op, "s_q of lse", lse.shape[-2], "s_q of q", s_q)
+    _equal(op, "h_q of lse", lse.shape[-1], "h_q of q", h_q)
+    if topk_length is not None:
+        _equal(op, "s_q of topk_length", topk_length.shape[-1], "s_q of q", s_q)
+    _size(op, "s_kv", k.shape[-3], 0, MAX_INT32)
+    _size(op, "s_q", s_q, 0, MAX_INT32)
+    _size(op, "k_stride", k_stride)
+    if sm_scale is None:
+        sm_scale = float(d_qk) ** -0.5
+    elif not math.isfinite(sm_scale):
+        _fail(op, "sm_scale must be finite", sm_scale)
+    if lse_base not in (2.0, math.e):
+        _fail(op, "lse_base must be 2 or math.e", lse_base)
+    starts = None
+    if q_start is not None:
+        B = q.shape[0] if batched else 1
+        if len(q_start) == 1:
+            starts = [q_start[0]] * B
+        elif batched and len(q_start) == B:
+            starts = list(q_start)
+        else:
+            rule = f"q_start must be one int or a list of B ({B}) ints" if batched else "q_start must be one int"
+            _fail(op, rule, f"{len(q_start)} of them")
+        for start in starts:
+            if not 0 <= start <= MAX_INT32 - s_q:
+                _fail(op, f"q_start must lie in 0 .. 2^31 - 1 - s_q ({MAX_INT32 - s_q})", start)
+    return AttnDistParams(batched, sm_scale, starts, k_stride, lse_base)
+
+
+# --------------------------------------------------------------------------------------- what the kernels support
+
+
+def _way_out(op: str, reason: str) -> NoReturn:
+    raise UnsupportedError(f'{op}: {reason}; pass backend="torch" to run it with PyTorch operations')
+
+
+def kernel_device(op: str, x: Tensor) -> None:
+    """x is not on the CPU and backend is "auto": kernels or an error, never something else."""
+    from . import kernels
+
+    if x.device.type != "cuda":
+        _way_out(op, f"no kernels exist for device type {x.device.type!r}")
+    if not kernels.built():
+        _way_out(op, f"this installation has no Hopper kernels ({kernels.why_not_built()})")
+    supported, reason = kernels.device_supported(x.device.index)
+    if not supported:
+        _way_out(op, f"the kernels do not run on {x.device}: {reason}")
+
+
+def _kernel_dtype(op: str, name: str, x: Tensor) -> None:
+    if x.dtype not in KERNEL_DTYPES:
+        _way_out(op, f"the kernels take float16 or bfloat16, {name} is {x.dtype}")
+
+
+def _contiguous_rows(op: str, **tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            _way_out(op, f"the kernels need the last dimension of {name} contiguous, its stride is {x.stride(-1)}")
+
+
+def forward_kernel(q: Tensor, k: Tensor, v: Tensor, params: TreeParams) -> None:
+    """What the htree forward kernels support of a valid call: nothing yet."""
+    _way_out("forward", "the Hopper kernels of htree attention are not part of this version")
+
+
+def tree_pool_kernel(k: Tensor, v: Tensor) -> None:
+    _kernel_dtype("tree_pool", "k", k)
+    _contiguous_rows("tree_pool", k=k, v=v)
+
+
+def attn_dist_kernel(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, topk_length: Tensor | None) -> None:
+    """What the attn_dist kernel supports of a valid call: nothing yet."""
+    _way_out("attn_dist", "the Hopper kernel of attn_dist is not part of this version")

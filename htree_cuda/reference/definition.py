@@ -1,0 +1,358 @@
+"""htree attention, its backward and attn_dist, written straight from their definition: one query at a time.
+
+This file is the oracle of every test and is meant to be read, not to be fast. The tree is stored in the dtype of the
+inputs, as the definition demands; everything after it runs in ``compute_dtype`` (float64 unless told otherwise).
+The forward is made of differentiable torch operations, so that autograd through it (the selection is a constant) is a
+second, independent derivation of the backward formula below.
+
+Names: ``T`` tokens, ``layer`` 0 is the tokens, ``r`` children per node, ``n`` candidates, ``p`` the position of a
+candidate in its list (also its RoPE position), ``rightmost`` the node of a layer that contains the query's position.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class LayerTrace:
+    """What one query saw at one layer (``Trace.layers`` holds them top-down)."""
+
+    layer: int
+    candidates: Tensor  # [n] int64, node indices, ascending
+    scores: Tensor  # [G, n]
+    leaves: Tensor  # [n] bool, candidates that take part in the softmax at this layer
+    log_importance: Tensor | None  # [n], None at the bottom; the rightmost candidate holds +inf
+    margin: float  # log importance of the weakest selected minus the strongest other; inf if nothing was left out
+
+
+@dataclass
+class Trace:
+    """The walk of one query: ``(b, t, h_kv)`` and its layers, top-down."""
+
+    b: int
+    t: int
+    h_kv: int
+    layers: list[LayerTrace] = field(default_factory=list)
+
+
+@dataclass
+class Result:
+    out: Tensor  # [B, T_q, H, V]
+    lse: Tensor  # [B, T_q, H]
+    selection: Tensor  # [L-1, B, T_q, H_kv, top_k] int32, entry l-1 = layer l, ascending, padded with -1
+    traces: list[Trace]  # empty unless asked for
+
+
+def layer_sizes(T: int, compression_rate: int, max_top_nodes: int) -> list[int]:
+    """Nodes of each layer, bottom (the tokens) first: ``N_{l+1} = ceil(N_l / r)`` until at most ``max_top_nodes``."""
+    sizes = [T]
+    while sizes[-1] > max_top_nodes:
+        sizes.append((sizes[-1] + compression_rate - 1) // compression_rate)
+    return sizes
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def build_tree(x: Tensor, compression_rate: int, max_top_nodes: int) -> list[Tensor]:
+    """Mean pooling. x: [B, T, H_kv, D] -> one tensor [B, N_l, H_kv, D] per layer, bottom first, in x's dtype.
+
+    Children are added in ascending order in the accumulation dtype, the sum is divided by the number of children that
+    exist and rounded to x's dtype; the next layer pools what was stored.
+    """
+    layers = [x]
+    for size in layer_sizes(x.shape[1], compression_rate, max_top_nodes)[1:]:
+        below = layers[-1]
+        nodes = []
+        for i in range(size):
+            children = below[:, i * compression_rate : (i + 1) * compression_rate]
+            total = children[:, 0].to(accumulation_dtype(x.dtype))
+            for c in range(1, children.shape[1]):
+                total = total + children[:, c]
+            nodes.append((total / children.shape[1]).to(x.dtype))
+        layers.append(torch.stack(nodes, dim=1))
+    return layers
+
+
+def rope(x: Tensor, positions: Tensor, rope_base: float, inverse: bool = False) -> Tensor:
+    """Rotate-half RoPE. x: [..., n, K], positions: [n]; pair m = (x[m], x[m + K/2]) turns by p * base^(-2m/K)."""
+    half = x.shape[-1] // 2
+    m = torch.arange(half, dtype=torch.float64, device=x.device)
+    angle = positions.to(torch.float64)[:, None] * rope_base ** (-2.0 * m / x.shape[-1])
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    if inverse:
+        sin = -sin
+    lo, hi = x[..., :half], x[..., half:]
+    return torch.cat([lo * cos - hi * sin, lo * sin + hi * cos], dim=-1)
+
+
+def candidate_list(parents: Tensor | None, rightmost: int, compression_rate: int, device: torch.device) -> Tensor:
+    """Candidates of a layer: every node up to the rightmost at the top, else the children of the selected parents."""
+    if parents is None:
+        return torch.arange(rightmost + 1, device=device)
+    children = (parents[:, None] * compression_rate + torch.arange(compression_rate, device=device)).flatten()
+    return children[children <= rightmost]
+
+
+def log_importance(scores: Tensor, strict_causal: bool) -> Tensor:
+    """scores: [G, n] -> [n], the log of sum_g exp(s[g, p] - lse_g); +inf for the rightmost and for NaN."""
+    n = scores.shape[1]
+    if n == 1:
+        return scores.new_full((1,), math.inf)
+    normaliser = torch.logsumexp(scores[:, : n - 1] if strict_causal else scores, dim=1, keepdim=True)
+    log_imp = torch.logsumexp(scores - normaliser, dim=0)
+    log_imp = torch.where(log_imp.isnan(), math.inf, log_imp)
+    log_imp[n - 1] = math.inf
+    return log_imp
+
+
+def select(log_imp: Tensor, top_k: int) -> Tensor:
+    """Positions, ascending, of the min(top_k, n) candidates of highest importance; a tie goes to the lower position."""
+    n = log_imp.shape[0]
+    others = torch.sort(log_imp[: n - 1], descending=True, stable=True).indices[: min(top_k, n) - 1]
+    rightmost = torch.tensor([n - 1], device=log_imp.device)
+    return torch.sort(torch.cat([others, rightmost])).values
+
+
+def _margin(log_imp: Tensor, selected: Tensor) -> float:
+    chosen = torch.zeros_like(log_imp, dtype=torch.bool)
+    chosen[selected] = True
+    if bool(chosen.all()):
+        return math.inf
+    return float(log_imp[chosen].min() - log_imp[~chosen].max())
+
+
+def walk(
+    q: Tensor,
+    tree_k: list[Tensor],
+    t: int,
+    *,
+    compression_rate: int,
+    top_k: int,
+    scale: float,
+    rope_base: float,
+    strict_causal: bool,
+    selection: list[Tensor] | None = None,
+) -> list[tuple[LayerTrace, Tensor]]:
+    """Top-down walk of one query. q: [G, K]; tree_k[l]: [N_l, K], both in the compute dtype.
+
+    Returns, top-down, each layer's trace and its selected nodes (ascending; empty at the bottom). ``selection[l-1]``,
+    where given, replaces the selection of layer l: the oracle then answers for somebody else's choice of nodes.
+    """
+    steps = []
+    parents = None
+    for layer in reversed(range(len(tree_k))):
+        rightmost = t // compression_rate**layer
+        candidates = candidate_list(parents, rightmost, compression_rate, q.device)
+        n = candidates.shape[0]
+        q_rot = rope(q[:, None], torch.tensor([n - 1], device=q.device), rope_base)[:, 0]
+        k_rot = rope(tree_k[layer][candidates], torch.arange(n, device=q.device), rope_base)
+        scores = scale * (q_rot @ k_rot.T)
+        leaves = torch.ones(n, dtype=torch.bool, device=q.device)
+        log_imp, margin, parents = None, math.inf, candidates[:0]
+        if layer > 0:
+            log_imp = log_importance(scores.detach(), strict_causal)
+            if selection is None:
+                parents = candidates[select(log_imp, top_k)]
+            else:
+                parents = selection[layer - 1][selection[layer - 1] >= 0].to(torch.int64)
+            leaves = ~torch.isin(candidates, parents)
+            margin = _margin(log_imp, torch.nonzero(~leaves)[:, 0])
+        steps.append((LayerTrace(layer, candidates, scores, leaves, log_imp, margin), parents))
+    return steps
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_start: int | None = None,
+    compression_rate: int = 16,
+    top_k_per_layer: int = 512,
+    max_top_nodes: int | None = None,
+    scale: float | None = None,
+    rope_base: float = 10000.0,
+    strict_causal: bool = True,
+    selection: Tensor | None = None,
+    traces: bool = False,
+    compute_dtype: torch.dtype = torch.float64,
+) -> Result:
+    """htree attention. q: [B, T_q, H, K], k: [B, T, H_kv, K], v: [B, T, H_kv, V]; results in ``compute_dtype``.
+
+    ``selection`` (in the form of ``Result.selection``) replaces the walk's own choice; ``traces=True`` keeps every
+    query's candidates, scores, importance and margins.
+    """
+    B, T_q, H, K = q.shape
+    T, H_kv, V = k.shape[1], k.shape[2], v.shape[3]
+    G = H // H_kv
+    max_top_nodes = top_k_per_layer * compression_rate if max_top_nodes is None else max_top_nodes
+    q_start = T - T_q if q_start is None else q_start
+    scale = K**-0.5 if scale is None else scale
+    tree_k = [x.to(compute_dtype) for x in build_tree(k, compression_rate, max_top_nodes)]
+    tree_v = [x.to(compute_dtype) for x in build_tree(v, compression_rate, max_top_nodes)]
+    L = len(tree_k)
+    q = q.to(compute_dtype)
+
+    out_rows, lse_rows, kept = [], [], []
+    chosen = torch.full((L - 1, B, T_q, H_kv, top_k_per_layer), -1, dtype=torch.int32, device=q.device)
+    for b in range(B):
+        for i in range(T_q):
+            for h_kv in range(H_kv):
+                steps = walk(
+                    q[b, i, h_kv * G : (h_kv + 1) * G],
+                    [x[b, :, h_kv] for x in tree_k],
+                    q_start + i,
+                    compression_rate=compression_rate,
+                    top_k=top_k_per_layer,
+                    scale=scale,
+                    rope_base=rope_base,
+                    strict_causal=strict_causal,
+                    selection=None if selection is None else [selection[j, b, i, h_kv] for j in range(L - 1)],
+                )
+                s = torch.cat([step.scores[:, step.leaves] for step, _ in steps], dim=1)
+                values = torch.cat([tree_v[step.layer][b, step.candidates[step.leaves], h_kv] for step, _ in steps])
+                lse = torch.logsumexp(s, dim=1)
+                lse_rows.append(lse)
+                out_rows.append(torch.exp(s - lse[:, None]) @ values)
+                for step, parents in steps:
+                    if step.layer > 0:
+                        chosen[step.layer - 1, b, i, h_kv, : parents.shape[0]] = parents.to(torch.int32)
+                if traces:
+                    kept.append(Trace(b, q_start + i, h_kv, [step for step, _ in steps]))
+    if not out_rows:
+        return Result(q.new_zeros(B, T_q, H, V), q.new_zeros(B, T_q, H), chosen, kept)
+    out = torch.stack(out_rows).reshape(B, T_q, H, V)
+    return Result(out, torch.stack(lse_rows).reshape(B, T_q, H), chosen, kept)
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Tensor,
+    *,
+    q_start: int | None = None,
+    compression_rate: int = 16,
+    top_k_per_layer: int = 512,
+    max_top_nodes: int | None = None,
+    scale: float | None = None,
+    rope_base: float = 10000.0,
+    compute_dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv) in ``compute_dtype`` by the backward formula, the selection being a constant."""
+    B, T_q, H, K = q.shape
+    T, H_kv = k.shape[1], k.shape[2]
+    G = H // H_kv
+    r = compression_rate
+    max_top_nodes = top_k_per_layer * r if max_top_nodes is None else max_top_nodes
+    q_start = T - T_q if q_start is None else q_start
+    scale = K**-0.5 if scale is None else scale
+    tree_k = [x.to(compute_dtype) for x in build_tree(k, r, max_top_nodes)]
+    tree_v = [x.to(compute_dtype) for x in build_tree(v, r, max_top_nodes)]
+    q, dout = q.to(compute_dtype), dout.to(compute_dtype)
+    dq = torch.zeros_like(q)
+    dtree_k = [torch.zeros_like(x) for x in tree_k]
+    dtree_v = [torch.zeros_like(x) for x in tree_v]
+
+    for b in range(B):
+        for i in range(T_q):
+            for h_kv in range(H_kv):
+                heads = slice(h_kv * G, (h_kv + 1) * G)
+                q_row, do = q[b, i, heads], dout[b, i, heads]
+                steps = walk(
+                    q_row,
+                    [x[b, :, h_kv] for x in tree_k],
+                    q_start + i,
+                    compression_rate=r,
+                    top_k=top_k_per_layer,
+                    scale=scale,
+                    rope_base=rope_base,
+                    strict_causal=True,
+                    selection=[selection[j, b, i, h_kv] for j in range(len(tree_k) - 1)],
+                )
+                s = torch.cat([step.scores[:, step.leaves] for step, _ in steps], dim=1)
+                values = torch.cat([tree_v[step.layer][b, step.candidates[step.leaves], h_kv] for step, _ in steps])
+                lse = torch.logsumexp(s, dim=1, keepdim=True)
+                P = torch.exp(s - lse)
+                delta = (do * (P @ values)).sum(1, keepdim=True)
+                dS = P * (do @ values.T - delta + (0.0 if dlse is None else dlse[b, i, heads, None].to(compute_dtype)))
+                first = 0
+                for step, _ in steps:
+                    n = step.candidates.shape[0]
+                    position = torch.nonzero(step.leaves)[:, 0]
+                    node = step.candidates[position]
+                    columns = slice(first, first + node.shape[0])
+                    first += node.shape[0]
+                    last = torch.tensor([n - 1], device=q.device)
+                    k_rot = rope(tree_k[step.layer][b, node, h_kv], position, rope_base)
+                    q_rot = rope(q_row[:, None], last, rope_base)[:, 0]
+                    turned_back = rope((dS[:, columns] @ k_rot)[:, None], last, rope_base, inverse=True)[:, 0]
+                    dq[b, i, heads] += scale * turned_back
+                    dk_rot = scale * (dS[:, columns].T @ q_rot)
+                    dtree_k[step.layer][b, node, h_kv] += rope(dk_rot, position, rope_base, inverse=True)
+                    dtree_v[step.layer][b, node, h_kv] += P[:, columns].T @ do
+
+    for dtree in (dtree_k, dtree_v):
+        for layer in reversed(range(1, len(dtree))):
+            for node in range(dtree[layer].shape[1]):
+                children = slice(node * r, min((node + 1) * r, dtree[layer - 1].shape[1]))
+                dtree[layer - 1][:, children] += dtree[layer][:, node : node + 1] / (children.stop - children.start)
+    return dq, dtree_k[0], dtree_v[0]
+
+
+def attn_dist(
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    *,
+    sm_scale: float | None = None,
+    q_start: int | list[int] | None = None,
+    k_stride: int = 1,
+    topk_length: Tensor | None = None,
+    lse_base: float = 2.0,
+    compute_dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Head-summed attention distribution: [ceil(h_q / 64), s_q, topk] in ``compute_dtype`` (batched: a leading B).
+
+    q: [s_q, h_q, d_qk], k: [s_kv, 1, d_qk], indices: [s_q, 1, topk], lse: [s_q, h_q] in base ``lse_base``.
+    """
+    if q.dim() == 4:
+        B = q.shape[0]
+        starts = list(q_start) if isinstance(q_start, (list, tuple)) else [q_start] * B
+        rows = [
+            attn_dist(
+                q[b], k[b], indices[b], lse[b], sm_scale=sm_scale, q_start=starts[b], k_stride=k_stride,
+                topk_length=None if topk_length is None else topk_length[b], lse_base=lse_base,
+                compute_dtype=compute_dtype,
+            )
+            for b in range(B)
+        ]  # fmt: skip
+        groups = (q.shape[2] + 63) // 64
+        return torch.stack(rows) if rows else q.new_zeros(0, groups, q.shape[1], indices.shape[3], dtype=compute_dtype)
+    s_q, h_q, d_qk = q.shape
+    s_kv, topk = k.shape[0], indices.shape[2]
+    sm_scale = d_qk**-0.5 if sm_scale is None else sm_scale
+    out = torch.zeros((h_q + 63) // 64, s_q, topk, dtype=compute_dtype, device=q.device)
+    for s in range(s_q):
+        lse2 = lse[s].to(compute_dtype) * math.log2(lse_base)
+        visible = s_kv if q_start is None else (q_start + s + 1) // k_stride
+        length = topk if topk_length is None else int(topk_length[s])
+        for j in range(min(length, topk)):
+            i = int(indices[s, 0, j])
+            if not 0 <= i < min(s_kv, visible):
+                continue
+            score2 = q[s].to(compute_dtype) @ k[i, 0].to(compute_dtype) * (sm_scale * math.log2(math.e))
+            p = torch.where(lse2.isinf(), 0.0, torch.exp2(score2 - lse2))
+            for group in range(out.shape[0]):
+                out[group, s, j] = p[group * 64 : (group + 1) * 64].sum()
+    return out

@@ -1,0 +1,488 @@
+"""The torch backend: htree attention, its backward and attn_dist over chunks of queries, with bounded memory.
+
+Any device, any floating dtype; bf16 and fp16 inputs are accumulated in float32. What it computes is `definition.py`;
+how it gets there:
+
+* Everything runs on rows ``(b, h_kv, query)``. A chunk of queries walks the tree top-down once; the number of
+  candidates of a query depends on its position alone, so no shape depends on data and nothing synchronises.
+* The top layer is dense: its keys sit at their own node index, so they are rotated once and all queries share one
+  matrix product. Lower layers gather each query's candidates; position p of a candidate is its place in the gathered
+  block, so one [n, K/2] table of angles serves every query.
+* Rows that a query must not see (nodes beyond it, its rightmost node above the bottom, expanded nodes, padding) are
+  zeroed in the gathered keys and values, not just given probability zero: 0 * NaN is NaN.
+* The backward keeps nothing but the selection and walks again, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .definition import accumulation_dtype, layer_sizes
+
+# Bytes of temporaries one chunk of queries may hold (a single query may exceed it). On a CPU a chunk that fits the
+# caches wins; on a GPU it only has to amortise launches.
+CHUNK_BYTES_CPU = 16 << 20
+CHUNK_BYTES_GPU = 1 << 30
+
+
+@dataclass(frozen=True)
+class TreeParams:
+    """The numbers that define one call (resolved: no None left)."""
+
+    q_start: int
+    compression_rate: int
+    top_k: int
+    max_top_nodes: int
+    scale: float
+    rope_base: float
+    strict_causal: bool
+
+
+# --------------------------------------------------------------------------------------------------------------- tree
+
+
+def _pool_once(x: Tensor, r: int) -> Tensor:
+    """[BH, N, D] -> [BH, ceil(N / r), D]: children added ascending in the accumulation dtype, over their count."""
+    full = x.shape[1] // r
+    parts = []
+    for children in (x[:, : full * r].unflatten(1, (full, r)), x[:, None, full * r :]):
+        count = children.shape[2]
+        if count == 0 or children.shape[1] == 0:
+            continue
+        total = children[:, :, 0].to(accumulation_dtype(x.dtype), copy=True)
+        for c in range(1, count):
+            total += children[:, :, c]
+        parts.append((total / count).to(x.dtype))
+    return torch.cat(parts, dim=1)
+
+
+def build_tree(x: Tensor, compression_rate: int, max_top_nodes: int) -> list[Tensor]:
+    """[B, T, H_kv, D] -> [B*H_kv, N_l, D] contiguous for every layer, bottom first, in x's dtype."""
+    B, T, H_kv, D = x.shape
+    layers = [x.transpose(1, 2).reshape(B * H_kv, T, D).contiguous()]
+    for _ in layer_sizes(T, compression_rate, max_top_nodes)[1:]:
+        layers.append(_pool_once(layers[-1], compression_rate))
+    return layers
+
+
+def tree_pool(x: Tensor, compression_rate: int, max_top_nodes: int) -> Tensor:
+    """[B, T, H_kv, D] -> [B, H_kv, M, D], the layers above the tokens concatenated along nodes, layer 1 first."""
+    B, _, H_kv, D = x.shape
+    upper = build_tree(x, compression_rate, max_top_nodes)[1:]
+    if not upper:
+        return x.new_empty(B, H_kv, 0, D)
+    return torch.cat(upper, dim=1).unflatten(0, (B, H_kv))
+
+
+def _unpool(grad: Tensor, below: int, r: int) -> Tensor:
+    """Gradient of `_pool_once`: [BH, N, D] -> [BH, below, D], 1 / count of the parent's gradient to each child."""
+    N = grad.shape[1]
+    count = torch.full((N, 1), r, dtype=grad.dtype, device=grad.device)
+    count[N - 1] = below - (N - 1) * r
+    return (grad / count).repeat_interleave(r, dim=1)[:, :below]
+
+
+# --------------------------------------------------------------------------------------------------------------- RoPE
+
+
+def rope_tables(n: int, K: int, rope_base: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos, sin of p * base^(-2m/K): [n, K/2]. Angles in float64 (a float32 angle at p = 8191 is off by 5e-4)."""
+    inv_freq = rope_base ** (-2.0 * torch.arange(K // 2, dtype=torch.float64, device=device) / K)
+    angle = torch.arange(n, dtype=torch.float64, device=device)[:, None] * inv_freq
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
+    """Rotate-half RoPE of x [..., K] by tables that broadcast against [..., K/2]; sign -1 turns back."""
+    half = x.shape[-1] // 2
+    lo, hi = x[..., :half], x[..., half:]
+    out = torch.empty(torch.broadcast_shapes(x.shape, cos.shape[:-1] + x.shape[-1:]), dtype=cos.dtype, device=x.device)
+    torch.mul(lo, cos, out=out[..., :half])
+    out[..., :half].addcmul_(hi, sin, value=-sign)
+    torch.mul(hi, cos, out=out[..., half:])
+    out[..., half:].addcmul_(lo, sin, value=sign)
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------------- layers
+
+
+class _Layer:
+    """One layer for one chunk of queries: who the candidates are, and the products with their keys and values.
+
+    n: [rows] number of candidates of each query; valid, rightmost: [rows, width] marks over candidate positions.
+    """
+
+    def __init__(self, layer: int, n: Tensor, width: int):
+        position = torch.arange(width, device=n.device)
+        self.layer = layer
+        self.n = n
+        self.valid = position < n[:, None]
+        self.rightmost = position == n[:, None] - 1
+
+
+class _TopLayer(_Layer):
+    """Dense: candidates are nodes 0 .. width-1 for every query, so rows of one (b, h_kv) share their products.
+
+    keys, rotated: [BH, width, K], values: [BH, width, V] in the accumulation dtype. ``bad_*`` mark non-finite entries
+    (None where there is none): they are taken out of the products and put back as NaN only where a leaf holds them.
+    """
+
+    def __init__(self, layer: int, n: Tensor, keys_rot: Tensor, values: Tensor, bad_keys, bad_values, cos, sin):
+        super().__init__(layer, n, values.shape[1])
+        self.keys_rot, self.values, self.cos, self.sin = keys_rot, values, cos, sin
+        self.bad_keys, self.bad_values = bad_keys, bad_values
+
+    def _per_bh(self, x: Tensor) -> Tensor:
+        return x.reshape(self.values.shape[0], -1, x.shape[-1])
+
+    def _node(self, width: int) -> Tensor:
+        return torch.arange(width, device=self.n.device).expand(self.n.shape[0], width)
+
+    def nodes(self) -> Tensor:
+        return self._node(self.values.shape[1])
+
+    def scores(self, q_rot: Tensor) -> Tensor:
+        s = self._per_bh(q_rot) @ self.keys_rot.transpose(1, 2)
+        return s.reshape(*q_rot.shape[:2], -1)
+
+    def value_products(self, dout: Tensor) -> Tensor:
+        return (self._per_bh(dout) @ self.values.transpose(1, 2)).reshape(*dout.shape[:2], -1)
+
+    def _masked_product(self, weights: Tensor, leaves: Tensor, rows: Tensor, bad: Tensor | None) -> Tensor:
+        if bad is None:
+            return (self._per_bh(weights) @ rows).reshape(*weights.shape[:2], -1)
+        out = (self._per_bh(weights) @ rows.masked_fill(bad, 0.0)).reshape(*weights.shape[:2], -1)
+        hit = (self._per_bh(leaves.to(weights.dtype)) @ bad.to(weights.dtype)).reshape(leaves.shape[0], 1, -1) > 0
+        return torch.where(hit, math.nan, out)
+
+    def weighted_values(self, p: Tensor, leaves: Tensor) -> Tensor:
+        return self._masked_product(p, leaves, self.values, self.bad_values)
+
+    def weighted_keys(self, dS: Tensor, leaves: Tensor) -> Tensor:
+        return self._masked_product(dS, leaves, self.keys_rot, self.bad_keys)
+
+    def add_gradients(self, dk: Tensor, dv: Tensor, dS: Tensor, P: Tensor, q_rot: Tensor, dout: Tensor, leaves: Tensor):
+        width = self.values.shape[1]
+        dk_rot = self._per_bh(dS).transpose(1, 2) @ self._per_bh(q_rot)
+        dk[:, :width] += _rotate(dk_rot, self.cos[:width], self.sin[:width], sign=-1)
+        dv[:, :width] += self._per_bh(P).transpose(1, 2) @ self._per_bh(dout)
+
+
+class _LowerLayer(_Layer):
+    """Gathered: candidates are the children of each query's own parents.
+
+    keys: [BH, N_l, K], values: [BH, N_l, V] in the input dtype; parents: [rows, P] ascending, padded with anything.
+    """
+
+    def __init__(self, layer: int, n: Tensor, t: Tensor, parents: Tensor, keys, values, cos, sin, r: int):
+        width = parents.shape[1] * r
+        super().__init__(layer, n, width)
+        self.cos, self.sin = cos[:width], sin[:width]
+        children = (parents[:, :, None] * r + torch.arange(r, device=n.device)).flatten(1)
+        self.node = torch.where(self.valid, children, (t // r**layer)[:, None])
+        BH, N, _ = keys.shape
+        rows_per_bh = n.shape[0] // BH
+        first = torch.arange(BH, device=n.device).repeat_interleave(rows_per_bh) * N
+        self.flat = (self.node + first[:, None]).flatten()
+        self.keys_rot = _rotate(self._gather(keys), self.cos, self.sin)
+        self.values = self._gather(values)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1).index_select(0, self.flat).reshape(*self.node.shape, x.shape[2])
+        return rows.to(accumulation_dtype(x.dtype))
+
+    def nodes(self) -> Tensor:
+        return self.node
+
+    def scores(self, q_rot: Tensor) -> Tensor:
+        return torch.bmm(q_rot, self.keys_rot.transpose(1, 2))
+
+    def value_products(self, dout: Tensor) -> Tensor:
+        return torch.bmm(dout, self.values.transpose(1, 2))
+
+    def weighted_values(self, p: Tensor, leaves: Tensor) -> Tensor:
+        return torch.bmm(p, self.values.masked_fill_(~leaves[:, :, None], 0.0))
+
+    def weighted_keys(self, dS: Tensor, leaves: Tensor) -> Tensor:
+        return torch.bmm(dS, self.keys_rot.masked_fill_(~leaves[:, :, None], 0.0))
+
+    def add_gradients(self, dk: Tensor, dv: Tensor, dS: Tensor, P: Tensor, q_rot: Tensor, dout: Tensor, leaves: Tensor):
+        not_leaf = ~leaves[:, :, None]
+        dk_rot = torch.bmm(dS.transpose(1, 2), q_rot).masked_fill_(not_leaf, 0.0)
+        rows = _rotate(dk_rot, self.cos, self.sin, sign=-1)
+        dk.flatten(0, 1).index_add_(0, self.flat, rows.flatten(0, 1))
+        rows = torch.bmm(P.transpose(1, 2), dout).masked_fill_(not_leaf, 0.0)
+        dv.flatten(0, 1).index_add_(0, self.flat, rows.flatten(0, 1))
+
+
+# --------------------------------------------------------------------------------------------------------------- walk
+
+
+def _bad(x: Tensor) -> Tensor | None:
+    bad = ~x.isfinite()
+    return bad if bool(bad.any()) else None
+
+
+class _Walk:
+    """What every chunk of one call shares: the tree, the tables, the rotated keys of the top layer."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, params: TreeParams):
+        self.params = params
+        self.acc = accumulation_dtype(q.dtype)
+        self.B, self.T_q, self.H, self.K = q.shape
+        self.H_kv, self.V = k.shape[2], v.shape[3]
+        self.G = self.H // self.H_kv
+        self.BH = self.B * self.H_kv
+        self.q = q
+        self.tree_k = build_tree(k, params.compression_rate, params.max_top_nodes)
+        self.tree_v = build_tree(v, params.compression_rate, params.max_top_nodes)
+        self.L = len(self.tree_k)
+        widest = max(self.tree_k[-1].shape[1], params.top_k * params.compression_rate if self.L > 1 else 0)
+        self.cos, self.sin = rope_tables(widest, self.K, params.rope_base, self.acc, q.device)
+        top = self.tree_k[-1].shape[1]
+        self.top_keys_rot = _rotate(self.tree_k[-1], self.cos[:top], self.sin[:top])
+        self.top_values = self.tree_v[-1].to(self.acc)
+        self.bad_keys, self.bad_values = _bad(self.top_keys_rot), _bad(self.top_values)
+
+    def chunks(self) -> Iterator[tuple[slice, slice]]:
+        """(slice of b*H_kv + h_kv, slice of queries). Their sizes follow from shapes alone."""
+        if self.BH == 0 or self.T_q == 0:
+            return
+        width = self.cos.shape[0]
+        row_bytes = width * self.top_values.element_size() * (3 * self.K + 3 * self.V + 6 * self.G + 8)
+        budget = CHUNK_BYTES_CPU if self.q.device.type == "cpu" else CHUNK_BYTES_GPU
+        rows = max(1, budget // row_bytes)
+        bh_step = min(self.BH, rows)
+        q_step = max(1, rows // bh_step)
+        for bh in range(0, self.BH, bh_step):
+            for first in range(0, self.T_q, q_step):
+                yield slice(bh, min(bh + bh_step, self.BH)), slice(first, min(first + q_step, self.T_q))
+
+    def rows(self, x: Tensor, bh: slice, queries: slice) -> Tensor:
+        """[B, T_q, H, D] -> the chunk's rows [bh * queries, G, D] in the accumulation dtype."""
+        if self.B == 1:  # a view first: only the chunk is copied
+            part = x[0, queries].unflatten(1, (self.H_kv, self.G))[:, bh].transpose(0, 1)
+        else:
+            part = x[:, queries].unflatten(2, (self.H_kv, self.G)).permute(0, 2, 1, 3, 4).flatten(0, 1)[bh]
+        return part.to(self.acc).reshape(-1, self.G, x.shape[-1])
+
+    def put_rows(self, x: Tensor, bh: slice, queries: slice, rows: Tensor) -> None:
+        """Inverse of `rows`: writes [bh * queries, G, D] (or [..., G]) into x [B, T_q, H, D] (or [B, T_q, H])."""
+        rows = rows.reshape(bh.stop - bh.start, queries.stop - queries.start, self.G, *x.shape[3:])
+        heads = x.unflatten(2, (self.H_kv, self.G))
+        for i in range(bh.start, bh.stop):
+            heads[i // self.H_kv, queries, i % self.H_kv] = rows[i - bh.start].to(x.dtype)
+
+    def positions(self, bh: slice, queries: slice) -> Tensor:
+        t = torch.arange(queries.start, queries.stop, device=self.q.device) + self.params.q_start
+        return t.repeat(bh.stop - bh.start)
+
+    def top_layer(self, t: Tensor, bh: slice, queries: slice) -> _TopLayer:
+        layer = self.L - 1
+        stride = self.params.compression_rate**layer
+        width = (self.params.q_start + queries.stop - 1) // stride + 1
+        bad_keys = None if self.bad_keys is None else self.bad_keys[bh, :width]
+        bad_values = None if self.bad_values is None else self.bad_values[bh, :width]
+        keys_rot, values = self.top_keys_rot[bh, :width], self.top_values[bh, :width]
+        return _TopLayer(layer, t // stride + 1, keys_rot, values, bad_keys, bad_values, self.cos, self.sin)
+
+    def lower_layer(self, above: _Layer, t: Tensor, parents: Tensor, bh: slice) -> _LowerLayer:
+        r, layer = self.params.compression_rate, above.layer - 1
+        n = (above.n.clamp(max=self.params.top_k) - 1) * r + t // r**layer % r + 1
+        keys, values = self.tree_k[layer][bh], self.tree_v[layer][bh]
+        return _LowerLayer(layer, n, t, parents, keys, values, self.cos, self.sin, r)
+
+    def query_at(self, q: Tensor, layer: _Layer, sign: int = 1) -> Tensor:
+        """q [rows, G, K] rotated to each query's own position n - 1 (sign -1: rotated back)."""
+        return _rotate(q, self.cos[layer.n - 1][:, None], self.sin[layer.n - 1][:, None], sign)
+
+    def expanded(self, layer: _Layer, parents: Tensor) -> Tensor:
+        """[rows, width] marks of the candidates that are among `parents` [rows, P] (-1 pads)."""
+        BH_N = int(self.tree_k[layer.layer].shape[1])
+        chosen = torch.zeros(parents.shape[0], BH_N + 1, dtype=torch.bool, device=parents.device)
+        chosen.scatter_(1, torch.where(parents >= 0, parents, BH_N), True)
+        return chosen.gather(1, layer.nodes()) & layer.valid
+
+
+def _log_importance(s: Tensor, layer: _Layer, strict_causal: bool) -> Tensor:
+    """s: [rows, G, width] with -inf at invalid positions -> [rows, width]; NaN ranks as +inf, as in the definition."""
+    normaliser = s.masked_fill(layer.rightmost[:, None], -math.inf) if strict_causal else s
+    lse = torch.logsumexp(normaliser, dim=2, keepdim=True)
+    log_imp = torch.logsumexp(s - lse, dim=1)
+    return log_imp.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+
+
+def _select(log_imp: Tensor, layer: _Layer, top_k: int) -> tuple[Tensor, Tensor]:
+    """The min(top_k, n) most important candidates, ties to the lower position, the rightmost always.
+
+    Returns marks [rows, width] and nodes [rows, min(top_k, width)], ascending, padded with -1. No sort: the k-th
+    largest value splits the candidates into above, equal and below, and positions decide among the equal ones.
+    """
+    rows, width = log_imp.shape
+    k = min(top_k, width)
+    other = layer.valid & ~layer.rightmost
+    # The rightmost takes one of the places, by definition; -inf is also a real importance, hence the lowest finite.
+    ranked = log_imp.clamp(min=torch.finfo(log_imp.dtype).min).masked_fill_(~other, -math.inf)
+    marks = layer.rightmost.clone()
+    if k > 1:
+        threshold = torch.topk(ranked, k - 1, dim=1, sorted=True).values[:, -1:]
+        above = ranked > threshold
+        equal = ranked == threshold
+        room = (k - 1) - above.sum(1, keepdim=True)
+        marks |= (above | (equal & (equal.cumsum(1) <= room))) & other
+    place = torch.where(marks, marks.cumsum(1) - 1, k)
+    nodes = torch.full((rows, k + 1), -1, dtype=torch.int64, device=log_imp.device)
+    nodes.scatter_(1, place, layer.nodes())
+    return marks, nodes[:, :k]
+
+
+# ------------------------------------------------------------------------------------------------- forward, backward
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, params: TreeParams, *, need_selection: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B,T_q,H,K], k [B,T,H_kv,K], v [B,T,H_kv,V] -> out [B,T_q,H,V] (their dtype), lse [B,T_q,H] (accumulation
+    dtype), selection [L-1,B,T_q,H_kv,top_k] int32 (first dimension 0 unless needed)."""
+    walk = _Walk(q, k, v, params)
+    out = q.new_empty(walk.B, walk.T_q, walk.H, walk.V)
+    lse = torch.empty(walk.B, walk.T_q, walk.H, dtype=walk.acc, device=q.device)
+    kept = walk.L - 1 if need_selection else 0
+    selection = torch.full((kept, walk.B, walk.T_q, walk.H_kv, params.top_k), -1, dtype=torch.int32, device=q.device)
+    for bh, queries in walk.chunks():
+        t = walk.positions(bh, queries)
+        q_rows = walk.rows(q, bh, queries) * params.scale
+        row_max = q_rows.new_full(q_rows.shape[:2], -math.inf)
+        row_sum = q_rows.new_zeros(q_rows.shape[:2])
+        acc = q_rows.new_zeros(*q_rows.shape[:2], walk.V)
+        layer: _Layer = walk.top_layer(t, bh, queries)
+        while True:
+            s = layer.scores(walk.query_at(q_rows, layer)).masked_fill_(~layer.valid[:, None], -math.inf)
+            leaves, parents = layer.valid, None
+            if layer.layer > 0:
+                marks, parents = _select(_log_importance(s, layer, params.strict_causal), layer, params.top_k)
+                leaves = layer.valid & ~marks
+                s.masked_fill_(~leaves[:, None], -math.inf)
+                if need_selection:
+                    for i in range(bh.start, bh.stop):
+                        b, h_kv = divmod(i, walk.H_kv)
+                        rows = parents.reshape(bh.stop - bh.start, -1, parents.shape[1])[i - bh.start]
+                        selection[layer.layer - 1, b, queries, h_kv, : rows.shape[1]] = rows.to(torch.int32)
+            new_max = torch.maximum(row_max, s.amax(2))
+            base = new_max.masked_fill(new_max == -math.inf, 0.0)  # no leaf so far: exp(-inf - 0) = 0
+            decay = torch.exp(row_max - base)
+            p = s.sub_(base[:, :, None]).exp_()
+            row_sum = row_sum * decay + p.sum(2)
+            acc = acc * decay[:, :, None] + layer.weighted_values(p, leaves)
+            row_max = new_max
+            if parents is None:
+                break
+            layer = walk.lower_layer(layer, t, parents, bh)
+        walk.put_rows(out, bh, queries, acc / row_sum[:, :, None])
+        walk.put_rows(lse, bh, queries, row_max + row_sum.log())
+    return out, lse, selection
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    selection: Tensor,
+    params: TreeParams,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the dtype of the inputs. dlse [B,T_q,H]; out, lse, selection as `forward` returned them."""
+    walk = _Walk(q, k, v, params)
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dtree_k = [torch.zeros(x.shape, dtype=walk.acc, device=x.device) for x in walk.tree_k]
+    dtree_v = [torch.zeros(x.shape, dtype=walk.acc, device=x.device) for x in walk.tree_v]
+    for bh, queries in walk.chunks():
+        t = walk.positions(bh, queries)
+        q_rows = walk.rows(q, bh, queries) * params.scale
+        do = walk.rows(dout, bh, queries)
+        lse_rows = walk.rows(lse[..., None], bh, queries)
+        offset = walk.rows(dlse[..., None], bh, queries)
+        offset = offset - (do * walk.rows(out, bh, queries)).sum(2, keepdim=True)
+        dq_rows = torch.zeros_like(q_rows)
+        layer: _Layer = walk.top_layer(t, bh, queries)
+        while True:
+            leaves, parents = layer.valid, None
+            if layer.layer > 0:
+                chosen = selection[layer.layer - 1].permute(0, 2, 1, 3).flatten(0, 1)[bh, queries]
+                parents = chosen.flatten(0, 1).to(torch.int64)
+                leaves = layer.valid & ~walk.expanded(layer, parents)
+            q_rot = walk.query_at(q_rows, layer)
+            not_leaf = ~leaves[:, None]
+            P = layer.scores(q_rot).sub_(lse_rows).masked_fill_(not_leaf, -math.inf).exp_()
+            dS = layer.value_products(do).add_(offset).mul_(P).masked_fill_(not_leaf, 0.0)
+            dq_rows += walk.query_at(layer.weighted_keys(dS, leaves), layer, sign=-1)
+            layer.add_gradients(dtree_k[layer.layer][bh], dtree_v[layer.layer][bh], dS, P, q_rot, do, leaves)
+            if parents is None:
+                break
+            layer = walk.lower_layer(layer, t, parents[:, : layer.valid.shape[1]], bh)
+        walk.put_rows(dq, bh, queries, dq_rows * params.scale)
+    for dtree in (dtree_k, dtree_v):
+        for i in reversed(range(1, walk.L)):
+            dtree[i - 1] += _unpool(dtree[i], dtree[i - 1].shape[1], params.compression_rate)
+    dk, dv = (
+        dtree[0].unflatten(0, (walk.B, walk.H_kv)).transpose(1, 2).to(q.dtype).contiguous()
+        for dtree in (dtree_k, dtree_v)
+    )
+    return dq, dk, dv
+
+
+# ---------------------------------------------------------------------------------------------------------- attn_dist
+
+
+def attn_dist(
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    *,
+    sm_scale: float,
+    q_start: list[int] | None,
+    k_stride: int,
+    topk_length: Tensor | None,
+    lse_base: float,
+) -> Tensor:
+    """q [B,s_q,h_q,d], k [B,s_kv,1,d], indices [B,s_q,1,topk], lse [B,s_q,h_q] -> [B, ceil(h_q/64), s_q, topk]."""
+    B, s_q, h_q, d_qk = q.shape
+    s_kv, topk = k.shape[1], indices.shape[3]
+    groups = (h_q + 63) // 64
+    acc = accumulation_dtype(q.dtype)
+    out = torch.zeros(B, groups, s_q, topk, dtype=acc, device=q.device)
+    if s_kv == 0 or out.numel() == 0:
+        return out
+    budget = CHUNK_BYTES_CPU if q.device.type == "cpu" else CHUNK_BYTES_GPU
+    step = max(1, budget // (topk * out.element_size() * (2 * d_qk + 3 * h_q + 8)))
+    slot = torch.arange(topk, device=q.device)
+    for b in range(B):
+        for first in range(0, s_q, step):
+            rows = slice(first, min(first + step, s_q))
+            index = indices[b, rows, 0].to(torch.int64)
+            valid = (index >= 0) & (index < s_kv)
+            if q_start is not None:
+                s = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+                valid &= index < (q_start[b] + s + 1) // k_stride
+            if topk_length is not None:
+                valid &= slot < topk_length[b, rows, None]
+            keys = (
+                k[b, :, 0].index_select(0, torch.where(valid, index, 0).flatten()).reshape(*index.shape, d_qk).to(acc)
+            )
+            lse2 = lse[b, rows].to(acc) * math.log2(lse_base)
+            score2 = torch.bmm(q[b, rows].to(acc), keys.transpose(1, 2)) * (sm_scale * math.log2(math.e))
+            p = score2.sub_(lse2[:, :, None]).exp2_()
+            p.masked_fill_(lse2.isinf()[:, :, None] | ~valid[:, None], 0.0)
+            for group in range(groups):
+                out[b, group, rows] = p[:, group * 64 : (group + 1) * 64].sum(1)
+    return out

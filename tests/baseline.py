@@ -1,0 +1,172 @@
+"""The error a bf16/fp16 kernel may make, fixed before any kernel exists, and the rules of a kernel's selection.
+
+A baseline is the definition with the roundings a careful kernel cannot avoid: inputs and stored tree in the dtype,
+rotated queries and keys rounded to it, QK in float32, P rounded to the dtype, PV in float32, the output rounded once
+(attn_dist: rounded inputs, everything else float32). A kernel may be off by at most twice what the baseline is off,
+in the maximum and in the RMS relative to the row; both are measured against the definition in float64.
+
+The forward's oracle sees the rounded inputs, since the selection is a function of exactly those numbers. The only
+rounding of attn_dist's baseline is that of its inputs, so its oracle sees the inputs before they are rounded; how far
+a kernel's float32 arithmetic may stray on the rounded inputs is bounded apart, by `attn_dist_arithmetic_bound`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from htree_cuda.reference import definition
+
+FACTOR = 2.0
+
+
+@dataclass
+class Baseline:
+    out: Tensor  # [B, T_q, H, V] in the dtype
+    lse: Tensor  # [B, T_q, H] float32
+    score_error: Tensor  # [B, T_q, H_kv] float64, largest |score - definition's score| of the query's walk
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, selection: Tensor, **options) -> Baseline:
+    """The baseline for bf16/fp16 q, k, v, walking by the given selection; options as `definition.forward`."""
+    q_start = options.get("q_start")
+    r = options.get("compression_rate", 16)
+    top_k = options.get("top_k_per_layer", 512)
+    max_top_nodes = options.get("max_top_nodes") or top_k * r
+    base = options.get("rope_base", 10000.0)
+    B, T_q, H, K = q.shape
+    T, H_kv, V = k.shape[1], k.shape[2], v.shape[3]
+    G, dtype = H // H_kv, q.dtype
+    scale = options.get("scale") or K**-0.5
+    q_start = T - T_q if q_start is None else q_start
+    tree_k = definition.build_tree(k, r, max_top_nodes)
+    tree_v = definition.build_tree(v, r, max_top_nodes)
+    out, lse = torch.empty(B, T_q, H, V, dtype=dtype), torch.empty(B, T_q, H)
+    score_error = torch.zeros(B, T_q, H_kv, dtype=torch.float64)
+    for b in range(B):
+        for i in range(T_q):
+            for h_kv in range(H_kv):
+                heads = slice(h_kv * G, (h_kv + 1) * G)
+                scores, values, parents = [], [], None
+                for layer in reversed(range(len(tree_k))):
+                    c = definition.candidate_list(parents, (q_start + i) // r**layer, r, q.device)
+                    n = c.shape[0]
+                    last, places = torch.tensor([n - 1]), torch.arange(n)
+                    q_row, k_row = q[b, i, heads].float(), tree_k[layer][b, c, h_kv].float()
+                    q_rot = definition.rope(q_row[:, None], last, base)[:, 0]
+                    k_rot = definition.rope(k_row, places, base)
+                    s = (q_rot.to(dtype).float() @ k_rot.to(dtype).float().T) * scale
+                    exact_q = definition.rope(q_row.double()[:, None], last, base)[:, 0]
+                    exact = exact_q @ definition.rope(k_row.double(), places, base).T * scale
+                    considered = slice(0, n - 1) if layer > 0 else slice(0, n)
+                    error = (s - exact)[:, considered].abs()
+                    if error.numel():
+                        score_error[b, i, h_kv] = torch.maximum(score_error[b, i, h_kv], error.max())
+                    leaves = torch.ones(n, dtype=torch.bool)
+                    if layer > 0:
+                        row = selection[layer - 1, b, i, h_kv]
+                        parents = row[row >= 0].to(torch.int64)
+                        leaves = ~torch.isin(c, parents)
+                    scores.append(s[:, leaves])
+                    values.append(tree_v[layer][b, c[leaves], h_kv].float())
+                s, values = torch.cat(scores, 1), torch.cat(values)
+                row_max = s.amax(1, keepdim=True)
+                p = torch.exp(s - row_max)
+                row_sum = p.sum(1, keepdim=True)
+                out[b, i, heads] = ((p.to(dtype).float() @ values) / row_sum).to(dtype)
+                lse[b, i, heads] = (row_max + row_sum.log())[:, 0]
+    return Baseline(out, lse, score_error)
+
+
+def attn_dist(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, **options) -> Tensor:
+    """attn_dist of the (already rounded) inputs with float32 arithmetic."""
+    return definition.attn_dist(q, k, indices, lse, compute_dtype=torch.float32, **options)
+
+
+def attn_dist_arithmetic_bound(
+    q: Tensor, k: Tensor, exact: Tensor, lse: Tensor, sm_scale: float | None = None
+) -> Tensor:
+    """Largest error of float32 arithmetic on the rounded inputs, per slot of `exact` (unbatched), as an a-priori bound.
+
+    A dot product accumulated in float32 (in any order, the tensor cores' truncating adds included) is off by at most
+    d * 2^-22 * |q| |k|; lse - score costs another rounding of either; exp2 turns the sum into a relative error.
+    """
+    d = q.shape[-1]
+    sm_scale = d**-0.5 if sm_scale is None else sm_scale
+    norms = q.double().norm(dim=-1).max() * k.double().nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).max()
+    largest_lse = lse.double().nan_to_num(0.0, 0.0, 0.0).abs().max()
+    score_error = (d * 2.0**-22 + 2.0**-22) * norms * sm_scale + 2.0**-22 * largest_lse
+    return exact * torch.expm1(score_error) + 2.0**-22 * exact + 1e-30
+
+
+def row_errors(x: Tensor, exact: Tensor) -> tuple[float, float]:
+    """(largest, RMS) error of x relative to the RMS of its row (last dimension) in `exact`; NaN never passes."""
+    exact = exact.double()
+    row = exact.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30)
+    error = (x.double() - exact) / row
+    return float(error.abs().max()), float(error.square().mean().sqrt())
+
+
+def assert_within(name: str, x: Tensor, baseline: Tensor, exact: Tensor, factor: float = FACTOR) -> None:
+    """x may be at most `factor` times as far from `exact` as the baseline is, in the maximum and in the RMS."""
+    for kind, mine, allowed in zip(("max", "rms"), row_errors(x, exact), row_errors(baseline, exact)):
+        assert mine <= factor * allowed, f"{name}: {kind} error {mine:.3e}, baseline {allowed:.3e}"
+
+
+def assert_lse_within(lse: Tensor, baseline: Tensor, exact: Tensor, factor: float = FACTOR) -> None:
+    """lse is a number, not a row: absolute errors."""
+    mine, allowed = (lse.double() - exact).abs(), (baseline.double() - exact).abs()
+    floor = 2.0**-22 * float(exact.abs().max().clamp(min=1.0))  # one rounding of the float32 result
+    assert float(mine.max()) <= factor * float(allowed.max()) + floor, (float(mine.max()), float(allowed.max()))
+    rms = float(mine.square().mean().sqrt()), float(allowed.square().mean().sqrt())
+    assert rms[0] <= factor * rms[1] + floor, rms
+
+
+def check_selection(q: Tensor, k: Tensor, selection: Tensor, score_error: Tensor | None, **options) -> float:
+    """Rules of a selection, layer by layer, with candidates built from the selection above it.
+
+    Ascending, unique, among the candidates, the rightmost included, of size min(top_k, n), padded with -1, and made of
+    the most important candidates up to near-ties: with delta = twice the score error, every selected candidate has
+    importance * e^delta >= threshold and every other one importance <= threshold * e^delta. Returns the share of
+    selected nodes that are in the exact set.
+    """
+    top_k = options.get("top_k_per_layer", 512)
+    exact = definition.forward(q, k, k[..., :1], selection=selection, traces=True, **options)
+    same = total = 0
+    for trace in exact.traces:
+        i = trace.t - (options["q_start"] if options.get("q_start") is not None else k.shape[1] - q.shape[1])
+        for step in trace.layers:
+            if step.layer == 0:
+                continue
+            row = selection[step.layer - 1, trace.b, i, trace.h_kv].to(torch.int64)
+            n = step.candidates.shape[0]
+            size = min(top_k, n)
+            where = f"layer {step.layer} of (b, t, h_kv) = {(trace.b, trace.t, trace.h_kv)}"
+            assert (row[size:] == -1).all(), f"{where}: not padded with -1"
+            row = row[:size]
+            assert (row[1:] > row[:-1]).all(), f"{where}: not ascending and unique"
+            position = torch.searchsorted(step.candidates, row)
+            assert (position < n).all() and (step.candidates[position.clamp(max=n - 1)] == row).all(), (
+                f"{where}: not among the candidates"
+            )
+            assert row[-1] == step.candidates[-1], f"{where}: without the rightmost"
+            ideal = definition.select(step.log_importance, top_k)
+            same += int(torch.isin(position, ideal).sum())
+            total += size
+            if size == n:
+                continue
+            delta = 0.0 if score_error is None else 2.0 * float(score_error[trace.b, i, trace.h_kv])
+            # Below 2^-100 of the largest, candidates may be ordered freely: they all count as equal.
+            log_imp = step.log_importance.clone()
+            floor = log_imp[: n - 1].max() - 100 * math.log(2.0)
+            log_imp = torch.maximum(log_imp, floor)
+            threshold = torch.sort(log_imp, descending=True).values[size - 1]
+            chosen = torch.zeros(n, dtype=torch.bool)
+            chosen[position] = True
+            slack = delta + 1e-9
+            assert (log_imp[chosen] + slack >= threshold).all(), f"{where}: a selected node is not important enough"
+            assert (log_imp[~chosen] <= threshold + slack).all(), f"{where}: an important node was left out"
+    return same / max(total, 1)

@@ -1,0 +1,317 @@
+"""The ops as PyTorch sees them: opcheck, torch.compile, autocast, threads; and what a caller can get wrong."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+
+import pytest
+import torch
+
+import htree_cuda
+from htree_cuda import UnsupportedError
+
+TREE = {
+    "q_start": None, "compression_rate": 4, "top_k_per_layer": 4, "max_top_nodes": None, "scale": None,
+    "rope_base": 100.0, "strict_causal": True,
+}  # fmt: skip
+SMALL = {"compression_rate": 4, "top_k_per_layer": 4}
+
+
+def qkv(T=70, T_q=12, H=4, H_kv=2, K=8, V=6, B=1, dtype=torch.float64, grad=False):
+    shapes = ((B, T_q, H, K), (B, T, H_kv, K), (B, T, H_kv, V))
+    return tuple(torch.randn(*s, dtype=torch.float64).to(dtype).requires_grad_(grad) for s in shapes)
+
+
+def dist_args(B=None, s_q=5, h_q=66, s_kv=20, topk=9, d_qk=8, dtype=torch.float32):
+    batch = () if B is None else (B,)
+    q, k = torch.randn(*batch, s_q, h_q, d_qk).to(dtype), torch.randn(*batch, s_kv, 1, d_qk).to(dtype)
+    return q, k, torch.randint(-2, s_kv + 2, (*batch, s_q, 1, topk), dtype=torch.int32), torch.randn(*batch, s_q, h_q)
+
+
+# --------------------------------------------------------------------------------------------------------- opcheck
+
+
+@pytest.mark.parametrize("T", [10, 70])
+@pytest.mark.parametrize("need_selection", [True, False])
+def test_opcheck_forward(T, need_selection):
+    args = qkv(T=T, T_q=10, grad=need_selection)
+    torch.library.opcheck(
+        torch.ops.htree_cuda.forward, args, {**TREE, "need_selection": need_selection, "backend": "auto"}
+    )
+
+
+def test_opcheck_backward():
+    q, k, v = qkv()
+    out, lse, selection = torch.ops.htree_cuda.forward(q, k, v, **TREE, need_selection=True, backend="auto")
+    args = (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, selection)
+    torch.library.opcheck(torch.ops.htree_cuda.backward, args, {**TREE, "backend": "auto"})
+
+
+@pytest.mark.parametrize("B", [None, 2])
+def test_opcheck_attn_dist(B):
+    q, k, indices, lse = dist_args(B)
+    numbers = {"sm_scale": None, "q_start": [3], "k_stride": 2, "lse_base": 2.0, "backend": "auto"}
+    length = torch.full(indices.shape[:-2], 7, dtype=torch.int32)
+    for topk_length in (None, length):
+        torch.library.opcheck(torch.ops.htree_cuda.attn_dist, (q, k, indices, lse, topk_length), numbers)
+
+
+def test_opcheck_tree_pool():
+    _, k, v = qkv(B=2)
+    options = {"compression_rate": 4, "max_top_nodes": 5, "backend": "auto"}
+    torch.library.opcheck(torch.ops.htree_cuda.tree_pool, (k, v), options)
+
+
+def test_tree_pool_concatenates_the_layers():
+    _, k, v = qkv(T=70, B=2, dtype=torch.bfloat16)
+    k_tree, v_tree = torch.ops.htree_cuda.tree_pool(k, v, compression_rate=4, max_top_nodes=5, backend="auto")
+    layers = htree_cuda.reference.definition.build_tree(k, 4, 5)[1:]
+    assert torch.equal(k_tree, torch.cat(layers, 1).transpose(1, 2)) and k_tree.shape == (2, 2, 18 + 5, 8)
+    assert v_tree.shape == (2, 2, 23, 6)
+    assert torch.ops.htree_cuda.tree_pool(k, v, compression_rate=4, max_top_nodes=70, backend="auto")[0].shape[2] == 0
+
+
+# --------------------------------------------------------------------------------------------- compile, grad, autocast
+
+
+def test_gradcheck_through_the_op():
+    q, k, v = qkv(T=21, T_q=3, K=4, V=3, grad=True)
+    options = {"compression_rate": 4, "top_k_per_layer": 2, "return_lse": True, "rope_base": 100.0}
+    assert torch.autograd.gradcheck(lambda *x: htree_cuda.forward(*x, **options), (q, k, v))
+
+
+def test_compile_fullgraph_with_dynamic_length():
+    compiled = torch.compile(
+        lambda q, k, v: htree_cuda.forward(q, k, v, return_lse=True, return_selection=True, **SMALL),
+        fullgraph=True, dynamic=True,
+    )  # fmt: skip
+    for T in (70, 33, 17, 200):
+        q, k, v = qkv(T=T)
+        for x, y in zip(
+            compiled(q, k, v), htree_cuda.forward(q, k, v, return_lse=True, return_selection=True, **SMALL)
+        ):
+            assert torch.equal(x, y)
+
+
+def test_compile_gradients_and_attn_dist():
+    q, k, v = qkv(grad=True)
+    compiled = torch.compile(lambda q, k, v: htree_cuda.forward(q, k, v, **SMALL).square().sum(), fullgraph=True)
+    eager = torch.autograd.grad(htree_cuda.forward(q, k, v, **SMALL).square().sum(), (q, k, v))
+    for x, y in zip(eager, torch.autograd.grad(compiled(q, k, v), (q, k, v))):
+        torch.testing.assert_close(x, y)
+    args = dist_args()
+    compiled = torch.compile(lambda *x: htree_cuda.attn_dist(*x, q_start=4, k_stride=2), fullgraph=True)
+    assert torch.equal(compiled(*args), htree_cuda.attn_dist(*args, q_start=4, k_stride=2))
+
+
+def test_autocast():
+    q, k, v = qkv(dtype=torch.float32, grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = htree_cuda.forward(q, k, v, return_lse=True, **SMALL)
+        dist = htree_cuda.attn_dist(*dist_args())
+        double = htree_cuda.forward(*qkv(), **SMALL)
+    assert (out.dtype, lse.dtype, dist.dtype, double.dtype) == (
+        torch.bfloat16, torch.float32, torch.float32, torch.float64
+    )  # fmt: skip
+    out.float().sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+def test_returns_follow_the_flags():
+    q, k, v = qkv()
+    assert isinstance(htree_cuda.forward(q, k, v, **SMALL), torch.Tensor)
+    _, selection = htree_cuda.forward(q, k, v, return_selection=True, **SMALL)
+    assert selection.shape == (2, 1, 12, 2, 4) and selection.dtype == torch.int32
+    _, lse = htree_cuda.forward(q, k, v, return_lse=True, **SMALL)
+    assert lse.shape == (1, 12, 4)
+
+
+def test_gradient_through_lse_only_and_out_only():
+    q, k, v = qkv(grad=True)
+    out, lse = htree_cuda.forward(q, k, v, return_lse=True, **SMALL)
+    dq, dk, dv = torch.autograd.grad(lse.sum(), (q, k, v), retain_graph=True)
+    assert dq.abs().sum() > 0 and dk.abs().sum() > 0 and (dv == 0).all()
+    assert torch.autograd.grad(out.sum(), v)[0].abs().sum() > 0
+
+
+def test_double_backward_raises():
+    q, k, v = qkv(grad=True)
+    (dq,) = torch.autograd.grad(htree_cuda.forward(q, k, v, **SMALL).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        dq.sum().backward()
+
+
+def test_op_without_selection_cannot_be_differentiated():
+    q, k, v = qkv(grad=True)
+    out, _, _ = torch.ops.htree_cuda.forward(q, k, v, **TREE, need_selection=False, backend="auto")
+    with pytest.raises(RuntimeError, match="need_selection=True"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("B, T_q", [(0, 5), (2, 0)])
+def test_empty_sizes(B, T_q):
+    q, k, v = qkv(B=B, T_q=T_q, grad=True)
+    out, lse, selection = htree_cuda.forward(q, k, v, return_lse=True, return_selection=True, **SMALL)
+    assert out.shape == (B, T_q, 4, 6) and lse.shape == (B, T_q, 4) and selection.shape == (2, B, T_q, 2, 4)
+    out.sum().backward()
+    assert (k.grad == 0).all() and k.grad.shape == k.shape
+
+
+def test_the_same_call_twice_and_from_two_threads():
+    q, k, v = qkv(T=300, T_q=40)
+    first = htree_cuda.forward(q, k, v, **SMALL)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda _: htree_cuda.forward(q, k, v, **SMALL), range(8)))
+    assert all(torch.equal(first, x) for x in results)
+
+
+def test_inference_mode_and_outputs_alias_nothing():
+    q, k, v = qkv()
+    with torch.inference_mode():
+        out = htree_cuda.forward(q, k, v, **SMALL)
+    assert out.untyped_storage().data_ptr() not in {x.untyped_storage().data_ptr() for x in (q, k, v)}
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+
+
+def forward_error(match, error=ValueError, *, q=None, k=None, v=None, **options):
+    base = qkv()
+    q, k, v = (b if x is None else x for x, b in zip((q, k, v), base))
+    with pytest.raises(error, match=match):
+        htree_cuda.forward(q, k, v, **{**SMALL, **options})
+
+
+def f64(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("match", "tensors"),
+    [
+        (r"forward: q must have 4 dimensions \[B, T_q, H, K\], got shape \(12, 4, 8\)", {"q": f64(12, 4, 8)}),
+        (r"forward: k must have 4 dimensions \[B, T, H_kv, K\], got shape \(70, 8\)", {"k": f64(70, 8)}),
+        (r"forward: v must have 4 dimensions", {"v": f64(1, 1, 70, 2, 6)}),
+        (r"forward: q must be float16, bfloat16, float32 or float64, got torch.int32", {"q": f64(1, 12, 4, 8).int()}),
+        (r"forward: k must have the dtype of q \(torch.float64\), got torch.float32",
+         {"k": torch.zeros(1, 70, 2, 8), "v": torch.zeros(1, 70, 2, 6)}),
+        (r"forward: v must have the dtype of k \(torch.float64\), got torch.bfloat16",
+         {"v": f64(1, 70, 2, 6).bfloat16()}),
+        (r"forward: k must be float16, bfloat16, float32 or float64, got torch.complex128",
+         {"k": f64(1, 70, 2, 8).to(torch.complex128)}),
+        (r"forward: dimension 0 of k must equal B of q \(1\), got 3", {"k": f64(3, 70, 2, 8), "v": f64(3, 70, 2, 6)}),
+        (r"forward: dimension 0 of v must equal B of k \(1\), got 2", {"v": f64(2, 70, 2, 6)}),
+        (r"forward: dimension 1 of v must equal T of k \(70\), got 71", {"v": f64(1, 71, 2, 6)}),
+        (r"forward: dimension 2 of v must equal H_kv of k \(2\), got 1", {"v": f64(1, 70, 1, 6)}),
+        (r"forward: dimension 3 of k must equal K of q \(8\), got 10", {"k": f64(1, 70, 2, 10)}),
+        (r"forward: K .* must be even: RoPE turns pairs, got 7", {"q": f64(1, 12, 4, 7), "k": f64(1, 70, 2, 7)}),
+        (r"forward: H .* must be a positive multiple of H_kv \(2\), got 3", {"q": f64(1, 12, 3, 8)}),
+        (r"forward: H .* must be a positive multiple of H_kv \(2\), got 0", {"q": f64(1, 12, 0, 8)}),
+        (r"forward: T_q .* must be at most T \(70\), got 71", {"q": f64(1, 71, 4, 8)}),
+        (r"forward: T \(dimension 1 of k\) must be at least 1, got 0", {"k": f64(1, 0, 2, 8), "v": f64(1, 0, 2, 6)}),
+        (r"forward: H_kv .* must be at least 1, got 0", {"k": f64(1, 70, 0, 8), "v": f64(1, 70, 0, 6)}),
+        (r"forward: K .* must be at least 1, got 0", {"q": f64(1, 12, 4, 0), "k": f64(1, 70, 2, 0)}),
+        (r"forward: V .* must be at least 1, got 0", {"v": f64(1, 70, 2, 0)}),
+        (r"forward: k must be on the device of q \(cpu\), got meta",
+         {"k": f64(1, 70, 2, 8).to("meta"), "v": f64(1, 70, 2, 6).to("meta")}),
+        (r"forward: v must be on the device of k \(cpu\), got meta", {"v": f64(1, 70, 2, 6).to("meta")}),
+        (r"forward: q must be a dense \(strided\) tensor, got torch.sparse_coo", {"q": f64(1, 12, 4, 8).to_sparse()}),
+    ],
+)  # fmt: skip
+def test_forward_tensor_errors(match, tensors):
+    forward_error(
+        match, (ValueError, RuntimeError, NotImplementedError) if "sparse" in match else ValueError, **tensors
+    )
+
+
+@pytest.mark.parametrize(
+    ("match", "error", "options"),
+    [
+        (r"q_start must lie in 0 .. T - T_q \(58\), got -1", ValueError, {"q_start": -1}),
+        (r"q_start must lie in 0 .. T - T_q \(58\), got 59", ValueError, {"q_start": 59}),
+        (r"q_start must be an int or None, got 1.5", TypeError, {"q_start": 1.5}),
+        (r"compression_rate must be a power of two, at least 2, got 3", ValueError, {"compression_rate": 3}),
+        (r"compression_rate must be a power of two, at least 2, got 1", ValueError, {"compression_rate": 1}),
+        (r"compression_rate must be an int, got '4'", TypeError, {"compression_rate": "4"}),
+        (r"top_k_per_layer must be a power of two, at least 1, got 0", ValueError, {"top_k_per_layer": 0}),
+        (r"top_k_per_layer must be a power of two, at least 1, got 6", ValueError, {"top_k_per_layer": 6}),
+        (r"max_top_nodes must lie in top_k .. top_k \* compression_rate \(4 .. 16\), got 3", ValueError,
+         {"max_top_nodes": 3}),
+        (r"max_top_nodes must lie in .* \(4 .. 16\), got 17", ValueError, {"max_top_nodes": 17}),
+        (r"scale must be finite, got nan", ValueError, {"scale": math.nan}),
+        (r"scale must be a number or None, got 'x'", TypeError, {"scale": "x"}),
+        (r"rope_base must be finite and greater than 0, got 0", ValueError, {"rope_base": 0}),
+        (r"rope_base must be finite and greater than 0, got inf", ValueError, {"rope_base": math.inf}),
+        (r"strict_causal must be a bool, got 1", TypeError, {"strict_causal": 1}),
+        (r"return_lse must be a bool, got None", TypeError, {"return_lse": None}),
+        (r"backend must be one of 'auto', 'torch', got 'cuda'", ValueError, {"backend": "cuda"}),
+        (r"forward: q must be a torch.Tensor, got list", TypeError, {"q": [1.0]}),
+    ],
+)  # fmt: skip
+def test_forward_option_errors(match, error, options):
+    forward_error(match, error, **options)
+
+
+@pytest.mark.parametrize(
+    ("match", "error", "change"),
+    [
+        (r"attn_dist: indices must be int32, got torch.int64", ValueError, {"indices": torch.zeros(5, 1, 9).long()}),
+        (r"attn_dist: q must have the dimensions", ValueError, {"q": torch.zeros(5, 8)}),
+        (r"attn_dist: k must have 3 dimensions \[s_kv, h_kv, d_qk\]", ValueError, {"k": torch.zeros(1, 20, 1, 8)}),
+        (r"attn_dist: indices must have 3 dimensions", ValueError, {"indices": torch.zeros(5, 9).int()}),
+        (r"attn_dist: lse must have 2 dimensions \[s_q, h_q\]", ValueError, {"lse": torch.zeros(5)}),
+        (r"attn_dist: k must have the dtype of q", ValueError, {"k": torch.zeros(20, 1, 8).half()}),
+        (r"lse must be float32 where q is torch.float32, got torch.float64", ValueError, {"lse": f64(5, 66)}),
+        (r"h_kv of k must equal 1 \(multi-query attention\) \(1\), got 2", ValueError, {"k": torch.zeros(20, 2, 8)}),
+        (r"h_kv of indices must equal 1", ValueError, {"indices": torch.zeros(5, 2, 9).int()}),
+        (r"d_qk of k must equal d_qk of q \(8\), got 4", ValueError, {"k": torch.zeros(20, 1, 4)}),
+        (r"s_q of indices must equal s_q of q \(5\), got 4", ValueError, {"indices": torch.zeros(4, 1, 9).int()}),
+        (r"s_q of lse must equal s_q of q \(5\), got 6", ValueError, {"lse": torch.zeros(6, 66)}),
+        (r"h_q of lse must equal h_q of q \(66\), got 65", ValueError, {"lse": torch.zeros(5, 65)}),
+        (r"h_q must be at least 1, got 0", ValueError, {"q": torch.zeros(5, 0, 8), "lse": torch.zeros(5, 0)}),
+        (r"topk_length must be int32, got torch.int64", ValueError, {"topk_length": torch.zeros(5).long()}),
+        (r"topk_length must have 1 dimensions \[s_q\]", ValueError, {"topk_length": torch.zeros(5, 1).int()}),
+        (r"s_q of topk_length must equal s_q of q \(5\), got 4", ValueError, {"topk_length": torch.zeros(4).int()}),
+        (r"topk_length must be a torch.Tensor, got int", TypeError, {"topk_length": 3}),
+        (r"k must be on the device of q \(cpu\), got meta", ValueError, {"k": torch.zeros(20, 1, 8, device="meta")}),
+        (r"k_stride must be at least 1, got 0", ValueError, {"k_stride": 0}),
+        (r"q_start must lie in 0 .. .*, got -1", ValueError, {"q_start": -1}),
+        (r"q_start must be one int, got 2 of them", ValueError, {"q_start": [1, 2]}),
+        (r"q_start must be an int, got 0.5", TypeError, {"q_start": 0.5}),
+        (r"sm_scale must be finite, got inf", ValueError, {"sm_scale": math.inf}),
+        (r"lse_base must be 2 or math.e, got 10", ValueError, {"lse_base": 10}),
+        (r"backend must be one of", ValueError, {"backend": "fast"}),
+    ],
+)  # fmt: skip
+def test_attn_dist_errors(match, error, change):
+    args = dict(zip(("q", "k", "indices", "lse"), dist_args()))
+    with pytest.raises(error, match=match):
+        htree_cuda.attn_dist(**{**args, **change})
+
+
+def test_attn_dist_batch_errors():
+    q, k, indices, lse = dist_args(B=2)
+    with pytest.raises(ValueError, match=r"dimension 0 of k must equal B of q \(2\), got 1"):
+        htree_cuda.attn_dist(q, k[:1], indices, lse)
+    with pytest.raises(ValueError, match=r"list of B \(2\) ints, got 3 of them"):
+        htree_cuda.attn_dist(q, k, indices, lse, q_start=[1, 2, 3])
+
+
+def test_fake_tensors_meet_the_same_rules():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k, v = (torch.empty(s, dtype=torch.bfloat16) for s in ((1, 12, 4, 8), (1, 70, 2, 8), (1, 70, 2, 6)))
+        out, lse, selection = htree_cuda.forward(q, k, v, return_lse=True, return_selection=True, **SMALL)
+        assert (out.shape, lse.dtype, selection.shape) == ((1, 12, 4, 6), torch.float32, (2, 1, 12, 2, 4))
+        with pytest.raises(ValueError, match="power of two"):
+            htree_cuda.forward(q, k, v, compression_rate=5)
+
+
+def test_other_devices_get_a_way_out():
+    """backend="auto" never falls back: a device without kernels is an error that names backend="torch"."""
+    from htree_cuda import checks
+
+    with pytest.raises(UnsupportedError, match=r'no kernels exist for device type .meta.*backend="torch"'):
+        checks.kernel_device("forward", torch.empty(1, device="meta"))
