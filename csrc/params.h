@@ -1,0 +1,97 @@
+// The data contracts between the Python bindings, the C++ benchmarks and the kernel launchers: one plain struct per
+// op, shapes in the comments, no CUDA and no torch types, so that bindings.cpp compiles without a CUDA toolkit.
+// Strides count elements. A stream is a cudaStream_t passed as void* (null: the default stream).
+#pragma once
+
+#include <cstdint>
+
+#if defined(__GNUC__)
+#define HTREE_CUDA_API __attribute__((visibility("default")))
+#else
+#define HTREE_CUDA_API
+#endif
+
+namespace htree_cuda {
+
+enum class DType : int { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
+
+// ---- library ---------------------------------------------------------------------------------------------------
+
+// Hash of params.h that the library was built with. The bindings compare it with their own on import, so that a
+// stale library beside a newer module is an ImportError instead of a misread struct.
+HTREE_CUDA_API const char* library_params_hash();
+
+// Makes `device` current for the life of the object, then restores the context that was current before, whichever
+// copy of the CUDA runtime had set it.
+class HTREE_CUDA_API DeviceGuard {
+public:
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
+  DeviceGuard(DeviceGuard const&) = delete;
+  DeviceGuard& operator=(DeviceGuard const&) = delete;
+
+private:
+  void* previous_context_;
+};
+
+// ---- tree_pool -------------------------------------------------------------------------------------------------
+
+// One tensor to pool and its tree.
+struct TreePoolTensor {
+  void const* in;          // [B, T, H_kv, dim], last dimension contiguous
+  std::int64_t stride_b;
+  std::int64_t stride_t;
+  std::int64_t stride_h;
+  void* tree;              // [B, H_kv, M, dim] contiguous; M = N_1 + ... + N_{L-1}, layer 1 first
+  std::int64_t dim;
+};
+
+struct TreePoolParams {
+  TreePoolTensor k;
+  TreePoolTensor v;
+  std::int64_t B;
+  std::int64_t T;
+  std::int64_t H_kv;
+  std::int64_t compression_rate;  // r, a power of two >= 2
+  int layers;                     // L, the bottom included; nothing is written when L = 1
+  DType dtype;
+};
+
+// Pools layers 1 .. L-1 of K and V on `stream` of the current device. Children are added in ascending order in
+// float32 starting from the first, divided by their number and rounded to nearest even; the next layer pools what
+// was stored. Throws std::invalid_argument on a malformed request and std::runtime_error on a CUDA error.
+HTREE_CUDA_API void tree_pool(TreePoolParams const& params, void* stream);
+
+// ---- attn_dist -------------------------------------------------------------------------------------------------
+
+struct AttnDistParams {
+  void const* q;               // [B, s_q, h_q, d_qk], last dimension contiguous; base and strides multiples of 16 bytes
+  std::int64_t q_stride_b;
+  std::int64_t q_stride_s;
+  std::int64_t q_stride_h;
+  void const* k;               // [B, s_kv, 1, d_qk], likewise
+  std::int64_t k_stride_b;
+  std::int64_t k_stride_s;
+  std::int32_t const* indices;      // [B, s_q, 1, topk] contiguous; outside [0, s_kv): an invalid slot
+  float const* lse;                 // [B, s_q, h_q] contiguous
+  std::int32_t const* topk_length;  // [B, s_q] contiguous, or null: all of topk
+  float* out;                       // [B, ceil(h_q / 64), s_q, topk] contiguous
+  std::int64_t const* q_start;      // host memory: [B], each >= 0, or null: no causal rule
+  std::int64_t k_stride;            // tokens that a key row stands for, >= 1; unused without q_start
+  std::int64_t B;
+  std::int64_t s_q;
+  std::int64_t s_kv;
+  std::int64_t h_q;
+  std::int64_t d_qk;  // 576, 512, 192 or 128
+  std::int64_t topk;
+  double sm_scale;
+  double lse_base;
+  DType dtype;  // of q and k: bf16 or fp16
+};
+
+// Fills `out` on `stream` of the current device, which must be of capability 9.0. Deterministic; no host
+// synchronisation, no allocation; q_start is read before the call returns. Throws std::invalid_argument on a malformed
+// request and std::runtime_error on a CUDA error.
+HTREE_CUDA_API void attn_dist(AttnDistParams const& params, void* stream);
+
+}  // namespace htree_cuda

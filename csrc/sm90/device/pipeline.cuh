@@ -1,0 +1,68 @@
+// A ring of shared-memory stages between one producer and its consumers: a full and an empty mbarrier a stage, and the
+// position in the ring that both sides advance by the same rule.
+#pragma once
+
+#include <cstdint>
+
+#include "barriers.cuh"
+
+namespace htree_cuda {
+
+// Position in a ring of kStages stages: the slot, and the parity of the round it is in.
+template <int kStages>
+struct RingPosition {
+  uint32_t slot = 0;
+  uint32_t parity = 0;
+
+  // The position `steps` further; at most one round.
+  __device__ __forceinline__ RingPosition ahead(uint32_t steps) const {
+    uint32_t const next = slot + steps;
+    bool const wraps = next >= kStages;
+    return {wraps ? next - kStages : next, wraps ? parity ^ 1u : parity};
+  }
+
+  // The position `steps` back; less than one round.
+  __device__ __forceinline__ RingPosition behind(uint32_t steps) const {
+    bool const wraps = slot < steps;
+    return {wraps ? slot + kStages - steps : slot - steps, wraps ? parity ^ 1u : parity};
+  }
+
+  // Any number of steps.
+  __device__ __forceinline__ void skip(uint32_t steps) {
+    uint32_t const next = slot + steps;
+    parity ^= (next / kStages) & 1u;
+    slot = next % kStages;
+  }
+};
+
+// The barriers of a ring, addressed by slot. `full` counts producer warps (each fences its writes, then one lane
+// arrives) and the bytes of bulk copies; `empty` counts consumer warps. A fresh ring is empty: producers wait for the
+// parity before their own, which passes at once in the first round.
+template <int kStages>
+struct RingBarriers {
+  uint32_t full;   // shared address of kStages 64-bit words
+  uint32_t empty;  // likewise
+
+  __device__ __forceinline__ void init(uint32_t full_arrivals, uint32_t empty_arrivals) const {
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) {
+      barriers::mbarrier_init(full + 8 * i, full_arrivals);
+      barriers::mbarrier_init(empty + 8 * i, empty_arrivals);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t full_at(uint32_t slot) const { return full + 8 * slot; }
+  __device__ __forceinline__ uint32_t empty_at(uint32_t slot) const { return empty + 8 * slot; }
+
+  __device__ __forceinline__ bool try_full(RingPosition<kStages> at) const {
+    return barriers::mbarrier_try_wait(full_at(at.slot), at.parity);
+  }
+  __device__ __forceinline__ void wait_full(RingPosition<kStages> at, char const* name) const {
+    barriers::mbarrier_wait(full_at(at.slot), at.parity, name);
+  }
+  __device__ __forceinline__ void wait_empty(RingPosition<kStages> at, char const* name) const {
+    barriers::mbarrier_wait(empty_at(at.slot), at.parity ^ 1u, name);
+  }
+};
+
+}  // namespace htree_cuda

@@ -1,0 +1,124 @@
+// PTX that has no CUDA C++ spelling. Inline assembly lives here and in barriers.cuh, nowhere else.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace htree_cuda::ptx {
+
+// ---- proxies and register budget ---------------------------------------------------------------------------------
+
+// Orders this thread's generic-proxy accesses to shared memory (st.shared, completed cp.async) before later
+// async-proxy accesses (WGMMA operands, bulk copies) of threads that synchronise with it.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Raises or lowers the registers of every thread of this warpgroup. The sum over the CTA must stay within what the
+// launch granted (__launch_bounds__ threads x registers at entry): the hardware waits for ever for more.
+template <int kRegisters>
+__device__ __forceinline__ void raise_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void lower_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// ---- shared memory addresses and matrices ------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t shared_address(void const* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lanes 8 m .. 8 m + 7 name the 16-byte rows of matrix m.
+__device__ __forceinline__ void load_matrix_x4(uint32_t (&fragment)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+__device__ __forceinline__ float2 load_shared_8B(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_shared_8B(uint32_t address, float2 value) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared_16B(uint32_t address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_shared_16B(uint32_t address, uint4 value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+
+// ---- asynchronous copies -----------------------------------------------------------------------------------------
+
+// 16 bytes from global to shared memory, past L1; when `valid` is false nothing is read and zeros are written.
+__device__ __forceinline__ void copy_async_16B(uint32_t shared, void const* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most kPending of this thread's latest committed groups are in flight.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_tensor_map(void const* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// One box of a 4-D tensor map to shared memory; its bytes count towards the transaction of `barrier`.
+__device__ __forceinline__ void tma_load_4d(uint32_t shared, void const* map, uint32_t barrier, int x0, int x1, int x2,
+                                            int x3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+      : "memory");
+}
+
+// `bytes` contiguous bytes from shared to global memory; both addresses and the count are multiples of 16.
+__device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until the sources of all but kPending of this thread's bulk groups have been read, so that they may be rewritten.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// ---- arithmetic --------------------------------------------------------------------------------------------------
+
+// 2^x on the special function unit; subnormal results are flushed to zero. Volatile: it stays where it is written,
+// between the tensor core instructions that hide it.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace htree_cuda::ptx

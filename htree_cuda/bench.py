@@ -1,0 +1,400 @@
+"""The one Python benchmark program: `python -m htree_cuda bench {forward,attn_dist} ...`.
+
+Protocol. On a GPU: 0.5 s of warm-up, then back-to-back calls for at least 1 s (at least 5 calls), CUDA events around
+each; median and 90th percentile; SM clock and power are read while the calls run. On a CPU: one warm-up call, then
+calls for at least 1 s (at least 3 calls), wall clock. Everything a call needs is inside the time: there is no cache between calls.
+Peers run in the same process on the same data. Inputs have unit variance and are never zeros.
+
+Every figure carries the FLOPs and bytes it counts; the JSON names the sources (content hash), machine and torch. The
+tables and plots of the README are made from these files by scripts/update_docs.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import multiprocessing
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import __version__, attn_dist, forward
+from .reference.definition import layer_sizes
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+WARM_UP_S, TIMED_S = 0.5, 1.0
+LEAST_CALLS_GPU, LEAST_CALLS_CPU = 5, 3
+LOCAL_RHO = 0.99
+
+
+# ------------------------------------------------------------------------------------------------- machine, timing
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def identity(device: str) -> dict:
+    """Which sources ran where."""
+    script = Path(__file__).resolve().parent.parent / "scripts" / "content_hash.py"
+    about = {
+        "version": __version__,
+        "content_hash": _output([sys.executable, str(script)]) if script.exists() else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+    }
+    if device == "cuda":
+        driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+        about |= {"gpu": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda}
+    else:
+        about |= {"cpu": _cpu_name(), "threads": torch.get_num_threads(), "cores": os.cpu_count()}
+    return about
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _quantile(times: list[float], q: float) -> float:
+    times = sorted(times)
+    return times[min(len(times) - 1, math.ceil(q * len(times)) - 1)]
+
+
+def _summary(times: list[float], **extra) -> dict:
+    return {"ms": round(_quantile(times, 0.5), 4), "p90_ms": round(_quantile(times, 0.9), 4), "calls": len(times), **extra}
+
+
+def measure(call: Callable[[], object], device: str) -> dict:
+    """Median and p90 in milliseconds by the protocol above."""
+    if device == "cpu":
+        call()
+        times: list[float] = []
+        while len(times) < LEAST_CALLS_CPU or sum(times) < 1e3 * TIMED_S:
+            start = time.perf_counter()
+            call()
+            times.append(1e3 * (time.perf_counter() - start))
+        return _summary(times)
+    start = time.perf_counter()
+    while time.perf_counter() - start < WARM_UP_S:
+        call()
+        torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "--id=0"]
+    probe = None
+    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    start = time.perf_counter()
+    while len(pairs) < LEAST_CALLS_GPU or time.perf_counter() - start < TIMED_S:
+        pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        pair[0].record()
+        call()
+        pair[1].record()
+        pairs.append(pair)
+        if len(pairs) % 16 == 0:  # keeps the queue short, never empty
+            pairs[-8][1].synchronize()
+        if probe is None and time.perf_counter() - start > 0.3 * TIMED_S:
+            probe = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    torch.cuda.synchronize()
+    clock = power = None
+    if probe is not None:
+        fields = probe.communicate(timeout=60)[0].split(",")
+        if len(fields) == 2:
+            clock, power = (float(x) for x in fields)
+    peak = torch.cuda.max_memory_allocated() - before
+    return _summary([a.elapsed_time(b) for a, b in pairs], clock_mhz=clock, power_w=power, peak_bytes=peak)
+
+
+# -------------------------------------------------------------------------------------------------------- forward
+
+
+def tree_inputs(kind: str, B: int, T: int, T_q: int, H: int, H_kv: int, K: int, V: int, dtype, device, seed: int):
+    """iid: Gaussian q, k, v. local: q_t = rho q_{t-1} + sqrt(1 - rho^2) e, independent over heads and dimensions."""
+    g = torch.Generator(device=device).manual_seed(seed)
+    q = torch.randn(B, T_q, H, K, generator=g, device=device)
+    if kind == "local":
+        # The recursion in blocks: within one, q_t = rho^t q_0 + sum_s rho^(t-s) sqrt(1-rho^2) e_s is a matrix product.
+        block = 512
+        i = torch.arange(block, device=device, dtype=torch.float64)
+        kernel = torch.where(i[:, None] >= i, LOCAL_RHO ** (i[:, None] - i), 0.0) * math.sqrt(1 - LOCAL_RHO**2)
+        kernel, decay = kernel.float(), (LOCAL_RHO ** (i + 1)).float()[:, None]
+        last = torch.randn(B, 1, H * K, generator=g, device=device)
+        for first in range(0, T_q, block):
+            e = q[:, first : first + block].flatten(2)
+            n = e.shape[1]
+            rows = kernel[:n, :n] @ e + decay[:n] * last
+            q[:, first : first + block] = rows.unflatten(2, (H, K))
+            last = rows[:, -1:]
+    k = torch.randn(B, T, H_kv, K, generator=g, device=device, dtype=dtype)
+    v = torch.randn(B, T, H_kv, V, generator=g, device=device, dtype=dtype)
+    return q.to(dtype), k, v
+
+
+def visited(T: int, t0: int, t1: int, r: int, top_k: int, max_top_nodes: int) -> tuple[int, int]:
+    """Candidates scored and leaves attended, summed over the queries t0 .. t1-1 of one KV head."""
+    layers = len(layer_sizes(T, r, max_top_nodes))
+    t = torch.arange(t0, t1, dtype=torch.int64)
+    candidates = leaves = 0
+    n = t // r ** (layers - 1) + 1
+    for layer in reversed(range(layers)):
+        candidates += int(n.sum())
+        chosen = n.clamp(max=top_k)
+        leaves += int((n - chosen).sum() if layer else n.sum())
+        if layer:
+            n = (chosen - 1) * r + t // r ** (layer - 1) % r + 1
+    return candidates, leaves
+
+
+def _forward_point(args: argparse.Namespace, T: int, kind: str) -> dict:
+    dtype = DTYPES[args.dtype]
+    T_q = min(T, args.queries or T)
+    q, k, v = tree_inputs(
+        kind, args.batch, T, T_q, args.heads, args.kv_heads, args.dim, args.dim, dtype, args.device, args.seed
+    )
+    options = {"compression_rate": args.compression_rate, "top_k_per_layer": args.top_k, "backend": args.backend}
+    result = measure(lambda: forward(q, k, v, **options), args.device)
+    r, max_top = args.compression_rate, args.top_k * args.compression_rate
+    candidates, leaves = visited(T, T - T_q, T, r, args.top_k, max_top)
+    flops = args.batch * args.heads * (2 * args.dim * candidates + 2 * args.dim * leaves)
+    result |= {
+        "op": "forward", "inputs": kind, "T": T, "T_q": T_q, "B": args.batch, "H": args.heads, "H_kv": args.kv_heads,
+        "K": args.dim, "V": args.dim, "dtype": args.dtype, "compression_rate": r, "top_k": args.top_k,
+        "layers": len(layer_sizes(T, r, max_top)), "candidates_per_query": candidates / T_q, "flops": flops,
+        "input_bytes": sum(x.numel() * x.element_size() for x in (q, k, v)), "backend": args.backend,
+    }  # fmt: skip
+    result["tflops"] = round(flops / result["ms"] / 1e9, 4)
+    result["us_per_query"] = round(1e3 * result["ms"] / (args.batch * T_q), 3)
+    if T <= args.dense_up_to:
+        result["dense"] = measure(lambda: dense_attention(q, k, v), args.device)
+        result["speedup_over_dense"] = round(result["dense"]["ms"] / result["ms"], 4)
+    if args.device == "cpu":
+        result["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return result
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The peer: PyTorch's SDPA, causal with the queries at the end; cuDNN first on a GPU. RoPE is not in its time."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if q.shape[2] == k.shape[2]:
+        causal = {"is_causal": True}
+    else:
+        from torch.nn.attention.bias import causal_lower_right
+
+        causal = {"attn_mask": causal_lower_right(q.shape[2], k.shape[2])}
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if q.is_cuda:
+        backends = [SDPBackend.CUDNN_ATTENTION, *backends]
+    with sdpa_kernel(backends, set_priority=True):
+        return sdpa(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **causal)
+
+
+def _in_child(function: Callable, args: argparse.Namespace, *point) -> dict:
+    """A fresh process for each CPU point, so that its peak memory is its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, (args, *point))
+
+
+def run_forward(args: argparse.Namespace) -> list[dict]:
+    figures = []
+    points = [(T, kind) for kind in args.inputs for T in args.lengths]
+    for i, (T, kind) in enumerate(points, 1):
+        print(f"[{i}/{len(points)}] forward T = {T}, {kind} ...", file=sys.stderr, flush=True)
+        one = _in_child(_forward_point, args, T, kind) if args.device == "cpu" else _forward_point(args, T, kind)
+        figures.append(one)
+    return figures
+
+
+# ------------------------------------------------------------------------------------------------------- attn_dist
+
+
+def dist_inputs(s_q: int, h_q: int, s_kv: int, topk: int, d_qk: int, dtype, device, seed: int):
+    """Distinct uniform indices for every query, unsorted, all valid; lse that makes each head's slots sum to one."""
+    g = torch.Generator(device=device).manual_seed(seed)
+    q = torch.randn(s_q, h_q, d_qk, generator=g, device=device, dtype=dtype)
+    k = torch.randn(s_kv, 1, d_qk, generator=g, device=device, dtype=dtype)
+    indices = torch.empty(s_q, 1, topk, dtype=torch.int32, device=device)
+    lse = torch.empty(s_q, h_q, dtype=torch.float32, device=device)
+    step = max(1, (1 << 28) // (s_kv * 8))
+    for first in range(0, s_q, step):
+        rows = slice(first, min(first + step, s_q))
+        order = torch.rand(rows.stop - rows.start, s_kv, generator=g, device=device).argsort(1)[:, :topk]
+        indices[rows, 0] = order.to(torch.int32)
+    scale = d_qk**-0.5 * math.log2(math.e)
+    for s in range(0, s_q, 16):
+        gathered = k[indices[s : s + 16, 0].long(), 0].float()
+        scores = torch.bmm(q[s : s + 16].float(), gathered.transpose(1, 2)) * scale
+        lse[s : s + 16] = torch.logsumexp(scores * math.log(2.0), 2) / math.log(2.0)
+    return q, k, indices, lse
+
+
+def run_attn_dist(args: argparse.Namespace) -> list[dict]:
+    figures = []
+    dtype = DTYPES[args.dtype]
+    points = [(h_q, s_kv) for h_q in args.heads_list for s_kv in args.lengths]
+    for i, (h_q, s_kv) in enumerate(points, 1):
+        print(f"[{i}/{len(points)}] attn_dist h_q = {h_q}, s_kv = {s_kv} ...", file=sys.stderr, flush=True)
+        q, k, indices, lse = dist_inputs(args.queries, h_q, s_kv, args.topk, args.dim, dtype, args.device, args.seed)
+        result = measure(lambda x=(q, k, indices, lse): attn_dist(*x, backend=args.backend), args.device)
+        flops = 2 * args.queries * args.topk * h_q * args.dim
+        gathered = args.queries * args.topk * args.dim * q.element_size()
+        result |= {
+            "op": "attn_dist", "s_q": args.queries, "h_q": h_q, "s_kv": s_kv, "topk": args.topk, "d_qk": args.dim,
+            "dtype": args.dtype, "backend": args.backend, "flops": flops, "gathered_bytes": gathered,
+        }  # fmt: skip
+        result["tflops"] = round(flops / result["ms"] / 1e9, 4)
+        result["gathered_tb_per_s"] = round(gathered / result["ms"] / 1e9, 4)
+        if args.backend != "torch" and args.device == "cuda":
+            result["torch_backend"] = measure(
+                lambda x=(q, k, indices, lse): attn_dist(*x, backend="torch"), args.device
+            )
+            result["speedup_over_torch_backend"] = round(result["torch_backend"]["ms"] / result["ms"], 3)
+        figures.append(result)
+    return figures
+
+
+# ------------------------------------------------------------------------------------------------------------ output
+
+
+def table(figures: list[dict], columns: dict[str, Callable[[dict], str]]) -> str:
+    rows = [list(columns), *([cell(f) for cell in columns.values()] for f in figures)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
+
+
+FORWARD_COLUMNS = {
+    "inputs": lambda f: f["inputs"],
+    "T": lambda f: f"{f['T']:,}",
+    "queries": lambda f: f"{f['T_q']:,}",
+    "layers": lambda f: str(f["layers"]),
+    "candidates/query": lambda f: f"{f['candidates_per_query']:.0f}",
+    "ms": lambda f: f"{f['ms']:.2f}",
+    "us/query": lambda f: f"{f['us_per_query']:.2f}",
+    "dense ms": lambda f: f"{f['dense']['ms']:.2f}" if "dense" in f else "-",
+    "speedup": lambda f: f"{f['speedup_over_dense']:.2f}" if "dense" in f else "-",
+    "peak MB": lambda f: f"{f.get('peak_bytes', f.get('peak_rss_bytes', 0)) / 1e6:.0f}",
+}
+ATTN_DIST_COLUMNS = {
+    "h_q": lambda f: str(f["h_q"]),
+    "s_kv": lambda f: f"{f['s_kv']:,}",
+    "ms": lambda f: f"{f['ms']:.3f}",
+    "p90": lambda f: f"{f['p90_ms']:.3f}",
+    "TFLOP/s": lambda f: f"{f['tflops']:.1f}",
+    "gathered TB/s": lambda f: f"{f['gathered_tb_per_s']:.2f}",
+    "torch ms": lambda f: f"{f['torch_backend']['ms']:.2f}" if "torch_backend" in f else "-",
+}
+
+
+def crossover(figures: list[dict]) -> int | None:
+    """Smallest measured length from which on htree is never slower than dense attention."""
+    found = None
+    for f in sorted((f for f in figures if "dense" in f), key=lambda f: f["T"]):
+        found = (found or f["T"]) if f["speedup_over_dense"] >= 1 else None
+    return found
+
+
+def plot(figures: list[dict], path: Path) -> None:
+    """Time over length, one line for each kind of input, and dense attention."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for kind in dict.fromkeys(f["inputs"] for f in figures):
+        mine = [f for f in figures if f["inputs"] == kind]
+        ax.plot([f["T"] for f in mine], [f["us_per_query"] for f in mine], "o-", label=f"htree, {kind}")
+    dense = [f for f in figures if "dense" in f and f["inputs"] == figures[0]["inputs"]]
+    if dense:
+        per_query = [1e3 * f["dense"]["ms"] / (f["B"] * f["T_q"]) for f in dense]
+        ax.plot([f["T"] for f in dense], per_query, "s--", color="gray", label="dense (SDPA)")
+    ax.set(xscale="log", yscale="log", xlabel="tokens in the context", ylabel="microseconds per query")
+    ax.set_xscale("log", base=2)
+    ax.grid(alpha=0.3)
+    ax.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+
+
+def _ints(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="python -m htree_cuda bench", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
+    common.add_argument("--backend", choices=["auto", "torch"], default="auto")
+    common.add_argument("--dtype", choices=list(DTYPES), default="bfloat16" if cuda else "float32")
+    common.add_argument("--seed", type=int, default=0)
+    common.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    f = commands.add_parser("forward", parents=[common], help="htree attention against dense attention over T")
+    f.add_argument("--lengths", type=_ints, default=_ints("8192,16384,32768,65536,131072"))
+    f.add_argument("--queries", type=int, default=0, help="measure the last N queries (0: all of them)")
+    f.add_argument("--inputs", type=lambda s: s.split(","), default=["iid"], help="iid, local or both: iid,local")
+    f.add_argument("--batch", type=int, default=1)
+    f.add_argument("--heads", type=int, default=16 if cuda else 8)
+    f.add_argument("--kv-heads", type=int, default=1 if cuda else 2)
+    f.add_argument("--dim", type=int, default=128 if cuda else 64)
+    f.add_argument("--compression-rate", type=int, default=16)
+    f.add_argument("--top-k", type=int, default=512 if cuda else 64)
+    f.add_argument("--dense-up-to", type=int, default=262144 if cuda else 131072, help="longest T for the dense peer")
+    f.add_argument("--plot", type=Path, help="write a PNG of time per query over T")
+    d = commands.add_parser("attn_dist", parents=[common], help="attn_dist over numbers of heads and keys")
+    d.add_argument("--lengths", type=_ints, default=_ints("4096,16384,65536,131072" if cuda else "4096"))
+    d.add_argument("--queries", type=int, default=4096 if cuda else 32)
+    d.add_argument("--heads-list", type=_ints, default=[128, 64])
+    d.add_argument("--topk", type=int, default=2048)
+    d.add_argument("--dim", type=int, default=576)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    runner, columns = {
+        "forward": (run_forward, FORWARD_COLUMNS),
+        "attn_dist": (run_attn_dist, ATTN_DIST_COLUMNS),
+    }[args.command]
+    figures = runner(args)
+    print(table(figures, columns))
+    report = {"program": f"bench {args.command}", **identity(args.device), "figures": figures}
+    if args.command == "forward" and any("dense" in f for f in figures):
+        for kind in args.inputs:
+            at = crossover([f for f in figures if f["inputs"] == kind])
+            report.setdefault("crossover", {})[kind] = at
+            print(f"{kind}: faster than dense attention from T = {at}" if at else f"{kind}: dense attention is faster")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"wrote {args.out}")
+    if getattr(args, "plot", None):
+        plot(figures, args.plot)
+        print(f"wrote {args.plot}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

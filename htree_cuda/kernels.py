@@ -1,0 +1,107 @@
+"""The only Python file that touches the compiled module: tensors in, pointers and the current stream out.
+
+Nothing is validated here (`checks.py` does that, called by `ops.py`) and nothing is allocated. Importing this
+file loads neither the module nor CUDA; `load()` does, once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+_PACKAGE = Path(__file__).resolve().parent
+_LIBRARY = _PACKAGE / "libhtree_cuda.so"
+CAPABILITY = (9, 0)  # code for sm_90a runs on exactly this
+
+
+@functools.cache
+def build_info() -> dict:
+    """What the build recorded (see `python -m htree_cuda info`); empty where the package was never built."""
+    try:
+        return json.loads((_PACKAGE / "_build_info.json").read_text())
+    except FileNotFoundError:
+        return {}
+
+
+@functools.cache
+def _load() -> tuple[ModuleType | None, str]:
+    if not _LIBRARY.exists():
+        info = build_info()
+        if not info:
+            reason = "a source tree without a build: run `python scripts/build_inplace.py` or `pip install .`"
+        else:
+            reason = f"built without kernels: {info.get('reason', 'no reason recorded')}"
+        return None, reason
+    try:
+        return importlib.import_module("htree_cuda._C"), ""
+    except Exception as error:  # any failure to load becomes the reason, whatever raised it
+        return None, f"the kernel library is there but does not load: {type(error).__name__}: {error}"
+
+
+def built() -> bool:
+    """Whether the kernels were built and load."""
+    return _load()[0] is not None
+
+
+def why_not_built() -> str:
+    """Why `built()` is False; empty where it is True."""
+    return _load()[1]
+
+
+def load() -> ModuleType:
+    """The compiled module. Raises RuntimeError with the reason where there is none."""
+    module, reason = _load()
+    if module is None:
+        raise RuntimeError(f"htree_cuda has no kernels: {reason}")
+    return module
+
+
+@functools.cache
+def device_supported(device_index: int | None) -> tuple[bool, str]:
+    """Whether the kernels run on a CUDA device (None: the current one), and if not, why."""
+    if not torch.cuda.is_available():
+        return False, "torch finds no CUDA device"
+    capability = torch.cuda.get_device_capability(device_index)
+    if capability != CAPABILITY:
+        name = torch.cuda.get_device_name(device_index)
+        return False, (
+            f"{name} has compute capability {capability[0]}.{capability[1]}, the kernels are built "
+            f"for exactly {CAPABILITY[0]}.{CAPABILITY[1]} (Hopper: H100, H200, H20, GH200)"
+        )
+    return True, ""
+
+
+def _dtype(x: Tensor):
+    return getattr(load().DType, str(x.dtype).removeprefix("torch."))
+
+
+def _place(x: Tensor) -> dict[str, int]:
+    """Device and current stream, as every launcher takes them."""
+    return {"device": x.get_device(), "stream": torch.cuda.current_stream(x.device).cuda_stream}
+
+
+def tree_pool(k: Tensor, v: Tensor, k_tree: Tensor, v_tree: Tensor, *, compression_rate: int, layers: int) -> None:
+    """Fills k_tree and v_tree ([B, H_kv, M, D], contiguous) from k and v ([B, T, H_kv, D]); `layers` is L."""
+    B, T, H_kv, _ = k.shape
+
+    def tensor(x: Tensor, tree: Tensor) -> tuple[int, ...]:
+        stride_b, stride_t, stride_h, _ = x.stride()
+        return x.data_ptr(), stride_b, stride_t, stride_h, tree.data_ptr(), x.shape[3]
+
+    load().tree_pool(
+        k=tensor(k, k_tree),
+        v=tensor(v, v_tree),
+        B=B,
+        T=T,
+        H_kv=H_kv,
+        compression_rate=compression_rate,
+        layers=layers,
+        dtype=_dtype(k),
+        **_place(k),
+    )

@@ -1,0 +1,174 @@
+"""Runs the GPU tests and compute-sanitizer on a Hopper machine and records every outcome.
+
+    python scripts/gpu_test.py [--shard i/n] [--no-sanitizer] [--only TEXT] [--list]
+
+Each test file runs in its own process under a wall limit, since a hung kernel can only be killed with its
+process. compute-sanitizer runs the tests whose name contains `sanitizer`: small shapes, inputs from the host.
+The report, benchmarks/results/gpu_tests.json, is committed with the sources it tested; shards of the same sources
+on the same kind of machine merge into one report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from content_hash import ROOT, content_hash
+from gpu_common import BINARIES, RESULTS, ensure_built, machine, merge_report, parse_shard, run
+
+REPORT = RESULTS / "gpu_tests.json"
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+TEST_LIMIT_S = 300
+SANITIZER_LIMIT_S = 180
+SANITIZER_ERROR = 86  # exit status of compute-sanitizer where it has something to report
+
+
+def gpu_test_files() -> list[str]:
+    """Test files that hold tests marked gpu."""
+    files = sorted((ROOT / "tests").glob("test_*.py"))
+    return [path.relative_to(ROOT).as_posix() for path in files if "mark.gpu" in path.read_text()]
+
+
+def jobs(sanitizer: bool) -> list[tuple[str, ...]]:
+    """(kind, tool, target) of everything to run, dealt to the shards in turn."""
+    files = gpu_test_files()
+    found: list[tuple[str, ...]] = [("pytest", "", file) for file in files]
+    found += [("binary", "", path.stem) for path in sorted((ROOT / "benchmarks" / "cpp").glob("*.cu"))]
+    if sanitizer:
+        with_shapes = [file for file in files if "def test_sanitizer" in (ROOT / file).read_text()]
+        found += [("sanitizer", tool, file) for file in with_shapes for tool in TOOLS]
+    return found
+
+
+def job_name(job: tuple[str, ...]) -> str:
+    kind, tool, target = job
+    return {"pytest": target, "binary": f"{target} --check-only", "sanitizer": f"{tool} {target}"}[kind]
+
+
+def read_junit(path: Path) -> dict[str, str]:
+    """Test name -> passed, skipped: why, failed: why."""
+    outcomes = {}
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        outcome = "passed"
+        for child in case:
+            if child.tag == "skipped":
+                outcome = f"skipped: {child.get('message', '')}"
+            elif child.tag in ("failure", "error"):
+                message = (child.get("message") or child.tag).splitlines()[0]
+                outcome = f"failed: {message[:300]}"
+        outcomes[case.get("name", "?")] = outcome
+    return outcomes
+
+
+def run_pytest(file: str) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        junit = Path(folder) / "junit.xml"
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            file,
+            "-m",
+            "gpu",
+            "-q",
+            "--maxfail=20",
+            "-p",
+            "no:cacheprovider",
+        ]
+        status, output = run([*command, f"--junitxml={junit}"], TEST_LIMIT_S)
+        tests = read_junit(junit) if junit.exists() else {}
+    if status is None:
+        state = f"failed: ran past {TEST_LIMIT_S} s"
+    elif status == 5:
+        state = "skipped: no gpu tests"
+    else:
+        state = "passed" if status == 0 else "failed"
+    if state.startswith("failed"):
+        print(output[-6000:])
+    return {"outcome": state, "tests": tests}
+
+
+def run_binary(name: str) -> dict:
+    status, output = run([str(BINARIES / name), "--check-only"], TEST_LIMIT_S)
+    if status != 0:
+        print(output[-3000:])
+    return {"outcome": "passed" if status == 0 else f"failed: exit status {status}"}
+
+
+def run_sanitizer(tool: str, file: str) -> dict:
+    program = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if program is None:
+        return {"outcome": "failed: compute-sanitizer was not found"}
+    # The project's kernels alone are instrumented: their mangled names hold the namespace.
+    command = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_ERROR), "--kernel-name"]
+    command += [
+        "kernel_substring=htree_cuda",
+        sys.executable,
+        "-m",
+        "pytest",
+        file,
+        "-m",
+        "gpu",
+        "-k",
+        "sanitizer",
+    ]
+    environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    status, output = run([*command, "-q", "-p", "no:cacheprovider"], SANITIZER_LIMIT_S, environment)
+    summary = re.findall(r"=+ (\w+ SUMMARY: .*)", output)
+    passed = re.search(r"(\d+) passed", output)
+    if status is None:
+        state = f"failed: ran past {SANITIZER_LIMIT_S} s"
+    elif status != 0 or not summary or not passed:
+        state = f"failed: exit status {status}"
+    else:
+        state = "passed"
+    if state != "passed":
+        print(output[-6000:])
+    return {"outcome": state, "summary": summary, "tests_run": int(passed[1]) if passed else 0}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs this shard's jobs; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shard", help="i/n: the i-th of n parts")
+    parser.add_argument("--only", default="", help="jobs whose name contains this")
+    parser.add_argument("--no-sanitizer", action="store_true", help="tests only")
+    parser.add_argument("--list", action="store_true", help="print the jobs and stop")
+    arguments = parser.parse_args(argv)
+    shard, shards = parse_shard(arguments.shard)
+    mine = [job for job in jobs(not arguments.no_sanitizer)[shard::shards] if arguments.only in job_name(job)]
+    if arguments.list:
+        print("\n".join(map(job_name, mine)))
+        return 0
+    identity = {"content_hash": content_hash(), **machine()}
+    ensure_built(benchmarks=True)
+    failed = []
+    for job in mine:
+        kind, tool, target = job
+        start = time.time()
+        if kind == "pytest":
+            entry = run_pytest(target)
+        elif kind == "binary":
+            entry = run_binary(target)
+        else:
+            entry = run_sanitizer(tool, target)
+        entry["seconds"] = round(time.time() - start, 1)
+        counts = list(entry.get("tests", {}).values())
+        passed = sum(outcome == "passed" for outcome in counts)
+        detail = f", {passed} of {len(counts)} tests passed" if counts else ""
+        print(f"{job_name(job)}: {entry['outcome']}{detail}, {entry['seconds']} s", flush=True)
+        if entry["outcome"].startswith("failed"):
+            failed.append(job_name(job))
+        merge_report(REPORT, identity, "jobs", {job_name(job): entry})
+    print(f"{len(mine) - len(failed)} of {len(mine)} jobs passed; report: {REPORT.relative_to(ROOT)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

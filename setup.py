@@ -1,0 +1,138 @@
+"""Build of htree_cuda: pure Python, or with the Hopper kernels. Switches: build_backend/htree_cuda_build.py.
+
+`pip install .` is the front door. For development, `python setup.py build_ext --inplace` or
+`python scripts/build_inplace.py` builds the kernels into htree_cuda/, incrementally.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "build_backend"))
+
+import htree_cuda_build as build  # noqa: E402
+import htree_cuda_ninja as ninja  # noqa: E402
+
+# Every kernel source; one instantiation a file where compiling takes long.
+# scripts/check_house_rules.py compares the list with csrc/.
+KERNEL_SOURCES = [
+    "csrc/common/library.cu",
+    "csrc/smxx/tree_pool/launch.cu",
+]
+
+# Benchmark programs without Python, each linked to the kernel library: build/kernels/bin/<stem>.
+BENCHMARK_SOURCES = [
+    "benchmarks/cpp/tree_pool.cu",
+]
+
+
+def say(text: str) -> None:
+    print(f"htree_cuda: {text}", flush=True)
+
+
+def decide() -> tuple[build.Plan, build.Toolchain | None]:
+    """Plan and tools of this build; with `auto`, a missing tool means no kernels and a reason."""
+    plan = build.plan()
+    tools = None
+    if plan.kernels:
+        try:
+            tools = build.resolve(plan)
+            ninja.cxx_flags(ROOT)
+        except build.Missing as missing:
+            if plan.mode == "on":
+                raise build.BuildError(f"HTREE_CUDA_KERNELS=on, but {missing}") from missing
+            plan, tools = build.Plan(False, plan.mode, str(missing)), None
+    return plan, tools
+
+
+def run_setup() -> None:
+    """setuptools' part: called as a script, by pip and by hand."""
+    from setuptools import Extension, setup
+    from setuptools.command.build_ext import build_ext
+    from setuptools.command.build_py import build_py
+
+    # Metadata and an sdist need no decision, and must not depend on the machine.
+    passive = not any(
+        name in sys.argv for name in ("build", "build_ext", "build_py", "bdist_wheel", "editable_wheel")
+    )
+    try:
+        plan, tools = (build.Plan(False, "off", ""), None) if passive else decide()
+    except build.BuildError as error:
+        sys.exit(f"htree_cuda: {error}")
+    if not passive:
+        what = f"WITH kernels for {build.ARCH}" if plan.kernels else "WITHOUT kernels"
+        say(f"building {what}: {plan.reason}")
+
+    class BuildPy(build_py):
+        """Python files, and what was decided about the kernels."""
+
+        def run(self) -> None:
+            if not self.editable_mode:
+                # Leftovers of older builds would travel in the wheel.
+                shutil.rmtree(Path(self.build_lib) / "htree_cuda", ignore_errors=True)
+            super().run()
+            if not plan.kernels:
+                folder = ROOT / "htree_cuda" if self.editable_mode else Path(self.build_lib) / "htree_cuda"
+                ninja.write_build_info(folder, ninja.build_info(ROOT, plan, None))
+
+        def get_outputs(self, include_bytecode=True) -> list[str]:
+            outputs = super().get_outputs(include_bytecode)
+            if not plan.kernels and not self.editable_mode:
+                outputs.append(str(Path(self.build_lib) / "htree_cuda" / ninja.BUILD_INFO))
+            return outputs
+
+    class BuildKernels(build_ext):
+        """Ninja instead of setuptools' compilers; the outputs go into the package folder."""
+
+        files = (ninja.LIBRARY, ninja.module_name(), ninja.BUILD_INFO)
+
+        def run(self) -> None:
+            if tools is None:
+                say(f"no kernels to build: {plan.reason}")
+                return
+            in_place = self.inplace or self.editable_mode
+            folder = ROOT / "htree_cuda" if in_place else Path(self.build_lib) / "htree_cuda"
+            build_dir = Path(self.build_temp).resolve() / "kernels"
+            build_kernels(plan, tools, build_dir, folder, debug=bool(self.debug))
+
+        def get_outputs(self) -> list[str]:
+            folder = "htree_cuda" if self.inplace or self.editable_mode else f"{self.build_lib}/htree_cuda"
+            return [f"{folder}/{name}" for name in self.files] if tools is not None else []
+
+        def get_output_mapping(self) -> dict[str, str]:
+            return {}
+
+    extensions = [Extension("htree_cuda._C", ["csrc/bindings.cpp"])] if tools is not None else []
+    setup(
+        version=build.read_version(ROOT),
+        ext_modules=extensions,
+        cmdclass={"build_py": BuildPy, "build_ext": BuildKernels},
+    )
+
+
+def build_kernels(
+    plan: build.Plan,
+    tools: build.Toolchain,
+    build_dir: Path,
+    folder: Path,
+    *,
+    benchmarks: bool = False,
+    debug: bool = False,
+) -> None:
+    """Builds the library and the module and puts them, with the build's data, into `folder`."""
+    sources = BENCHMARK_SOURCES if benchmarks else []
+    options = ninja.Options(ROOT, build_dir, KERNEL_SOURCES, sources, module=True, debug=debug)
+    ninja.run_ninja(options, tools, ["library", "module", *(["benchmarks"] if benchmarks else [])])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (ninja.LIBRARY, ninja.module_name()):
+        # A fresh file: overwriting one that a running process has mapped would crash it.
+        (folder / name).unlink(missing_ok=True)
+        shutil.copy2(build_dir / name, folder / name)
+    ninja.write_build_info(folder, ninja.build_info(ROOT, plan, tools, debug))
+
+
+if __name__ == "__main__":
+    run_setup()
