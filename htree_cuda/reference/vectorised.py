@@ -303,11 +303,13 @@ class _Walk:
         return _rotate(q, self.cos[layer.n - 1][:, None], self.sin[layer.n - 1][:, None], sign)
 
     def expanded(self, layer: _Layer, parents: Tensor) -> Tensor:
-        """[rows, width] marks of the candidates that are among `parents` [rows, P] (-1 pads)."""
-        BH_N = int(self.tree_k[layer.layer].shape[1])
-        chosen = torch.zeros(parents.shape[0], BH_N + 1, dtype=torch.bool, device=parents.device)
-        chosen.scatter_(1, torch.where(parents >= 0, parents, BH_N), True)
-        return chosen.gather(1, layer.nodes()) & layer.valid
+        """[rows, width] marks of the candidates that are among `parents` [rows, P] (ascending, -1 pads)."""
+        rows, width = layer.valid.shape
+        # Candidates ascend and their padding repeats the last one, so a search finds each parent's place.
+        place = torch.searchsorted(layer.nodes().contiguous(), parents)
+        chosen = torch.zeros(rows, width + 1, dtype=torch.bool, device=parents.device)
+        chosen.scatter_(1, torch.where(parents >= 0, place, width), True)
+        return chosen[:, :width] & layer.valid
 
 
 def _log_importance(s: Tensor, layer: _Layer, strict_causal: bool) -> Tensor:
@@ -417,7 +419,7 @@ def backward(
         while True:
             leaves, parents = layer.valid, None
             if layer.layer > 0:
-                chosen = selection[layer.layer - 1].permute(0, 2, 1, 3).flatten(0, 1)[bh, queries]
+                chosen = selection[layer.layer - 1][:, queries].transpose(1, 2).flatten(0, 1)[bh]
                 parents = chosen.flatten(0, 1).to(torch.int64)
                 leaves = layer.valid & ~walk.expanded(layer, parents)
             q_rot = walk.query_at(q_rows, layer)
