@@ -171,9 +171,7 @@ def cutlass_override(environ: Mapping[str, str]) -> Path | None:
         if (include / "cutlass" / "version.h").is_file():
             return include.resolve()
     state = (
-        "holds neither include/cutlass/version.h nor cutlass/version.h"
-        if Path(override).is_dir()
-        else "is no folder"
+        "holds neither include/cutlass/version.h nor cutlass/version.h" if Path(override).is_dir() else "is no folder"
     )
     raise BuildError(f"HTREE_CUDA_CUTLASS_DIR={override!r} {state}")
 
@@ -187,9 +185,7 @@ def find_cutlass(environ: Mapping[str, str]) -> Path:
         include = Path(location) / "source" / "include"
         if (include / "cutlass" / "version.h").is_file():
             return include
-    raise Missing(
-        f"no CUTLASS headers: install {CUTLASS_REQUIREMENT} beside the build, or set HTREE_CUDA_CUTLASS_DIR"
-    )
+    raise Missing(f"no CUTLASS headers: install {CUTLASS_REQUIREMENT} beside the build, or set HTREE_CUDA_CUTLASS_DIR")
 
 
 def cutlass_version(include: Path) -> str:
@@ -305,9 +301,7 @@ def csrc_hash(root: Path) -> str:
 
 def read_version(root: Path) -> str:
     """The version of htree_cuda/_version.py, read without importing the package."""
-    match = re.search(
-        r'^__version__ = "([^"]+)"$', (root / "htree_cuda" / "_version.py").read_text(), re.MULTILINE
-    )
+    match = re.search(r'^__version__ = "([^"]+)"$', (root / "htree_cuda" / "_version.py").read_text(), re.MULTILINE)
     if match is None:
         raise BuildError('htree_cuda/_version.py has no line __version__ = "..."')
     return match[1]

@@ -74,34 +74,28 @@ def escape_path(path: str | Path) -> str:
 
 
 def command(arguments: list[str]) -> str:
-    """A ninja command. Ninja hands it to sh, so every argument is quoted; $in, $out, $log stay ninja's."""
-    own = {"$in", "$out", "$log", "$out.d"}
+    """A ninja command. Ninja hands it to sh, so every argument is quoted; $in and $out stay ninja's."""
+    own = {"$in", "$out", "$out.d", "$out.log"}  # ninja quotes $in and $out itself
     return " ".join(a if a in own else shlex.quote(a).replace("$", "$$") for a in arguments)
 
 
 def write_ninja(options: Options, tools: build.Toolchain) -> Path:
     """Writes build.ninja. Its targets: library, module, benchmarks."""
     root, out = options.root, options.build_dir
-    logged = [sys.executable, RUN_LOGGED, "$log"]
+    # The real path: `python` and `python3` of one environment must not look like two different commands.
+    logged = [os.path.realpath(sys.executable), RUN_LOGGED, "$out.log"]
     lines = ["ninja_required_version = 1.8", f"builddir = {escape_path(out)}", ""]
 
     def rule(name: str, arguments: list[str], description: str, depfile: bool = False) -> None:
-        lines.extend(
-            [f"rule {name}", f"  command = {command(arguments)}", f"  description = {description} $out"]
-        )
+        lines.extend([f"rule {name}", f"  command = {command(arguments)}", f"  description = {description} $out"])
         if depfile:
             lines.extend(["  depfile = $out.d", "  deps = gcc"])
         lines.append("")
 
-    def edge(
-        name: str, target: Path, inputs: list[Path], after: list[Path] = (), implicit: list[Path] = ()
-    ) -> None:
+    def edge(name: str, target: Path, inputs: list[Path], after: Path | None = None) -> None:
+        """`after` is built before, but a newer one does not make the target stale: both load it at run time."""
         line = f"build {escape_path(target)}: {name} {' '.join(map(escape_path, inputs))}"
-        if implicit:
-            line += " | " + " ".join(map(escape_path, implicit))
-        if after:
-            line += " || " + " ".join(map(escape_path, after))
-        lines.extend([line, f"  log = {escape_path(target)}.log".replace("$ ", " "), ""])
+        lines.extend([line + (f" || {escape_path(after)}" if after else ""), ""])
 
     libs = [f"-L{folder}" for folder in tools.cuda_lib_dirs]
     flags = nvcc_flags(options, tools)
@@ -129,7 +123,7 @@ def write_ninja(options: Options, tools: build.Toolchain) -> Path:
         cxx = [*logged, tools.cxx, *cxx_flags(root), "-MD", "-MF", "$out.d", "-o", "$out", "$in"]
         cxx += [f"-L{out}", "-lhtree_cuda", "-Wl,-rpath,$ORIGIN", "-Wl,--no-undefined-version"]
         rule("module", cxx, "module", depfile=True)
-        edge("module", out / module_name(), [root / "csrc" / "bindings.cpp"], implicit=[library])
+        edge("module", out / module_name(), [root / "csrc" / "bindings.cpp"], after=library)
         lines.extend([f"build module: phony {escape_path(out / module_name())}", ""])
 
     if options.benchmark_sources:
@@ -140,7 +134,7 @@ def write_ninja(options: Options, tools: build.Toolchain) -> Path:
         rule("benchmark", [*bench, "-Xlinker", f"-rpath={rpath}"], "nvcc", depfile=True)
         for source in options.benchmark_sources:
             binaries.append(out / "bin" / Path(source).stem)
-            edge("benchmark", binaries[-1], [root / source], implicit=[library])
+            edge("benchmark", binaries[-1], [root / source], after=library)
         lines.extend([f"build benchmarks: phony {' '.join(map(escape_path, binaries))}", ""])
 
     out.mkdir(parents=True, exist_ok=True)
@@ -154,32 +148,23 @@ def write_ninja(options: Options, tools: build.Toolchain) -> Path:
 def run_ninja(options: Options, tools: build.Toolchain, targets: list[str]) -> None:
     """Builds and writes nvcc.log, the compilers' words on every object of this build."""
     path = write_ninja(options, tools)
-    done = subprocess.run(
-        [tools.ninja, "-f", str(path), "-j", str(build.max_jobs()), *targets], cwd=options.root
-    )
+    done = subprocess.run([tools.ninja, "-f", str(path), "-j", str(build.max_jobs()), *targets], cwd=options.root)
     logs = sorted((options.build_dir / "obj").rglob("*.o.log"))
     current = {
-        str((options.build_dir / "obj" / source).with_suffix(".o")) + ".log"
-        for source in options.kernel_sources
+        str((options.build_dir / "obj" / source).with_suffix(".o")) + ".log" for source in options.kernel_sources
     }
     with open(options.build_dir / "nvcc.log", "w") as file:
         for log in logs:
             if str(log) in current:
-                file.write(
-                    f"==== {log.relative_to(options.build_dir / 'obj').with_suffix('')}\n{log.read_text()}"
-                )
+                file.write(f"==== {log.relative_to(options.build_dir / 'obj').with_suffix('')}\n{log.read_text()}")
     if done.returncode:
-        raise build.BuildError(
-            f"compiling the kernels failed: see above, or {options.build_dir / 'nvcc.log'}"
-        )
+        raise build.BuildError(f"compiling the kernels failed: see above, or {options.build_dir / 'nvcc.log'}")
 
 
 def build_module_only(root: Path, library: Path, target_dir: Path, cxx: str) -> Path:
     """bindings.cpp alone, against a library that exists: seconds, no CUDA toolkit, any Python."""
     if not library.is_file():
-        raise build.BuildError(
-            f"{library} does not exist: build the kernels first, or leave out --module-only"
-        )
+        raise build.BuildError(f"{library} does not exist: build the kernels first, or leave out --module-only")
     target = target_dir / module_name()
     arguments = [cxx, *cxx_flags(root), "-o", str(target), str(root / "csrc" / "bindings.cpp")]
     done = subprocess.run([*arguments, f"-L{library.parent}", "-lhtree_cuda", "-Wl,-rpath,$ORIGIN"])

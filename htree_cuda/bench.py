@@ -2,8 +2,8 @@
 
 Protocol. On a GPU: 0.5 s of warm-up, then back-to-back calls for at least 1 s (at least 5 calls), CUDA events around
 each; median and 90th percentile; SM clock and power are read while the calls run. On a CPU: one warm-up call, then
-calls for at least 1 s (at least 3 calls), wall clock. Everything a call needs is inside the time: there is no cache between calls.
-Peers run in the same process on the same data. Inputs have unit variance and are never zeros.
+calls for at least 1 s (at least 3 calls), wall clock. Everything a call needs is inside the time: there is no cache
+between calls. Peers run in the same process on the same data. Inputs have unit variance and are never zeros.
 
 Every figure carries the FLOPs and bytes it counts; the JSON names the sources (content hash), machine and torch. The
 tables and plots of the README are made from these files by scripts/update_docs.py.
@@ -80,7 +80,8 @@ def _quantile(times: list[float], q: float) -> float:
 
 
 def _summary(times: list[float], **extra) -> dict:
-    return {"ms": round(_quantile(times, 0.5), 4), "p90_ms": round(_quantile(times, 0.9), 4), "calls": len(times), **extra}
+    median, p90 = (round(_quantile(times, q), 4) for q in (0.5, 0.9))
+    return {"ms": median, "p90_ms": p90, "calls": len(times), **extra}
 
 
 def measure(call: Callable[[], object], device: str) -> dict:
@@ -182,7 +183,7 @@ def _forward_point(args: argparse.Namespace, T: int, kind: str) -> dict:
     }  # fmt: skip
     result["tflops"] = round(flops / result["ms"] / 1e9, 4)
     result["us_per_query"] = round(1e3 * result["ms"] / (args.batch * T_q), 3)
-    if T <= args.dense_up_to:
+    if args.dense_up_to >= T:
         result["dense"] = measure(lambda: dense_attention(q, k, v), args.device)
         result["speedup_over_dense"] = round(result["dense"]["ms"] / result["ms"], 4)
     if args.device == "cpu":

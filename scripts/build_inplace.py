@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         plan = build.plan({**os.environ, "HTREE_CUDA_KERNELS": "on"})
         tools = build.resolve(plan)
-        build_dir = ROOT / "build" / ("kernels-debug" if arguments.debug else "kernels")
+        build_dir = setup.in_place_build_dir(arguments.debug)
         setup.build_kernels(plan, tools, build_dir, package, benchmarks=arguments.benchmarks, debug=arguments.debug)
     except (build.BuildError, build.Missing) as error:
         print(f"htree_cuda: {error}", file=sys.stderr)

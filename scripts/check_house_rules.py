@@ -46,12 +46,12 @@ def op_folder(path: str) -> str | None:
     return "/".join(parts[:3])
 
 
-def listed_sources(setup_py: Path) -> list[str]:
-    """KERNEL_SOURCES of setup.py, without running it."""
+def listed_sources(setup_py: Path, name: str = "KERNEL_SOURCES") -> list[str]:
+    """A source list of setup.py, without running it."""
     for node in ast.parse(setup_py.read_text()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "KERNEL_SOURCES":
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
             return ast.literal_eval(node.value)
-    raise ValueError(f"{setup_py} has no KERNEL_SOURCES")
+    raise ValueError(f"{setup_py} has no {name}")
 
 
 def check(root: Path = ROOT) -> list[str]:

@@ -1,4 +1,4 @@
-"""Runs the benchmarks on a Hopper machine: each program of benchmarks/cpp, then `python -m htree_cuda bench`.
+"""Runs the benchmarks on a Hopper machine: each program of benchmarks/cpp, then `python -m htree_cuda bench ...`.
 
     python scripts/gpu_bench.py [--shard i/n] [--only TEXT] [--list]
 
@@ -9,14 +9,19 @@ Python benchmark writes its own file.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 
 from content_hash import ROOT, content_hash
-from gpu_common import BINARIES, RESULTS, ensure_built, machine, parse_shard, run, today
+from gpu_common import BINARIES, RESULTS, benchmark_names, ensure_built, machine, parse_shard, run, today
 
 LIMIT_S = 420
+
+# Calls of `python -m htree_cuda bench`, each writing benchmarks/results/<name>.json.
+PYTHON_BENCHMARKS = {
+    "forward_gpu_torch": ["forward", "--backend", "torch", "--lengths", "8192,16384,32768"],
+    "attn_dist_gpu": ["attn_dist"],
+}
 
 
 def run_binary(name: str) -> str:
@@ -31,6 +36,17 @@ def run_binary(name: str) -> str:
     return f"wrote {path.relative_to(ROOT)}"
 
 
+def run_python(name: str) -> str:
+    """Runs one call of the Python benchmark, which writes its own file; returns an outcome."""
+    path = RESULTS / f"{name}.json"
+    command = [sys.executable, "-m", "htree_cuda", "bench", *PYTHON_BENCHMARKS[name], "--out", str(path)]
+    status, output = run(command, LIMIT_S)
+    if status != 0:
+        return f"failed: exit status {status}\n{output[-3000:]}"
+    print(output)
+    return f"wrote {path.relative_to(ROOT)}"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs this shard's benchmarks; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -39,10 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the benchmarks and stop")
     arguments = parser.parse_args(argv)
     shard, shards = parse_shard(arguments.shard)
-    names = [path.stem for path in sorted((ROOT / "benchmarks" / "cpp").glob("*.cu"))]
-    sys.path.insert(0, str(ROOT))
-    if importlib.util.find_spec("htree_cuda.bench") is not None:
-        names.append("python -m htree_cuda bench")
+    names = benchmark_names()
+    names += PYTHON_BENCHMARKS
     mine = [name for name in names[shard::shards] if arguments.only in name]
     if arguments.list:
         print("\n".join(mine))
@@ -51,12 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     ensure_built(benchmarks=True)
     failed = 0
     for name in mine:
-        if name.startswith("python"):
-            status, output = run([sys.executable, "-m", "htree_cuda", "bench"], LIMIT_S)
-            outcome = "done" if status == 0 else f"failed: exit status {status}"
-            print(output)
-        else:
-            outcome = run_binary(name)
+        outcome = run_python(name) if name in PYTHON_BENCHMARKS else run_binary(name)
         failed += outcome.startswith("failed")
         print(f"{name}: {outcome}", flush=True)
     return 1 if failed else 0

@@ -10,10 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from check_house_rules import listed_sources
 from content_hash import ROOT, csrc_hash
 
 RESULTS = ROOT / "benchmarks" / "results"
 BINARIES = ROOT / "build" / "kernels" / "bin"
+
+
+def benchmark_names() -> list[str]:
+    """The C++ benchmark programs that setup.py lists."""
+    return sorted(Path(source).stem for source in listed_sources(ROOT / "setup.py", "BENCHMARK_SOURCES"))
 
 
 def parse_shard(text: str | None) -> tuple[int, int]:
@@ -76,8 +82,7 @@ def ensure_built(benchmarks: bool = False) -> None:
     info = json.loads(info_file.read_text()) if info_file.exists() else {}
     library = (ROOT / "htree_cuda" / "libhtree_cuda.so").exists()
     current = library and info.get("csrc_hash") == csrc_hash(ROOT)
-    sources = sorted((ROOT / "benchmarks" / "cpp").glob("*.cu"))
-    complete = not benchmarks or all((BINARIES / source.stem).exists() for source in sources)
+    complete = not benchmarks or all((BINARIES / name).exists() for name in benchmark_names())
     builder = [sys.executable, str(ROOT / "scripts" / "build_inplace.py")]
     if not (current and complete):
         print("building the kernels" if not current else "building the benchmarks", flush=True)

@@ -20,7 +20,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from content_hash import ROOT, content_hash
-from gpu_common import BINARIES, RESULTS, ensure_built, machine, merge_report, parse_shard, run
+from gpu_common import BINARIES, RESULTS, benchmark_names, ensure_built, machine, merge_report, parse_shard, run
 
 REPORT = RESULTS / "gpu_tests.json"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -39,7 +39,7 @@ def jobs(sanitizer: bool) -> list[tuple[str, ...]]:
     """(kind, tool, target) of everything to run, dealt to the shards in turn."""
     files = gpu_test_files()
     found: list[tuple[str, ...]] = [("pytest", "", file) for file in files]
-    found += [("binary", "", path.stem) for path in sorted((ROOT / "benchmarks" / "cpp").glob("*.cu"))]
+    found += [("binary", "", name) for name in benchmark_names()]
     if sanitizer:
         with_shapes = [file for file in files if "def test_sanitizer" in (ROOT / file).read_text()]
         found += [("sanitizer", tool, file) for file in with_shapes for tool in TOOLS]

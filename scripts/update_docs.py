@@ -1,6 +1,6 @@
 """Writes the measured tables of README.md and docs/ from benchmarks/results/*.json; never typed by hand.
 
-python scripts/update_docs.py            rewrite what lies between `<!-- generated: NAME -->` and `<!-- end generated -->`
+python scripts/update_docs.py            rewrite what lies between `<!-- generated: NAME -->` and its end mark
 python scripts/update_docs.py --check    exit 1 and name the files that are out of date
 """
 
@@ -50,20 +50,122 @@ def forward_cpu() -> str:
         for f in figures
     ]
     f = figures[0]
-    shape = (
-        f"{f['dtype']}, H {f['H']}, H_kv {f['H_kv']}, K = V = {f['K']}, r {f['compression_rate']}, top_k {f['top_k']}"
-    )
+    shape = f"{f['dtype']}, H {f['H']}, H_kv {f['H_kv']}, K = V = {f['K']}, top_k {f['top_k']}"
     header = ["T", "layers", "candidates per query", "µs per query", "dense SDPA, µs per query", "peak memory, GB"]
     last = whole["figures"][0]
     return (
-        f"Torch backend on a CPU, the last {f['T_q']:,} queries of a context of T tokens, {shape} ({_cpu(report)}):\n\n"
+        f"Torch backend on a CPU, the last {f['T_q']:,} queries of T tokens, {shape} ({_cpu(report)}):\n\n"
         + markdown(header, rows)
         + f"\nAll {last['T']:,} queries of a {last['T']:,}-token sequence take {last['ms'] / 1e3:.1f} s, at most "
-        f"{last['peak_rss_bytes'] / 1e9:.2f} GB of process memory; dense SDPA takes {last['dense']['ms'] / 1e3:.1f} s.\n"
+        f"{last['peak_rss_bytes'] / 1e9:.2f} GB of process memory; dense SDPA {last['dense']['ms'] / 1e3:.1f} s.\n"
     )
 
 
-GENERATORS: dict[str, Callable[[], str]] = {"forward_cpu": forward_cpu}
+def tree_pool() -> str:
+    report = load("tree_pool")
+    if report is None:
+        return "Not measured yet: `python scripts/gpu_bench.py --only tree_pool` on a Hopper machine."
+    copy = report["copy"]
+    rows = [
+        [
+            f"{t['T']:,}",
+            str(t["H_kv"]),
+            f"{t['K']}, {t['V']}",
+            str(t["r"]),
+            str(t["layers"] - 1),
+            f"{t['bytes'] / 1e9:.3f}",
+            f"{1e3 * t['median_ms']:.1f}",
+            f"{1e3 * t['p90_ms']:.1f}",
+            f"{t['tb_per_s']:.2f}",
+            f"{100 * t['of_copy']:.0f}%",
+        ]
+        for t in report["timings"]
+    ]
+    header = ["T", "H_kv", "K, V", "r", "layers", "GB", "median, µs", "p90, µs", "TB/s", "of the copy"]
+    return (
+        f"bfloat16, B 1, one {report['gpu']} (driver {report['driver']}, CUDA {report['cuda']}, SM clock "
+        f"{copy['sm_mhz']} MHz), {report['date'][:10]}; a device copy of {copy['bytes'] / 1e9:.1f} GB (read and "
+        f"written) in the same run: {copy['tb_per_s']:.2f} TB/s.\n\n" + markdown(header, rows)
+    )
+
+
+NOT_MEASURED = "Not measured yet: `make gpu-bench` on a Hopper machine."
+
+
+def attn_dist() -> str:
+    report = load("attn_dist")
+    if report is None:
+        return NOT_MEASURED
+    return attn_dist_table(report)
+
+
+def attn_dist_table(report: dict) -> str:
+    rows = [
+        [
+            str(t["h_q"]),
+            f"{t['s_kv']:,}",
+            f"{t['median_ms']:.3f}",
+            f"{t['p90_ms']:.3f}",
+            f"{t['tflops']:.0f}",
+            f"{t['gathered_tb_per_s']:.2f}",
+        ]
+        for t in report["timings"]
+    ]
+    first = report["timings"][0]
+    return (
+        f"s_q {first['s_q']:,}, topk {first['topk']:,}, d_qk {first['d_qk']}, {first['dtype']}, one {report['gpu']} "
+        f"(driver {report['driver']}), {report['date'][:10]}, back to back:\n\n"
+        + markdown(["h_q", "s_kv", "median, ms", "p90, ms", "TFLOP/s", "gathered TB/s"], rows)
+    )
+
+
+def first_run() -> str:
+    report = load("first_run")
+    if report is None:
+        return "Not timed yet: `python scripts/first_run.py`."
+    rows = [[f"`make {name}`", f"{r['first_s']:.0f} s", f"{r['again_s']:.0f} s"] for name, r in report.items()]
+    r = next(iter(report.values()))
+    return (
+        f"Fresh clones on a machine without a GPU ({r['cores']} cores, Python {r['python']}, nvcc and g++ present, so "
+        f"the kernels are compiled too; {r['date']}):\n\n"
+        + markdown(["", "from nothing, installation included", "again"], rows)
+    )
+
+
+def measured() -> str:
+    """The README's short version of every result."""
+    parts = []
+    report = load("tree_pool")
+    if report is not None:
+        best = report["timings"][0]
+        parts.append(
+            f"**Tree pooling** ({report['gpu']}, {report['date'][:10]}): T = {best['T']:,}, H_kv {best['H_kv']}, "
+            f"K = V = {best['K']}, bf16: {best['median_ms']:.2f} ms, {best['tb_per_s']:.2f} TB/s, "
+            f"{100 * best['of_copy']:.0f}% of a device copy ([docs/tree_pool.md](docs/tree_pool.md)).\n"
+        )
+    report = load("attn_dist")
+    if report is not None:
+        parts.append("**attn_dist** ([docs/attn_dist.md](docs/attn_dist.md)): " + attn_dist_table(report))
+    parts.append("**forward**: " + forward_cpu())
+    report = load("gpu_tests")
+    if report is not None:
+        outcomes = [o for job in report["jobs"].values() for o in job.get("tests", {}).values()]
+        sanitizers = sum("sanitizer" in name or "check " in name for name in report["jobs"])
+        parts.append(
+            f"**GPU tests** ({report['gpu']}, driver {report['driver']}, torch {report['torch']}, "
+            f"{report['date'][:10]}): {outcomes.count('passed')} of {len(outcomes)} passed, and {sanitizers} runs of "
+            f"compute-sanitizer. The CPU tests ran with torch {load('forward_cpu')['torch']}.\n"
+        )
+    return "\n".join(parts)
+
+
+GENERATORS: dict[str, Callable[[], str]] = {
+    "tree_pool": tree_pool,
+    "attn_dist": attn_dist,
+    "forward_cpu": forward_cpu,
+    "first_run": first_run,
+    "measured": measured,
+}
 
 
 def regenerate(text: str) -> str:

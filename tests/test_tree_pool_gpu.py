@@ -96,9 +96,7 @@ def randn(*shape, dtype=BF16, seed=0):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize(
-    "T", [1, 2, 7, 15, 16, 17, 31, 127, 255, 256, 257, 271, 272, 273, 4093, 4096, 4097, 65537]
-)
+@pytest.mark.parametrize("T", [1, 2, 7, 15, 16, 17, 31, 127, 255, 256, 257, 271, 272, 273, 4093, 4096, 4097, 65537])
 def test_lengths_and_layer_boundaries(T, dtype):
     """T = 1, primes, both sides of every tile and layer boundary."""
     for r, top in ((16, 16), (16, 1)):

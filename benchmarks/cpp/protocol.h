@@ -1,5 +1,5 @@
-// The timing protocol of every C++ benchmark: 0.5 s of warm-up, then back-to-back calls for at least 1 s (at least 5),
-// a CUDA event between each two, median and 90th percentile, clocks and power beside them.
+// The timing protocol of every C++ benchmark: 0.5 s of warm-up, then back-to-back calls for at least 1 s (at least
+// 5), a CUDA event between each two, median and 90th percentile, clocks and power beside them.
 #pragma once
 
 #include <cuda_runtime.h>

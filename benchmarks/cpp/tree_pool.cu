@@ -100,7 +100,9 @@ template <class T>
 struct Buffer {
   T* data = nullptr;
   std::size_t count = 0;
-  explicit Buffer(std::size_t n) : count(n) { HTREE_CUDA_CHECK(cudaMalloc(&data, std::max<std::size_t>(1, n) * sizeof(T))); }
+  explicit Buffer(std::size_t n) : count(n) {
+    HTREE_CUDA_CHECK(cudaMalloc(&data, std::max<std::size_t>(1, n) * sizeof(T)));
+  }
   ~Buffer() { cudaFree(data); }
   Buffer(Buffer const&) = delete;
   Buffer& operator=(Buffer const&) = delete;
@@ -153,7 +155,8 @@ std::int64_t mismatches(Shape const& s, unsigned seed) {
 
 // Standard normal bf16 from a hash of the index: the timing needs random data, not a good generator.
 __global__ void fill_normal(__nv_bfloat16* x, std::int64_t n, std::uint64_t seed) {
-  for (std::int64_t i = blockIdx.x * std::int64_t(blockDim.x) + threadIdx.x; i < n; i += std::int64_t(gridDim.x) * blockDim.x) {
+  std::int64_t const step = std::int64_t(gridDim.x) * blockDim.x;
+  for (std::int64_t i = blockIdx.x * std::int64_t(blockDim.x) + threadIdx.x; i < n; i += step) {
     std::uint64_t z = (std::uint64_t(i) + seed) * 0x9e3779b97f4a7c15ull;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
@@ -222,8 +225,9 @@ int run(bool check_only) {
     // Every input byte read once, every node written once; a second launch that reads a layer again gets no credit.
     double const bytes = 2.0 * double(s.B * s.H_kv * (s.K + s.V)) * double(s.T + s.tree_nodes());
     double const rate = bytes / t.median_ms / 1e9;
-    std::printf("%s\n    {\"dtype\": \"bfloat16\", \"B\": %ld, \"T\": %ld, \"H_kv\": %ld, \"K\": %ld, \"V\": %ld, \"r\": %ld, "
-                "\"max_top_nodes\": %ld, \"layers\": %d, \"bytes\": %.0f, \"tb_per_s\": %.4f, \"of_copy\": %.4f, ",
+    std::printf("%s\n    {\"dtype\": \"bfloat16\", \"B\": %ld, \"T\": %ld, \"H_kv\": %ld, \"K\": %ld, \"V\": %ld, "
+                "\"r\": %ld, \"max_top_nodes\": %ld, \"layers\": %d, \"bytes\": %.0f, \"tb_per_s\": %.4f, "
+                "\"of_copy\": %.4f, ",
                 comma ? "," : "", long(s.B), long(s.T), long(s.H_kv), long(s.K), long(s.V), long(s.r),
                 long(s.max_top_nodes), s.layers(), bytes, rate, rate / copy_rate);
     benchmark::print_timing(t);

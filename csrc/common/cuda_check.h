@@ -11,8 +11,8 @@ namespace htree_cuda {
 [[noreturn]] inline void throw_cuda_error(cudaError_t error, char const* call, char const* file, int line) {
   std::string const path(file);
   std::string const name = path.substr(path.find_last_of('/') + 1);
-  throw std::runtime_error("htree_cuda: " + std::string(call) + " failed at " + name + ":" + std::to_string(line) + ": " +
-                           cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
+  throw std::runtime_error("htree_cuda: " + std::string(call) + " failed at " + name + ":" + std::to_string(line) +
+                           ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
 }
 
 }  // namespace htree_cuda

@@ -9,6 +9,18 @@ namespace htree_cuda {
 
 char const* library_params_hash() { return HTREE_CUDA_PARAMS_HASH; }
 
+int runtime_version() {
+  int version = 0;
+  HTREE_CUDA_CHECK(cudaRuntimeGetVersion(&version));
+  return version;
+}
+
+int driver_version() {
+  int version = 0;
+  HTREE_CUDA_CHECK(cudaDriverGetVersion(&version));
+  return version;
+}
+
 namespace {
 
 using GetContext = CUresult (*)(CUcontext*);
