@@ -8,6 +8,7 @@ what the Hopper kernels do; it names the way out (``backend="torch"``). All are 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -15,13 +16,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .reference.definition import layer_sizes
+from .reference.definition import accumulation_dtype, layer_sizes
 from .reference.vectorised import TreeParams
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 BACKENDS = ("auto", "torch")
 MAX_INT32 = 2**31 - 1
+MAX_POWER = 2**30  # of compression_rate and top_k: far beyond use, and no product of sizes overflows
+MAX_FLOAT64 = int(sys.float_info.max)
 
 
 class UnsupportedError(RuntimeError):
@@ -36,8 +39,21 @@ def _fail(op: str, rule: str, value: Any) -> NoReturn:
 
 
 def tensor(op: str, name: str, value: Any) -> None:
+    """A plain tensor: neither nested nor inside a torch.func transform, and without a forward-mode tangent."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.is_nested:
+        raise ValueError(f"{op}: {name} must be a dense (strided) tensor, got a nested one")
+    if torch.compiler.is_compiling():
+        return
+    functorch = torch._C._functorch
+    if functorch.is_batchedtensor(value) or functorch.is_gradtrackingtensor(value):
+        raise RuntimeError(
+            f"{op}: {name} is inside a torch.func transform (vmap, grad, jvp), which is not supported: "
+            "the batch dimension takes the place of vmap, torch.autograd gives gradients"
+        )
+    if torch.autograd.forward_ad.unpack_dual(value).tangent is not None:
+        raise RuntimeError(f"{op}: {name} carries a forward-mode tangent; only reverse-mode gradients are supported")
 
 
 def integer(op: str, name: str, value: Any, *, optional: bool = False) -> None:
@@ -45,6 +61,8 @@ def integer(op: str, name: str, value: Any, *, optional: bool = False) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{op}: {name} must be an int{' or None' if optional else ''}, got {value!r}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        _fail(op, f"{name} must fit in 64 bits", value)
 
 
 def number(op: str, name: str, value: Any, *, optional: bool = False) -> None:
@@ -52,6 +70,8 @@ def number(op: str, name: str, value: Any, *, optional: bool = False) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{op}: {name} must be a number{' or None' if optional else ''}, got {value!r}")
+    if isinstance(value, int) and abs(value) > MAX_FLOAT64:
+        _fail(op, f"{name} must be finite in float64", f"an int of {value.bit_length()} bits")
 
 
 def boolean(op: str, name: str, value: Any) -> None:
@@ -60,7 +80,7 @@ def boolean(op: str, name: str, value: Any) -> None:
 
 
 def backend_name(op: str, value: Any) -> None:
-    if value not in BACKENDS:
+    if not isinstance(value, str) or value not in BACKENDS:
         raise ValueError(f"{op}: backend must be one of {', '.join(map(repr, BACKENDS))}, got {value!r}")
 
 
@@ -110,6 +130,17 @@ def _equal(op: str, what: str, value: int, rule: str, expected: int) -> None:
 def _power_of_two(op: str, name: str, value: int, least: int) -> None:
     if value < least or value & (value - 1):
         _fail(op, f"{name} must be a power of two, at least {least}", value)
+    if value > MAX_POWER:
+        _fail(op, f"{name} must be at most 2^30", value)
+
+
+def _scale(op: str, name: str, value: float, dtype: torch.dtype) -> None:
+    """Finite, and neither infinite nor lost in the accumulation dtype."""
+    if not math.isfinite(value):
+        _fail(op, f"{name} must be finite", value)
+    acc = torch.finfo(accumulation_dtype(dtype))
+    if abs(value) > acc.max or 0 < abs(value) < acc.tiny:
+        _fail(op, f"{name} must be 0 or of a magnitude from {acc.tiny:.3g} to {acc.max:.3g} for {dtype}", value)
 
 
 # ------------------------------------------------------------------------------------------------------------ tree
@@ -191,11 +222,33 @@ def forward(
         _fail(op, f"max_top_nodes must lie in top_k .. top_k * compression_rate ({low} .. {high})", max_top_nodes)
     if scale is None:
         scale = float(K) ** -0.5
-    elif not math.isfinite(scale):
-        _fail(op, "scale must be finite", scale)
+    else:
+        _scale(op, "scale", scale, q.dtype)
     if not (math.isfinite(rope_base) and rope_base > 0):
         _fail(op, "rope_base must be finite and greater than 0", rope_base)
     return TreeParams(q_start, compression_rate, top_k_per_layer, max_top_nodes, scale, rope_base, strict_causal)
+
+
+def backward(
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor, params
+) -> None:
+    """Rules of ``htree_cuda::backward`` beyond the forward's: shapes, dtypes and devices of what forward returned."""
+    op = "backward"
+    B, T_q, H, _ = q.shape
+    layers = len(layer_sizes(k.shape[1], params.compression_rate, params.max_top_nodes))
+    acc = accumulation_dtype(q.dtype)
+    for name, x, shape, dtype in (
+        ("dout", dout, (B, T_q, H, v.shape[3]), q.dtype),
+        ("out", out, (B, T_q, H, v.shape[3]), q.dtype),
+        ("dlse", dlse, (B, T_q, H), acc),
+        ("lse", lse, (B, T_q, H), acc),
+        ("selection", selection, (layers - 1, B, T_q, k.shape[2], params.top_k), torch.int32),
+    ):
+        if tuple(x.shape) != shape:
+            _fail(op, f"{name} must have the shape {shape}", tuple(x.shape))
+        if x.dtype != dtype:
+            _fail(op, f"{name} must be {dtype}", x.dtype)
+    _same_device(op, "q", q, dout=dout, dlse=dlse, out=out, lse=lse, selection=selection)
 
 
 # ------------------------------------------------------------------------------------------------------- attn_dist
@@ -269,20 +322,17 @@ def attn_dist(
     _size(op, "k_stride", k_stride)
     if sm_scale is None:
         sm_scale = float(d_qk) ** -0.5
-    elif not math.isfinite(sm_scale):
-        _fail(op, "sm_scale must be finite", sm_scale)
+    else:
+        _scale(op, "sm_scale", sm_scale, q.dtype)
     if lse_base not in (2.0, math.e):
         _fail(op, "lse_base must be 2 or math.e", lse_base)
     starts = None
     if q_start is not None:
         B = q.shape[0] if batched else 1
-        if len(q_start) == 1:
-            starts = [q_start[0]] * B
-        elif batched and len(q_start) == B:
-            starts = list(q_start)
-        else:
+        if len(q_start) != B:
             rule = f"q_start must be one int or a list of B ({B}) ints" if batched else "q_start must be one int"
             _fail(op, rule, f"{len(q_start)} of them")
+        starts = list(q_start)
         for start in starts:
             if not 0 <= start <= MAX_INT32 - s_q:
                 _fail(op, f"q_start must lie in 0 .. 2^31 - 1 - s_q ({MAX_INT32 - s_q})", start)
@@ -320,9 +370,36 @@ def _contiguous_rows(op: str, **tensors: Tensor) -> None:
             _way_out(op, f"the kernels need the last dimension of {name} contiguous, its stride is {x.stride(-1)}")
 
 
+KERNEL_HEAD_DIMS = (64, 128)
+KERNEL_MAX_G = 16
+KERNEL_TOP_K = (16, 512)
+KERNEL_COMPRESSION_RATE = 16
+
+
 def forward_kernel(q: Tensor, k: Tensor, v: Tensor, params: TreeParams) -> None:
-    """What the htree forward kernels support of a valid call: nothing yet."""
-    _way_out("forward", "the Hopper kernels of htree attention are not part of this version")
+    """What the htree forward kernels support of a valid call."""
+    op = "forward"
+    _kernel_dtype(op, "q", q)
+    _contiguous_rows(op, q=q, k=k, v=v)
+    for name, dim in (("K (dimension 3 of q)", q.shape[3]), ("V (dimension 3 of v)", v.shape[3])):
+        if dim not in KERNEL_HEAD_DIMS:
+            _way_out(op, f"the kernels need {name} to be 64 or 128, got {dim}")
+    G = q.shape[2] // k.shape[2]
+    if G > KERNEL_MAX_G:
+        _way_out(op, f"the kernels need at most {KERNEL_MAX_G} query heads for each KV head (H / H_kv), got {G}")
+    if params.compression_rate != KERNEL_COMPRESSION_RATE:
+        _way_out(op, f"the kernels need compression_rate {KERNEL_COMPRESSION_RATE}, got {params.compression_rate}")
+    low, high = KERNEL_TOP_K
+    if not low <= params.top_k <= high:
+        _way_out(op, f"the kernels need top_k_per_layer in {low} .. {high}, got {params.top_k}")
+    most = params.top_k * KERNEL_COMPRESSION_RATE
+    if params.max_top_nodes != most:
+        _way_out(op, f"the kernels need max_top_nodes = top_k * compression_rate ({most}), got {params.max_top_nodes}")
+
+
+def backward_kernel(op: str = "backward") -> NoReturn:
+    """A CUDA call that needs gradients: nothing falls back silently."""
+    _way_out(op, "there is no backward kernel")
 
 
 def tree_pool_kernel(k: Tensor, v: Tensor) -> None:

@@ -13,7 +13,7 @@ from . import checks, ops  # noqa: F401  (importing ops registers torch.ops.htre
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, floating tensors (float64 apart) take the autocast dtype, as in PyTorch's own attention."""
     device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
@@ -92,6 +92,7 @@ def forward(
     Source: docs/algorithm.md; the algorithm comes from github.com/skywong14/htree.
     """
     op = "forward"
+    checks.backend_name(op, backend)
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.tensor(op, name, x)
     checks.integer(op, "q_start", q_start, optional=True)
@@ -106,6 +107,8 @@ def forward(
         checks.boolean(op, name, flag)
     q, k, v = _autocast(q, k, v)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if needs_grad and q.is_cuda and backend == "auto":
+        checks.backward_kernel(op)
     out, lse, selection = torch.ops.htree_cuda.forward(
         q,
         k,
@@ -180,13 +183,16 @@ def attn_dist(
     Source: the indexer loss of DeepSeek-V3.2 (DeepSeek Sparse Attention), docs/algorithm.md.
     """
     op = "attn_dist"
+    checks.backend_name(op, backend)
     for name, x in (("q", q), ("k", k), ("indices", indices), ("lse", lse)):
         checks.tensor(op, name, x)
     if topk_length is not None:
         checks.tensor(op, "topk_length", topk_length)
     checks.number(op, "sm_scale", sm_scale, optional=True)
     if q_start is not None:
-        q_start = [q_start] if not isinstance(q_start, (list, tuple)) else list(q_start)
+        if not isinstance(q_start, Sequence):
+            q_start = [q_start] * (q.shape[0] if q.dim() == 4 else 1)
+        q_start = list(q_start)
         for start in q_start:
             checks.integer(op, "q_start", start)
     checks.integer(op, "k_stride", k_stride)

@@ -6,6 +6,10 @@ vectorised PyTorch backend; with CUDA tensors and ``backend="auto"`` it runs the
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,6 +30,19 @@ def _use_torch(op: str, x: Tensor, backend: str) -> bool:
     return False
 
 
+def _without_autocast(body: Callable) -> Callable:
+    """The public functions cast their inputs as autocast asks; inside an op it must not cast the accumulations too."""
+
+    @functools.wraps(body)
+    def run(first: Tensor, *args, **options):
+        device_type = first.device.type
+        available = torch.amp.is_autocast_available(device_type)
+        with torch.autocast(device_type, enabled=False) if available else contextlib.nullcontext():
+            return body(first, *args, **options)
+
+    return run
+
+
 # -------------------------------------------------------------------------------------------------------- tree_pool
 
 
@@ -34,6 +51,7 @@ def _use_torch(op: str, x: Tensor, backend: str) -> bool:
     mutates_args=(),
     schema="(Tensor k, Tensor v, *, SymInt compression_rate, SymInt max_top_nodes, str backend) -> (Tensor, Tensor)",
 )
+@_without_autocast
 def tree_pool(k: Tensor, v: Tensor, *, compression_rate: int, max_top_nodes: int, backend: str):
     """All layers above the tokens: [B, T, H_kv, D] -> [B, H_kv, N_1 + ... + N_{L-1}, D], layer 1 first, for k and v.
 
@@ -62,23 +80,7 @@ def _(k, v, *, compression_rate, max_top_nodes, backend):
 # ---------------------------------------------------------------------------------------------------------- forward
 
 
-@torch.library.custom_op(
-    "htree_cuda::forward",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, *, {_TREE_SCHEMA}, bool need_selection, str backend)"
-    " -> (Tensor, Tensor, Tensor)",
-)
-def forward(q: Tensor, k: Tensor, v: Tensor, *, need_selection: bool, backend: str, **tree):
-    """(out, lse, selection); selection has size 0 in its first dimension unless needed. See `interface.forward`."""
-    params = checks.forward(q, k, v, backend=backend, **tree)
-    if _use_torch("forward", q, backend):
-        return vectorised.forward(q, k, v, params, need_selection=need_selection)
-    checks.forward_kernel(q, k, v, params)
-
-
-@forward.register_fake
-def _(q, k, v, *, need_selection, backend, **tree):
-    params = checks.forward(q, k, v, backend=backend, **tree)
+def _empty_results(q: Tensor, k: Tensor, v: Tensor, params, need_selection: bool) -> tuple[Tensor, Tensor, Tensor]:
     B, T_q, H, _ = q.shape
     layers = len(layer_sizes(k.shape[1], params.compression_rate, params.max_top_nodes))
     kept = layers - 1 if need_selection else 0
@@ -90,14 +92,45 @@ def _(q, k, v, *, need_selection, backend, **tree):
 
 
 @torch.library.custom_op(
+    "htree_cuda::forward",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, *, {_TREE_SCHEMA}, bool need_selection, str backend)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+@_without_autocast
+def forward(q: Tensor, k: Tensor, v: Tensor, *, need_selection: bool, backend: str, **tree):
+    """(out, lse, selection); selection has size 0 in its first dimension unless needed. See `interface.forward`."""
+    params = checks.forward(q, k, v, backend=backend, **tree)
+    if _use_torch("forward", q, backend):
+        return vectorised.forward(q, k, v, params, need_selection=need_selection)
+    from . import kernels
+
+    checks.forward_kernel(q, k, v, params)
+    out, lse, selection = _empty_results(q, k, v, params, need_selection)
+    if out.numel():
+        workspace = q.new_empty(kernels.forward_workspace(q, k, v, params), dtype=torch.uint8)
+        kernels.forward(q, k, v, out, lse, selection if selection.numel() else None, workspace, params)
+    return out, lse, selection
+
+
+@forward.register_fake
+def _(q, k, v, *, need_selection, backend, **tree):
+    return _empty_results(q, k, v, checks.forward(q, k, v, backend=backend, **tree), need_selection)
+
+
+@torch.library.custom_op(
     "htree_cuda::backward",
     mutates_args=(),
     schema="(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor selection, *, "
     f"{_TREE_SCHEMA}, str backend) -> (Tensor, Tensor, Tensor)",
 )
+@_without_autocast
 def backward(dout, dlse, q, k, v, out, lse, selection, *, backend: str, **tree):
     """(dq, dk, dv) of `forward`, walked again from the selection chunk by chunk: nothing is taped."""
     params = checks.forward(q, k, v, backend=backend, op="backward", **tree)
+    checks.backward(dout, dlse, q, k, v, out, lse, selection, params)
+    if not _use_torch("backward", q, backend):
+        checks.backward_kernel()
     return vectorised.backward(dout, dlse, q, k, v, out, lse, selection, params)
 
 
@@ -138,6 +171,7 @@ torch.library.register_autograd("htree_cuda::backward", _no_double_backward)
     schema="(Tensor q, Tensor k, Tensor indices, Tensor lse, Tensor? topk_length, *, float? sm_scale, "
     "SymInt[]? q_start, SymInt k_stride, float lse_base, str backend) -> Tensor",
 )
+@_without_autocast
 def attn_dist(q, k, indices, lse, topk_length, *, sm_scale, q_start, k_stride, lse_base, backend):
     """[ceil(h_q / 64), s_q, topk] (batched: a leading B), a fresh tensor. Contract: `interface.attn_dist`."""
     params = checks.attn_dist(

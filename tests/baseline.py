@@ -35,12 +35,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, selection: Tensor, **options) -> Ba
     q_start = options.get("q_start")
     r = options.get("compression_rate", 16)
     top_k = options.get("top_k_per_layer", 512)
-    max_top_nodes = options.get("max_top_nodes") or top_k * r
+    max_top_nodes = top_k * r if options.get("max_top_nodes") is None else options["max_top_nodes"]
     base = options.get("rope_base", 10000.0)
     B, T_q, H, K = q.shape
     T, H_kv, V = k.shape[1], k.shape[2], v.shape[3]
     G, dtype = H // H_kv, q.dtype
-    scale = options.get("scale") or K**-0.5
+    scale = K**-0.5 if options.get("scale") is None else options["scale"]
     q_start = T - T_q if q_start is None else q_start
     tree_k = definition.build_tree(k, r, max_top_nodes)
     tree_v = definition.build_tree(v, r, max_top_nodes)

@@ -29,6 +29,7 @@ class Config:
     strict_causal: bool
     seed: int
     rope_base: float = 100.0
+    scale: float | None = None
 
     @property
     def options(self) -> dict:
@@ -38,13 +39,14 @@ class Config:
             "top_k_per_layer": self.top_k,
             "max_top_nodes": self.max_top_nodes,
             "rope_base": self.rope_base,
+            "scale": self.scale,
         }
 
     @property
     def params(self) -> TreeParams:
         return TreeParams(
-            self.q_start, self.compression_rate, self.top_k, self.max_top_nodes, self.K**-0.5, self.rope_base,
-            self.strict_causal,
+            self.q_start, self.compression_rate, self.top_k, self.max_top_nodes,
+            self.K**-0.5 if self.scale is None else self.scale, self.rope_base, self.strict_causal,
         )  # fmt: skip
 
     def tensors(self, dtype=torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,4 +78,6 @@ def configs(draw) -> Config:
         max_top_nodes=max_top_nodes,
         strict_causal=draw(st.booleans()),
         seed=draw(st.integers(0, 2**31)),
+        rope_base=draw(st.sampled_from([0.5, 2.0, 100.0, 10000.0])),
+        scale=draw(st.sampled_from([None, None, 0.0, -0.4, 1.7])),
     )

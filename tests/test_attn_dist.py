@@ -125,6 +125,20 @@ def test_infinite_lse_of_both_signs_and_nan():
     assert out[1, [0, 1, 2, 4]].isfinite().all()
 
 
+def test_a_huge_finite_lse_is_not_infinite():
+    """-3e38 nats are finite; in base 2 they would overflow float32 and silence the head."""
+    q, k, indices, lse = problem(dtype=torch.float32)
+    lse[1, 2] = -3e38
+    out = htree_cuda.attn_dist(q, k, indices, lse, lse_base=math.e)
+    assert (out[0, 1] == math.inf).all() and out[0, 0].isfinite().all()
+
+
+def test_scale_reaches_the_scores():
+    q, k, indices, lse = problem()
+    for sm_scale in (0.0, -0.3, 1.5):
+        check(q, k, indices, lse, sm_scale=sm_scale)
+
+
 @pytest.mark.parametrize("k_stride", [1, 4])
 @pytest.mark.parametrize("q_start", [0, 3, 37, 200])
 def test_causal_rule(q_start, k_stride):

@@ -214,14 +214,29 @@ def test_poisoned_tokens_leave_a_proper_selection(backend, poison):
     q, k, v = config.tensors()
     k[:, 5], k[:, 77, :, 1], q[:, 100] = poison, poison, poison
     out, _, selection = run(q, k, v, config.params, backend)
-    assert not out[:, 5:].isfinite().all(dim=-1).any() if math.isnan(poison) else True
-    for layer in (1, 2):
-        for t in range(150):
+    assert not out.isinf().any(), "what an infinity reaches is NaN"
+    if math.isnan(poison):
+        assert out[:, 5:].isnan().all()
+    for t in range(150):
+        n, parents = t // 16 + 1, [0]
+        for layer in (2, 1):
             row = selection[layer - 1, 0, t, 0]
             row = row[row >= 0].tolist()
-            assert row == sorted(set(row)) and row[-1] == t // 4**layer
-            if layer == 2:
-                assert len(row) == min(4, t // 16 + 1)
+            assert row == sorted(set(row)) and row[-1] == t // 4**layer and len(row) == min(4, n)
+            assert layer == 2 or {node // 4 for node in row} <= set(parents)
+            n, parents = (len(row) - 1) * 4 + t // 4 ** (layer - 1) % 4 + 1, row
+
+
+@both
+def test_an_infinite_value_gives_nan_where_it_is_attended(backend):
+    config = whole(70, 4, 4, H_kv=1)
+    q, k, v = config.tensors()
+    clean = run(q, k, v, config.params, backend)[0]
+    v[:, 20, 0, 2] = math.inf
+    out = run(q, k, v, config.params, backend)[0]
+    assert out[:, 20:, :, 2].isnan().all() and torch.equal(out[:, :20], clean[:, :20])
+    keep = [0, 1, 3, 4]
+    assert torch.equal(out[..., keep], clean[..., keep])
 
 
 def test_infinite_mean_of_finite_values_stays_where_it_belongs():

@@ -51,7 +51,7 @@ def test_opcheck_backward():
 @pytest.mark.parametrize("B", [None, 2])
 def test_opcheck_attn_dist(B):
     q, k, indices, lse = dist_args(B)
-    numbers = {"sm_scale": None, "q_start": [3], "k_stride": 2, "lse_base": 2.0, "backend": "auto"}
+    numbers = {"sm_scale": None, "q_start": [3] * (B or 1), "k_stride": 2, "lse_base": 2.0, "backend": "auto"}
     length = torch.full(indices.shape[:-2], 7, dtype=torch.int32)
     for topk_length in (None, length):
         torch.library.opcheck(torch.ops.htree_cuda.attn_dist, (q, k, indices, lse, topk_length), numbers)
@@ -86,6 +86,18 @@ def test_compile_fullgraph_with_dynamic_length():
         lambda q, k, v: htree_cuda.forward(q, k, v, return_lse=True, return_selection=True, **SMALL),
         fullgraph=True, dynamic=True,
     )  # fmt: skip
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch.compile(lambda q, k, v: htree_cuda.forward(q, k, v, **SMALL), fullgraph=True, dynamic=True, backend=counter)(
+        *qkv(T=70)
+    )
+    once = counter.frame_count
+    recompiling = torch.compile(
+        lambda q, k, v: htree_cuda.forward(q, k, v, **SMALL), fullgraph=True, dynamic=True, backend=counter
+    )
+    for T in (70, 75, 91, 133, 200, 255):
+        recompiling(*qkv(T=T))
+    assert counter.frame_count - once <= 2, "one graph for each number of layers, not for each length"
     for T in (70, 33, 17, 200):
         q, k, v = qkv(T=T)
         for x, y in zip(
@@ -107,15 +119,44 @@ def test_compile_gradients_and_attn_dist():
 
 def test_autocast():
     q, k, v = qkv(dtype=torch.float32, grad=True)
+    half = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = htree_cuda.forward(*half, return_lse=True, **SMALL)
+    expected.float().square().sum().backward()
+    args = dist_args()
     with torch.autocast("cpu", torch.bfloat16):
         out, lse = htree_cuda.forward(q, k, v, return_lse=True, **SMALL)
-        dist = htree_cuda.attn_dist(*dist_args())
+        out.float().square().sum().backward()
+        dist = htree_cuda.attn_dist(*args)
+        op = torch.ops.htree_cuda.forward(
+            *(x.detach() for x in (q, k, v)), **TREE, need_selection=False, backend="auto"
+        )
         double = htree_cuda.forward(*qkv(), **SMALL)
     assert (out.dtype, lse.dtype, dist.dtype, double.dtype) == (
         torch.bfloat16, torch.float32, torch.float32, torch.float64
     )  # fmt: skip
-    out.float().sum().backward()
-    assert q.grad.dtype == torch.float32
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse), "the accumulations stay float32"
+    assert torch.equal(dist, htree_cuda.attn_dist(args[0].bfloat16(), args[1].bfloat16(), *args[2:]))
+    plain = torch.ops.htree_cuda.forward(*(x.detach() for x in (q, k, v)), **TREE, need_selection=False, backend="auto")
+    assert torch.equal(op[0], plain[0]) and torch.equal(op[1], plain[1])
+    for x, y in zip((q, k, v), half):
+        assert x.grad.dtype == torch.float32 and torch.equal(x.grad, y.grad.float())
+
+
+def test_inference_keeps_no_selection(monkeypatch):
+    seen = []
+    original = htree_cuda.reference.vectorised.forward
+
+    def spy(*args, need_selection):
+        seen.append(need_selection)
+        return original(*args, need_selection=need_selection)
+
+    monkeypatch.setattr(htree_cuda.reference.vectorised, "forward", spy)
+    htree_cuda.forward(*qkv(), **SMALL)
+    with torch.no_grad():
+        htree_cuda.forward(*qkv(grad=True), **SMALL)
+    htree_cuda.forward(*qkv(grad=True), **SMALL)
+    htree_cuda.forward(*qkv(), return_selection=True, **SMALL)
+    assert seen == [False, False, True, True]
 
 
 def test_returns_follow_the_flags():
@@ -217,12 +258,13 @@ def f64(*shape):
          {"k": f64(1, 70, 2, 8).to("meta"), "v": f64(1, 70, 2, 6).to("meta")}),
         (r"forward: v must be on the device of k \(cpu\), got meta", {"v": f64(1, 70, 2, 6).to("meta")}),
         (r"forward: q must be a dense \(strided\) tensor, got torch.sparse_coo", {"q": f64(1, 12, 4, 8).to_sparse()}),
+        (r"forward: q must be a dense \(strided\) tensor, got a nested one",
+         {"q": torch.nested.nested_tensor([f64(12, 4, 8)])}),
+        (r"forward: k must be on the device of q \(meta\), got cpu", {"q": f64(1, 12, 4, 8).to("meta")}),
     ],
 )  # fmt: skip
 def test_forward_tensor_errors(match, tensors):
-    forward_error(
-        match, (ValueError, RuntimeError, NotImplementedError) if "sparse" in match else ValueError, **tensors
-    )
+    forward_error(match, **tensors)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +281,15 @@ def test_forward_tensor_errors(match, tensors):
         (r"max_top_nodes must lie in top_k .. top_k \* compression_rate \(4 .. 16\), got 3", ValueError,
          {"max_top_nodes": 3}),
         (r"max_top_nodes must lie in .* \(4 .. 16\), got 17", ValueError, {"max_top_nodes": 17}),
+        (r"q_start must be an int or None, got True", TypeError, {"q_start": True}),
+        (r"q_start must fit in 64 bits, got 1180591620717411303424", ValueError, {"q_start": 2**70}),
+        (r"compression_rate must be at most 2\^30, got 2147483648", ValueError, {"compression_rate": 2**31}),
+        (r"top_k_per_layer must be at most 2\^30, got 4611686018427387904", ValueError, {"top_k_per_layer": 2**62}),
+        (r"max_top_nodes must be an int or None, got 8.0", TypeError, {"max_top_nodes": 8.0}),
         (r"scale must be finite, got nan", ValueError, {"scale": math.nan}),
+        (r"scale must be finite in float64, got an int of 1329 bits", ValueError, {"scale": 10**400}),
+        (r"rope_base must be a number, got None", TypeError, {"rope_base": None}),
+        (r"backend must be one of 'auto', 'torch', got None", ValueError, {"backend": None}),
         (r"scale must be a number or None, got 'x'", TypeError, {"scale": "x"}),
         (r"rope_base must be finite and greater than 0, got 0", ValueError, {"rope_base": 0}),
         (r"rope_base must be finite and greater than 0, got inf", ValueError, {"rope_base": math.inf}),
@@ -282,6 +332,19 @@ def test_forward_option_errors(match, error, options):
         (r"sm_scale must be finite, got inf", ValueError, {"sm_scale": math.inf}),
         (r"lse_base must be 2 or math.e, got 10", ValueError, {"lse_base": 10}),
         (r"backend must be one of", ValueError, {"backend": "fast"}),
+        (r"backend must be one of", ValueError, {"backend": []}),
+        (r"q must be float16, bfloat16, float32 or float64, got torch.int32", ValueError,
+         {"q": torch.zeros(5, 66, 8).int()}),
+        (r"q must be a dense \(strided\) tensor", ValueError, {"q": torch.zeros(5, 66, 8).to_sparse()}),
+        (r"d_qk must be at least 1, got 0", ValueError, {"q": torch.zeros(5, 66, 0), "k": torch.zeros(20, 1, 0)}),
+        (r"k_stride must be an int, got True", TypeError, {"k_stride": True}),
+        (r"k_stride must be an int, got '2'", TypeError, {"k_stride": "2"}),
+        (r"k_stride must fit in 64 bits", ValueError, {"k_stride": 2**63}),
+        (r"lse_base must be a number, got None", TypeError, {"lse_base": None}),
+        (r"sm_scale must be a number or None, got '1'", TypeError, {"sm_scale": "1"}),
+        (r"sm_scale must be 0 or of a magnitude", ValueError, {"sm_scale": 1e300}),
+        (r"lse must be float32 where q is torch.bfloat16, got torch.bfloat16", ValueError,
+         dict(zip(("q", "k", "lse"), (torch.zeros(*s).bfloat16() for s in ((5, 66, 8), (20, 1, 8), (5, 66)))))),
     ],
 )  # fmt: skip
 def test_attn_dist_errors(match, error, change):
@@ -296,6 +359,56 @@ def test_attn_dist_batch_errors():
         htree_cuda.attn_dist(q, k[:1], indices, lse)
     with pytest.raises(ValueError, match=r"list of B \(2\) ints, got 3 of them"):
         htree_cuda.attn_dist(q, k, indices, lse, q_start=[1, 2, 3])
+    with pytest.raises(ValueError, match=r"list of B \(2\) ints, got 1 of them"):
+        htree_cuda.attn_dist(q, k, indices, lse, q_start=[1])
+
+
+def test_scale_must_survive_the_accumulation_dtype():
+    args = qkv(dtype=torch.float32)
+    for scale in (1e-50, 1e300):
+        with pytest.raises(ValueError, match=r"scale must be 0 or of a magnitude from .* for torch.float32, got"):
+            htree_cuda.forward(*args, scale=scale, **SMALL)
+    q, k, v = qkv()
+    assert htree_cuda.forward(q, k, v, scale=1e-50, **SMALL).isfinite().all()
+
+
+def test_large_numbers_under_a_small_scale():
+    """The scale belongs to the scores: multiplied into q it would overflow or vanish on the way."""
+    q, k, v = qkv(dtype=torch.float32)
+    expected = htree_cuda.forward(q, k, v, scale=0.1, **SMALL)
+    for power in (60, -60):
+        out = htree_cuda.forward(q * 2.0**power, k * 2.0**-power, v, scale=0.1, **SMALL)
+        assert torch.equal(out, expected)
+
+
+def test_transforms_are_refused():
+    q, k, v = qkv()
+    with pytest.raises(RuntimeError, match=r"forward: q is inside a torch.func transform"):
+        torch.func.grad(lambda x: htree_cuda.forward(x, k, v, **SMALL).sum())(q)
+    with pytest.raises(RuntimeError, match=r"forward: q is inside a torch.func transform"):
+        torch.func.vmap(lambda x: htree_cuda.forward(x, k, v, **SMALL))(q[None])
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(RuntimeError, match=r"forward: q carries a forward-mode tangent"),
+    ):
+        htree_cuda.forward(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), k, v, **SMALL)
+
+
+def test_backward_op_checks_what_it_is_given():
+    q, k, v = qkv()
+    out, lse, selection = torch.ops.htree_cuda.forward(q, k, v, **TREE, need_selection=True, backend="auto")
+    good = {"dout": out, "dlse": lse, "out": out, "lse": lse, "selection": selection}
+    for name, bad, match in (
+        ("selection", selection[:0], r"backward: selection must have the shape \(2, 1, 12, 2, 4\)"),
+        ("selection", selection.long(), r"backward: selection must be torch.int32, got torch.int64"),
+        ("dout", out[:, :3], r"backward: dout must have the shape"),
+        ("dlse", lse.float(), r"backward: dlse must be torch.float64, got torch.float32"),
+    ):
+        x = {**good, name: bad}
+        with pytest.raises(ValueError, match=match):
+            torch.ops.htree_cuda.backward(
+                x["dout"], x["dlse"], q, k, v, x["out"], x["lse"], x["selection"], **TREE, backend="auto"
+            )
 
 
 def test_fake_tensors_meet_the_same_rules():
@@ -315,3 +428,11 @@ def test_other_devices_get_a_way_out():
 
     with pytest.raises(UnsupportedError, match=r'no kernels exist for device type .meta.*backend="torch"'):
         checks.kernel_device("forward", torch.empty(1, device="meta"))
+
+
+def test_meta_tensors_go_through_the_fake():
+    q, k, v = (x.to("meta") for x in qkv())
+    out, lse = htree_cuda.forward(q, k, v, return_lse=True, **SMALL)
+    assert (out.shape, lse.shape, out.device.type) == ((1, 12, 4, 6), (1, 12, 4), "meta")
+    dist = htree_cuda.attn_dist(*(x.to("meta") for x in dist_args()))
+    assert dist.shape == (2, 5, 9) and dist.device.type == "meta"

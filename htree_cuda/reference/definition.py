@@ -92,6 +92,11 @@ def rope(x: Tensor, positions: Tensor, rope_base: float, inverse: bool = False) 
     return torch.cat([lo * cos - hi * sin, lo * sin + hi * cos], dim=-1)
 
 
+def infinite_to_nan(x: Tensor) -> Tensor:
+    """What an infinite input reached is NaN, whatever its sign and weight."""
+    return torch.where(x.isinf(), math.nan, x)
+
+
 def candidate_list(parents: Tensor | None, rightmost: int, compression_rate: int, device: torch.device) -> Tensor:
     """Candidates of a layer: every node up to the rightmost at the top, else the children of the selected parents."""
     if parents is None:
@@ -125,7 +130,7 @@ def _margin(log_imp: Tensor, selected: Tensor) -> float:
     chosen[selected] = True
     if bool(chosen.all()):
         return math.inf
-    return float(log_imp[chosen].min() - log_imp[~chosen].max())
+    return float((log_imp[chosen].min() - log_imp[~chosen].max()).nan_to_num(nan=0.0))  # inf - inf: a tie
 
 
 def walk(
@@ -229,7 +234,8 @@ def forward(
     if not out_rows:
         return Result(q.new_zeros(B, T_q, H, V), q.new_zeros(B, T_q, H), chosen, kept)
     out = torch.stack(out_rows).reshape(B, T_q, H, V)
-    return Result(out, torch.stack(lse_rows).reshape(B, T_q, H), chosen, kept)
+    lse = torch.stack(lse_rows).reshape(B, T_q, H)
+    return Result(infinite_to_nan(out), infinite_to_nan(lse), chosen, kept)
 
 
 def backward(
@@ -345,6 +351,7 @@ def attn_dist(
     out = torch.zeros((h_q + 63) // 64, s_q, topk, dtype=compute_dtype, device=q.device)
     for s in range(s_q):
         lse2 = lse[s].to(compute_dtype) * math.log2(lse_base)
+        silent = lse[s].isinf()
         visible = s_kv if q_start is None else (q_start + s + 1) // k_stride
         length = topk if topk_length is None else int(topk_length[s])
         for j in range(min(length, topk)):
@@ -352,7 +359,7 @@ def attn_dist(
             if not 0 <= i < min(s_kv, visible):
                 continue
             score2 = q[s].to(compute_dtype) @ k[i, 0].to(compute_dtype) * (sm_scale * math.log2(math.e))
-            p = torch.where(lse2.isinf(), 0.0, torch.exp2(score2 - lse2))
+            p = torch.where(silent, 0.0, torch.exp2(score2 - lse2))
             for group in range(out.shape[0]):
                 out[group, s, j] = p[group * 64 : (group + 1) * 64].sum()
     return out

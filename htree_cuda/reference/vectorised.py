@@ -4,17 +4,20 @@ Any device, any floating dtype; bf16 and fp16 inputs are accumulated in float32.
 how it gets there:
 
 * Everything runs on rows ``(b, h_kv, query)``. A chunk of queries walks the tree top-down once; the number of
-  candidates of a query depends on its position alone, so no shape depends on data and nothing synchronises.
+  candidates of a query depends on its position alone, so no shape depends on data.
 * The top layer is dense: its keys sit at their own node index, so they are rotated once and all queries share one
   matrix product. Lower layers gather each query's candidates; position p of a candidate is its place in the gathered
   block, so one [n, K/2] table of angles serves every query.
 * Rows that a query must not see (nodes beyond it, its rightmost node above the bottom, expanded nodes, padding) are
-  zeroed in the gathered keys and values, not just given probability zero: 0 * NaN is NaN.
+  zeroed in the gathered keys and values, not just given probability zero: 0 * NaN is NaN. The dense products of the
+  top layer share their rows; where one is not finite (looked up once a call: the only synchronisation), the product
+  runs without it and NaN is put back where it is attended. That changes no bit of any other number.
 * The backward keeps nothing but the selection and walks again, chunk by chunk.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .definition import accumulation_dtype, layer_sizes
+from .definition import accumulation_dtype, infinite_to_nan, layer_sizes
 
 # Bytes of temporaries one chunk of queries may hold (a single query may exceed it). On a CPU a chunk that fits the
 # caches wins; on a GPU it only has to amortise launches.
@@ -57,7 +60,8 @@ def _pool_once(x: Tensor, r: int) -> Tensor:
         total = children[:, :, 0].to(accumulation_dtype(x.dtype), copy=True)
         for c in range(1, count):
             total += children[:, :, c]
-        parts.append((total / count).to(x.dtype))
+        # By a tensor: CUDA turns a division by a Python number into a product with its rounded reciprocal.
+        parts.append((total / total.new_full((1,), count)).to(x.dtype))
     return torch.cat(parts, dim=1)
 
 
@@ -155,11 +159,21 @@ class _TopLayer(_Layer):
         return (self._per_bh(dout) @ self.values.transpose(1, 2)).reshape(*dout.shape[:2], -1)
 
     def _masked_product(self, weights: Tensor, leaves: Tensor, rows: Tensor, bad: Tensor | None) -> Tensor:
+        """weights [rows, G, width] @ rows [BH, width, D] -> [rows, G, D]; what is not finite counts at leaves only."""
         if bad is None:
             return (self._per_bh(weights) @ rows).reshape(*weights.shape[:2], -1)
         out = (self._per_bh(weights) @ rows.masked_fill(bad, 0.0)).reshape(*weights.shape[:2], -1)
         hit = (self._per_bh(leaves.to(weights.dtype)) @ bad.to(weights.dtype)).reshape(leaves.shape[0], 1, -1) > 0
         return torch.where(hit, math.nan, out)
+
+    def _transposed_product(self, weights: Tensor, leaves: Tensor, rows: Tensor, all_finite: bool) -> Tensor:
+        """weights [rows, G, width], transposed, @ rows [rows, G, D] -> [BH, width, D]; likewise."""
+        if all_finite:
+            return self._per_bh(weights).transpose(1, 2) @ self._per_bh(rows)
+        bad = ~rows.isfinite()
+        out = self._per_bh(weights).transpose(1, 2) @ self._per_bh(rows.masked_fill(bad, 0.0))
+        marks = self._per_bh(leaves.to(weights.dtype)).transpose(1, 2)
+        return torch.where(marks @ self._per_bh(bad.any(1).to(weights.dtype)) > 0, math.nan, out)
 
     def weighted_values(self, p: Tensor, leaves: Tensor) -> Tensor:
         return self._masked_product(p, leaves, self.values, self.bad_values)
@@ -167,11 +181,11 @@ class _TopLayer(_Layer):
     def weighted_keys(self, dS: Tensor, leaves: Tensor) -> Tensor:
         return self._masked_product(dS, leaves, self.keys_rot, self.bad_keys)
 
-    def add_gradients(self, dk: Tensor, dv: Tensor, dS: Tensor, P: Tensor, q_rot: Tensor, dout: Tensor, leaves: Tensor):
+    def add_gradients(self, dk: Tensor, dv: Tensor, dS: Tensor, P: Tensor, q_rot: Tensor, dout: Tensor, leaves, finite):
         width = self.values.shape[1]
-        dk_rot = self._per_bh(dS).transpose(1, 2) @ self._per_bh(q_rot)
+        dk_rot = self._transposed_product(dS, leaves, q_rot, finite)
         dk[:, :width] += _rotate(dk_rot, self.cos[:width], self.sin[:width], sign=-1)
-        dv[:, :width] += self._per_bh(P).transpose(1, 2) @ self._per_bh(dout)
+        dv[:, :width] += self._transposed_product(P, leaves, dout, finite)
 
 
 class _LowerLayer(_Layer):
@@ -212,7 +226,7 @@ class _LowerLayer(_Layer):
     def weighted_keys(self, dS: Tensor, leaves: Tensor) -> Tensor:
         return torch.bmm(dS, self.keys_rot.masked_fill_(~leaves[:, :, None], 0.0))
 
-    def add_gradients(self, dk: Tensor, dv: Tensor, dS: Tensor, P: Tensor, q_rot: Tensor, dout: Tensor, leaves: Tensor):
+    def add_gradients(self, dk: Tensor, dv: Tensor, dS: Tensor, P: Tensor, q_rot: Tensor, dout: Tensor, leaves, finite):
         not_leaf = ~leaves[:, :, None]
         dk_rot = torch.bmm(dS.transpose(1, 2), q_rot).masked_fill_(not_leaf, 0.0)
         rows = _rotate(dk_rot, self.cos, self.sin, sign=-1)
@@ -233,6 +247,9 @@ class _Walk:
     """What every chunk of one call shares: the tree, the tables, the rotated keys of the top layer."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, params: TreeParams):
+        # With more children than tokens there is one node anyway: tables and gathers need not be wider.
+        r = min(params.compression_rate, max(2, 1 << (k.shape[1] - 1).bit_length()))
+        params = dataclasses.replace(params, compression_rate=r)
         self.params = params
         self.acc = accumulation_dtype(q.dtype)
         self.B, self.T_q, self.H, self.K = q.shape
@@ -243,7 +260,9 @@ class _Walk:
         self.tree_k = build_tree(k, params.compression_rate, params.max_top_nodes)
         self.tree_v = build_tree(v, params.compression_rate, params.max_top_nodes)
         self.L = len(self.tree_k)
-        widest = max(self.tree_k[-1].shape[1], params.top_k * params.compression_rate if self.L > 1 else 0)
+        widest = self.tree_k[-1].shape[1]
+        if self.L > 1:
+            widest = max(widest, min(params.top_k, self.tree_k[1].shape[1]) * r)
         self.cos, self.sin = rope_tables(widest, self.K, params.rope_base, self.acc, q.device)
         top = self.tree_k[-1].shape[1]
         self.top_keys_rot = _rotate(self.tree_k[-1], self.cos[:top], self.sin[:top])
@@ -359,13 +378,14 @@ def forward(
     selection = torch.full((kept, walk.B, walk.T_q, walk.H_kv, params.top_k), -1, dtype=torch.int32, device=q.device)
     for bh, queries in walk.chunks():
         t = walk.positions(bh, queries)
-        q_rows = walk.rows(q, bh, queries) * params.scale
+        q_rows = walk.rows(q, bh, queries)
         row_max = q_rows.new_full(q_rows.shape[:2], -math.inf)
         row_sum = q_rows.new_zeros(q_rows.shape[:2])
         acc = q_rows.new_zeros(*q_rows.shape[:2], walk.V)
         layer: _Layer = walk.top_layer(t, bh, queries)
         while True:
-            s = layer.scores(walk.query_at(q_rows, layer)).masked_fill_(~layer.valid[:, None], -math.inf)
+            s = layer.scores(walk.query_at(q_rows, layer)).mul_(params.scale)
+            s.masked_fill_(~layer.valid[:, None], -math.inf)
             leaves, parents = layer.valid, None
             if layer.layer > 0:
                 marks, parents = _select(_log_importance(s, layer, params.strict_causal), layer, params.top_k)
@@ -386,8 +406,8 @@ def forward(
             if parents is None:
                 break
             layer = walk.lower_layer(layer, t, parents, bh)
-        walk.put_rows(out, bh, queries, acc / row_sum[:, :, None])
-        walk.put_rows(lse, bh, queries, row_max + row_sum.log())
+        walk.put_rows(out, bh, queries, infinite_to_nan(acc / row_sum[:, :, None]))
+        walk.put_rows(lse, bh, queries, infinite_to_nan(row_max + row_sum.log()))
     return out, lse, selection
 
 
@@ -404,12 +424,13 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the dtype of the inputs. dlse [B,T_q,H]; out, lse, selection as `forward` returned them."""
     walk = _Walk(q, k, v, params)
+    finite = _bad(q) is None and _bad(dout) is None
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dtree_k = [torch.zeros(x.shape, dtype=walk.acc, device=x.device) for x in walk.tree_k]
     dtree_v = [torch.zeros(x.shape, dtype=walk.acc, device=x.device) for x in walk.tree_v]
     for bh, queries in walk.chunks():
         t = walk.positions(bh, queries)
-        q_rows = walk.rows(q, bh, queries) * params.scale
+        q_rows = walk.rows(q, bh, queries)
         do = walk.rows(dout, bh, queries)
         lse_rows = walk.rows(lse[..., None], bh, queries)
         offset = walk.rows(dlse[..., None], bh, queries)
@@ -424,17 +445,17 @@ def backward(
                 leaves = layer.valid & ~walk.expanded(layer, parents)
             q_rot = walk.query_at(q_rows, layer)
             not_leaf = ~leaves[:, None]
-            P = layer.scores(q_rot).sub_(lse_rows).masked_fill_(not_leaf, -math.inf).exp_()
-            dS = layer.value_products(do).add_(offset).mul_(P).masked_fill_(not_leaf, 0.0)
+            P = layer.scores(q_rot).mul_(params.scale).sub_(lse_rows).masked_fill_(not_leaf, -math.inf).exp_()
+            dS = layer.value_products(do).add_(offset).mul_(P).mul_(params.scale).masked_fill_(not_leaf, 0.0)
             dq_rows += walk.query_at(layer.weighted_keys(dS, leaves), layer, sign=-1)
-            layer.add_gradients(dtree_k[layer.layer][bh], dtree_v[layer.layer][bh], dS, P, q_rot, do, leaves)
+            layer.add_gradients(dtree_k[layer.layer][bh], dtree_v[layer.layer][bh], dS, P, q_rot, do, leaves, finite)
             if parents is None:
                 break
             layer = walk.lower_layer(layer, t, parents[:, : layer.valid.shape[1]], bh)
-        walk.put_rows(dq, bh, queries, dq_rows * params.scale)
+        walk.put_rows(dq, bh, queries, dq_rows)
     for dtree in (dtree_k, dtree_v):
         for i in reversed(range(1, walk.L)):
-            dtree[i - 1] += _unpool(dtree[i], dtree[i - 1].shape[1], params.compression_rate)
+            dtree[i - 1] += _unpool(dtree[i], dtree[i - 1].shape[1], walk.params.compression_rate)
     dk, dv = (
         dtree[0].unflatten(0, (walk.B, walk.H_kv)).transpose(1, 2).to(q.dtype).contiguous()
         for dtree in (dtree_k, dtree_v)
@@ -484,7 +505,7 @@ def attn_dist(
             lse2 = lse[b, rows].to(acc) * math.log2(lse_base)
             score2 = torch.bmm(q[b, rows].to(acc), keys.transpose(1, 2)) * (sm_scale * math.log2(math.e))
             p = score2.sub_(lse2[:, :, None]).exp2_()
-            p.masked_fill_(lse2.isinf()[:, :, None] | ~valid[:, None], 0.0)
+            p.masked_fill_(lse[b, rows].isinf()[:, :, None] | ~valid[:, None], 0.0)
             for group in range(groups):
                 out[b, group, rows] = p[:, group * 64 : (group + 1) * 64].sum(1)
     return out
