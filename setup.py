@@ -20,11 +20,45 @@ import htree_cuda_ninja as ninja  # noqa: E402
 # scripts/check_house_rules.py compares the list with csrc/.
 KERNEL_SOURCES = [
     "csrc/common/library.cu",
+    "csrc/sm90/attn_dist/inst/bf16_128_heads.cu",
+    "csrc/sm90/attn_dist/inst/bf16_128_keys.cu",
+    "csrc/sm90/attn_dist/inst/bf16_192_heads.cu",
+    "csrc/sm90/attn_dist/inst/bf16_192_keys.cu",
+    "csrc/sm90/attn_dist/inst/bf16_512_heads.cu",
+    "csrc/sm90/attn_dist/inst/bf16_512_keys.cu",
+    "csrc/sm90/attn_dist/inst/bf16_576_heads.cu",
+    "csrc/sm90/attn_dist/inst/bf16_576_keys.cu",
+    "csrc/sm90/attn_dist/inst/fp16_128_heads.cu",
+    "csrc/sm90/attn_dist/inst/fp16_128_keys.cu",
+    "csrc/sm90/attn_dist/inst/fp16_192_heads.cu",
+    "csrc/sm90/attn_dist/inst/fp16_192_keys.cu",
+    "csrc/sm90/attn_dist/inst/fp16_512_heads.cu",
+    "csrc/sm90/attn_dist/inst/fp16_512_keys.cu",
+    "csrc/sm90/attn_dist/inst/fp16_576_heads.cu",
+    "csrc/sm90/attn_dist/inst/fp16_576_keys.cu",
+    "csrc/sm90/attn_dist/launch.cu",
+    "csrc/sm90/htree_layer/inst/bf16_128_128_values.cu",
+    "csrc/sm90/htree_layer/inst/bf16_128_64_values.cu",
+    "csrc/sm90/htree_layer/inst/bf16_128_choose.cu",
+    "csrc/sm90/htree_layer/inst/bf16_64_128_values.cu",
+    "csrc/sm90/htree_layer/inst/bf16_64_64_values.cu",
+    "csrc/sm90/htree_layer/inst/bf16_64_choose.cu",
+    "csrc/sm90/htree_layer/inst/fp16_128_128_values.cu",
+    "csrc/sm90/htree_layer/inst/fp16_128_64_values.cu",
+    "csrc/sm90/htree_layer/inst/fp16_128_choose.cu",
+    "csrc/sm90/htree_layer/inst/fp16_64_128_values.cu",
+    "csrc/sm90/htree_layer/inst/fp16_64_64_values.cu",
+    "csrc/sm90/htree_layer/inst/fp16_64_choose.cu",
+    "csrc/sm90/htree_layer/launch.cu",
+    "csrc/smxx/select/launch.cu",
+    "csrc/smxx/tree_pack/launch.cu",
     "csrc/smxx/tree_pool/launch.cu",
+    "csrc/smxx/unite/launch.cu",
 ]
 
 # Benchmark programs without Python, each linked to the kernel library: build/kernels/bin/<stem>.
 BENCHMARK_SOURCES = [
+    "benchmarks/cpp/attn_dist.cu",
     "benchmarks/cpp/tree_pool.cu",
 ]
 
@@ -50,14 +84,16 @@ def decide() -> tuple[build.Plan, build.Toolchain | None]:
 
 def run_setup() -> None:
     """setuptools' part: called as a script, by pip and by hand."""
+    import setuptools
     from setuptools import Extension, setup
     from setuptools.command.build_ext import build_ext
     from setuptools.command.build_py import build_py
 
+    if int(setuptools.__version__.split(".")[0]) < 77:  # the licence fields of pyproject.toml
+        sys.exit(f"htree_cuda: the build needs setuptools 77 or newer, this is {setuptools.__version__}")
+
     # Metadata and an sdist need no decision, and must not depend on the machine.
-    passive = not any(
-        name in sys.argv for name in ("build", "build_ext", "build_py", "bdist_wheel", "editable_wheel")
-    )
+    passive = any(name in sys.argv for name in ("egg_info", "dist_info", "sdist", "clean", "--help", "--version"))
     try:
         plan, tools = (build.Plan(False, "off", ""), None) if passive else decide()
     except build.BuildError as error:
@@ -76,6 +112,8 @@ def run_setup() -> None:
             super().run()
             if not plan.kernels:
                 folder = ROOT / "htree_cuda" if self.editable_mode else Path(self.build_lib) / "htree_cuda"
+                for name in (ninja.LIBRARY, ninja.module_name()):  # an editable install finds older ones here
+                    (folder / name).unlink(missing_ok=True)
                 ninja.write_build_info(folder, ninja.build_info(ROOT, plan, None))
 
         def get_outputs(self, include_bytecode=True) -> list[str]:
@@ -95,8 +133,13 @@ def run_setup() -> None:
                 return
             in_place = self.inplace or self.editable_mode
             folder = ROOT / "htree_cuda" if in_place else Path(self.build_lib) / "htree_cuda"
-            build_dir = Path(self.build_temp).resolve() / "kernels"
-            build_kernels(plan, tools, build_dir, folder, debug=bool(self.debug))
+            # In place, the objects are shared with scripts/build_inplace.py: nothing is compiled twice.
+            debug = bool(self.debug)
+            build_dir = in_place_build_dir(debug) if in_place else Path(self.build_temp).resolve() / "kernels"
+            try:
+                build_kernels(plan, tools, build_dir, folder, debug=debug)
+            except build.BuildError as error:
+                sys.exit(f"htree_cuda: {error}")
 
         def get_outputs(self) -> list[str]:
             folder = "htree_cuda" if self.inplace or self.editable_mode else f"{self.build_lib}/htree_cuda"
@@ -111,6 +154,11 @@ def run_setup() -> None:
         ext_modules=extensions,
         cmdclass={"build_py": BuildPy, "build_ext": BuildKernels},
     )
+
+
+def in_place_build_dir(debug: bool) -> Path:
+    """Where builds into the source tree keep objects and nvcc.log."""
+    return ROOT / "build" / ("kernels-debug" if debug else "kernels")
 
 
 def build_kernels(

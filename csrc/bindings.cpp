@@ -1,11 +1,14 @@
 // The only pybind11 file: pointers, sizes and strides from Python become params structs. No torch and no CUDA headers
 // here; tensors are taken apart in htree_cuda/kernels.py and checked in htree_cuda/checks.py.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "params.h"
 
@@ -59,6 +62,109 @@ void bind_tree_pool(py::module_& module) {
       "k, v: (pointer, stride_b, stride_t, stride_h, tree pointer, dim), strides in elements; see csrc/params.h");
 }
 
+// (pointer, stride_b, stride_t, stride_h)
+using Strided = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t>;
+
+ForwardParams forward_params(Strided const& q, Strided const& k, Strided const& v, std::int64_t B, std::int64_t T,
+                             std::int64_t T_q, std::int64_t q_start, std::int64_t H_kv, std::int64_t G, std::int64_t K,
+                             std::int64_t V, std::int64_t top_k, double scale, double rope_base, bool strict_causal,
+                             DType dtype) {
+  ForwardParams params{};
+  std::tie(std::ignore, params.q_stride_b, params.q_stride_t, params.q_stride_h) = q;
+  std::tie(std::ignore, params.k_stride_b, params.k_stride_t, params.k_stride_h) = k;
+  std::tie(std::ignore, params.v_stride_b, params.v_stride_t, params.v_stride_h) = v;
+  params.q = as_pointer(std::get<0>(q));
+  params.k = as_pointer(std::get<0>(k));
+  params.v = as_pointer(std::get<0>(v));
+  params.B = B;
+  params.T = T;
+  params.T_q = T_q;
+  params.q_start = q_start;
+  params.H_kv = H_kv;
+  params.G = G;
+  params.K = K;
+  params.V = V;
+  params.top_k = top_k;
+  params.scale = scale;
+  params.rope_base = rope_base;
+  params.strict_causal = strict_causal;
+  params.dtype = dtype;
+  return params;
+}
+
+void bind_forward(py::module_& module) {
+  py::class_<ForwardParams>(module, "ForwardParams", "q, k, v: (pointer, stride_b, stride_t, stride_h) in elements")
+      .def(py::init(&forward_params), py::kw_only(), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("B"),
+           py::arg("T"), py::arg("T_q"), py::arg("q_start"), py::arg("H_kv"), py::arg("G"), py::arg("K"), py::arg("V"),
+           py::arg("top_k"), py::arg("scale"), py::arg("rope_base"), py::arg("strict_causal"), py::arg("dtype"));
+  module.def(
+      "forward_workspace",
+      [](ForwardParams const& params, int device) {
+        std::int64_t bytes = 0;
+        on_device(device, [&] { bytes = forward_workspace(params); });
+        return bytes;
+      },
+      py::arg("params"), py::kw_only(), py::arg("device"));
+  module.def(
+      "forward",
+      [](ForwardParams params, std::uintptr_t out, std::uintptr_t lse, std::uintptr_t selection,
+         std::uintptr_t workspace, std::int64_t workspace_bytes, int device, std::uintptr_t stream) {
+        params.out = as_pointer(out);
+        params.lse = static_cast<float*>(as_pointer(lse));
+        params.selection = static_cast<std::int32_t*>(as_pointer(selection));
+        params.workspace = as_pointer(workspace);
+        params.workspace_bytes = workspace_bytes;
+        on_device(device, [&] { forward(params, as_pointer(stream)); });
+      },
+      py::arg("params"), py::kw_only(), py::arg("out"), py::arg("lse"), py::arg("selection"), py::arg("workspace"),
+      py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"), "selection: 0 for none; see csrc/params.h");
+}
+
+void bind_attn_dist(py::module_& module) {
+  module.def(
+      "attn_dist",
+      [](std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t> const& q,
+         std::tuple<std::uintptr_t, std::int64_t, std::int64_t> const& k, std::uintptr_t indices, std::uintptr_t lse,
+         std::uintptr_t topk_length, std::uintptr_t out, std::optional<std::vector<std::int64_t>> const& q_start,
+         std::int64_t k_stride, std::int64_t B, std::int64_t s_q, std::int64_t s_kv, std::int64_t h_q,
+         std::int64_t d_qk, std::int64_t topk, double sm_scale, double lse_base, DType dtype, int device,
+         std::uintptr_t stream) {
+        if (q_start && static_cast<std::int64_t>(q_start->size()) != B) {
+          throw std::invalid_argument("attn_dist: q_start must hold B numbers");
+        }
+        AttnDistParams params{};
+        params.q = as_pointer(std::get<0>(q));
+        params.q_stride_b = std::get<1>(q);
+        params.q_stride_s = std::get<2>(q);
+        params.q_stride_h = std::get<3>(q);
+        params.k = as_pointer(std::get<0>(k));
+        params.k_stride_b = std::get<1>(k);
+        params.k_stride_s = std::get<2>(k);
+        params.indices = static_cast<std::int32_t const*>(as_pointer(indices));
+        params.lse = static_cast<float const*>(as_pointer(lse));
+        params.topk_length = static_cast<std::int32_t const*>(as_pointer(topk_length));
+        params.out = static_cast<float*>(as_pointer(out));
+        params.q_start = q_start ? q_start->data() : nullptr;
+        params.k_stride = k_stride;
+        params.B = B;
+        params.s_q = s_q;
+        params.s_kv = s_kv;
+        params.h_q = h_q;
+        params.d_qk = d_qk;
+        params.topk = topk;
+        params.sm_scale = sm_scale;
+        params.lse_base = lse_base;
+        params.dtype = dtype;
+        on_device(device, [&] { attn_dist(params, as_pointer(stream)); });
+      },
+      py::kw_only(), py::arg("q"), py::arg("k"), py::arg("indices"), py::arg("lse"), py::arg("topk_length"),
+      py::arg("out"), py::arg("q_start"), py::arg("k_stride"), py::arg("B"), py::arg("s_q"), py::arg("s_kv"),
+      py::arg("h_q"), py::arg("d_qk"), py::arg("topk"), py::arg("sm_scale"), py::arg("lse_base"), py::arg("dtype"),
+      py::arg("device"), py::arg("stream"),
+      "q: (pointer, stride_b, stride_s, stride_h), k: (pointer, stride_b, stride_s), strides in elements; topk_length: 0 "
+      "for none; see csrc/params.h");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -68,9 +174,13 @@ PYBIND11_MODULE(_C, module) {
   }
   module.doc() = "Kernel launchers of htree_cuda; call them through htree_cuda.kernels.";
   module.attr("params_hash") = HTREE_CUDA_PARAMS_HASH;
+  module.def("runtime_version", &runtime_version, "CUDA version of the library, 13000 for 13.0");
+  module.def("driver_version", &driver_version, "newest CUDA version that the driver runs; 0 without a driver");
   py::enum_<DType>(module, "DType")
       .value("bfloat16", DType::kBFloat16)
       .value("float16", DType::kFloat16)
       .value("float32", DType::kFloat32);
   bind_tree_pool(module);
+  bind_forward(module);
+  bind_attn_dist(module);
 }

@@ -21,6 +21,11 @@ enum class DType : int { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
 // stale library beside a newer module is an ImportError instead of a misread struct.
 HTREE_CUDA_API const char* library_params_hash();
 
+// CUDA versions, 13000 for 13.0: of the runtime inside the library, and the newest that the installed driver runs
+// (0: no driver).
+HTREE_CUDA_API int runtime_version();
+HTREE_CUDA_API int driver_version();
+
 // Makes `device` current for the life of the object, then restores the context that was current before, whichever
 // copy of the CUDA runtime had set it.
 class HTREE_CUDA_API DeviceGuard {
@@ -61,6 +66,49 @@ struct TreePoolParams {
 // float32 starting from the first, divided by their number and rounded to nearest even; the next layer pools what
 // was stored. Throws std::invalid_argument on a malformed request and std::runtime_error on a CUDA error.
 HTREE_CUDA_API void tree_pool(TreePoolParams const& params, void* stream);
+
+// ---- forward ---------------------------------------------------------------------------------------------------
+
+struct ForwardParams {
+  void const* q;               // [B, T_q, H_kv * G, K], last dimension contiguous
+  std::int64_t q_stride_b;
+  std::int64_t q_stride_t;
+  std::int64_t q_stride_h;
+  void const* k;               // [B, T, H_kv, K], likewise
+  std::int64_t k_stride_b;
+  std::int64_t k_stride_t;
+  std::int64_t k_stride_h;
+  void const* v;               // [B, T, H_kv, V], likewise
+  std::int64_t v_stride_b;
+  std::int64_t v_stride_t;
+  std::int64_t v_stride_h;
+  void* out;                   // [B, T_q, H_kv * G, V] contiguous
+  float* lse;                  // [B, T_q, H_kv * G] contiguous
+  std::int32_t* selection;     // [L - 1, B, T_q, H_kv, top_k] contiguous, or null
+  void* workspace;             // forward_workspace() bytes, 256-byte aligned; contents do not matter
+  std::int64_t workspace_bytes;
+  std::int64_t B;
+  std::int64_t T;
+  std::int64_t T_q;
+  std::int64_t q_start;
+  std::int64_t H_kv;
+  std::int64_t G;      // 1 .. 16
+  std::int64_t K;      // 64 or 128
+  std::int64_t V;      // 64 or 128
+  std::int64_t top_k;  // a power of two in 16 .. 512; compression_rate is 16, max_top_nodes 16 * top_k
+  double scale;
+  double rope_base;
+  bool strict_causal;
+  DType dtype;         // bf16 or fp16
+};
+
+// Bytes of workspace that `forward` needs on the current device; pointers are not looked at.
+HTREE_CUDA_API std::int64_t forward_workspace(ForwardParams const& params);
+
+// htree attention on `stream` of the current device, which must be of capability 9.0. Deterministic; no host
+// synchronisation, no allocation. Throws std::invalid_argument on a malformed request and std::runtime_error on a CUDA
+// error.
+HTREE_CUDA_API void forward(ForwardParams const& params, void* stream);
 
 // ---- attn_dist -------------------------------------------------------------------------------------------------
 

@@ -407,6 +407,29 @@ def tree_pool_kernel(k: Tensor, v: Tensor) -> None:
     _contiguous_rows("tree_pool", k=k, v=v)
 
 
+ATTN_DIST_HEAD_DIMS = (576, 512, 192, 128)
+
+
 def attn_dist_kernel(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, topk_length: Tensor | None) -> None:
-    """What the attn_dist kernel supports of a valid call: nothing yet."""
-    _way_out("attn_dist", "the Hopper kernel of attn_dist is not part of this version")
+    """What the attn_dist kernel supports of a valid call (all tensors batched)."""
+    op = "attn_dist"
+    _kernel_dtype(op, "q", q)
+    if q.shape[3] not in ATTN_DIST_HEAD_DIMS:
+        _way_out(op, f"the kernel needs d_qk to be one of {', '.join(map(str, ATTN_DIST_HEAD_DIMS))}, got {q.shape[3]}")
+    _contiguous_rows(op, q=q, k=k)
+    for name, x in (("q", q), ("k", k)):
+        # TMA (q) and 16-byte asynchronous copies (k) fault on anything else.
+        if x.numel() and x.data_ptr() % 16:
+            _way_out(op, f"the kernel needs {name} to begin at a multiple of 16 bytes, it begins at {x.data_ptr()}")
+        for dim in range(3):
+            if x.shape[dim] > 1 and x.stride(dim) * x.element_size() % 16:
+                _way_out(
+                    op,
+                    f"the kernel needs the strides of {name} to be multiples of 16 bytes, "
+                    f"that of dimension {dim - 4} is {x.stride(dim) * x.element_size()} bytes",
+                )
+    if q.shape[2] > 1 and q.stride(2) == 0:
+        _way_out(op, "the kernel needs the heads of q apart: its stride of dimension -2 is 0 (heads expanded from one)")
+    for name, x in (("indices", indices), ("lse", lse), ("topk_length", topk_length)):
+        if x is not None and not x.is_contiguous():
+            _way_out(op, f"the kernel needs {name} contiguous, its strides are {tuple(x.stride())}")

@@ -13,7 +13,9 @@ from . import checks, ops  # noqa: F401  (importing ops registers torch.ops.htre
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, floating tensors (float64 apart) take the autocast dtype, as in PyTorch's own attention."""
     device_type = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    # torch.compile of older versions cannot trace the question whether autocast exists: not asked where it does.
+    exists = device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
+    if not exists or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

@@ -74,6 +74,14 @@ def device_supported(device_index: int | None) -> tuple[bool, str]:
             f"{name} has compute capability {capability[0]}.{capability[1]}, the kernels are built "
             f"for exactly {CAPABILITY[0]}.{CAPABILITY[1]} (Hopper: H100, H200, H20, GH200)"
         )
+    module = _load()[0]
+    # Within one major version a driver runs newer minor ones; an older major version it does not.
+    if module is not None and module.driver_version() // 1000 < module.runtime_version() // 1000:
+        runtime, driver = (f"{v // 1000}.{v % 1000 // 10}" for v in (module.runtime_version(), module.driver_version()))
+        return False, (
+            f"the kernels were built with CUDA {runtime}, the NVIDIA driver runs CUDA {driver} at most: "
+            "update the driver, or build with the nvcc of an older toolkit (HTREE_CUDA_NVCC)"
+        )
     return True, ""
 
 
@@ -104,4 +112,96 @@ def tree_pool(k: Tensor, v: Tensor, k_tree: Tensor, v_tree: Tensor, *, compressi
         layers=layers,
         dtype=_dtype(k),
         **_place(k),
+    )
+
+
+def _strided(x: Tensor) -> tuple[int, ...]:
+    return x.data_ptr(), *x.stride()[:3]
+
+
+def _forward_params(q: Tensor, k: Tensor, v: Tensor, params):
+    B, T_q, H, K = q.shape
+    H_kv = k.shape[2]
+    return load().ForwardParams(
+        q=_strided(q),
+        k=_strided(k),
+        v=_strided(v),
+        B=B,
+        T=k.shape[1],
+        T_q=T_q,
+        q_start=params.q_start,
+        H_kv=H_kv,
+        G=H // H_kv,
+        K=K,
+        V=v.shape[3],
+        top_k=params.top_k,
+        scale=params.scale,
+        rope_base=params.rope_base,
+        strict_causal=params.strict_causal,
+        dtype=_dtype(q),
+    )
+
+
+def forward_workspace(q: Tensor, k: Tensor, v: Tensor, params) -> int:
+    """Bytes of workspace that `forward` needs for this call; params: reference.vectorised.TreeParams."""
+    return load().forward_workspace(_forward_params(q, k, v, params), device=q.get_device())
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    selection: Tensor | None,
+    workspace: Tensor,
+    params,
+) -> None:
+    """Fills out [B, T_q, H, V], lse [B, T_q, H] and, where given, selection [L-1, B, T_q, H_kv, top_k], contiguous."""
+    load().forward(
+        _forward_params(q, k, v, params),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        selection=0 if selection is None else selection.data_ptr(),
+        workspace=workspace.data_ptr(),
+        workspace_bytes=workspace.numel(),
+        **_place(q),
+    )
+
+
+def attn_dist(
+    q: Tensor,
+    k: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    out: Tensor,
+    *,
+    sm_scale: float,
+    q_start: list[int] | None,
+    k_stride: int,
+    topk_length: Tensor | None,
+    lse_base: float,
+) -> None:
+    """Fills out [B, ceil(h_q / 64), s_q, topk] float32 from q [B, s_q, h_q, d], k [B, s_kv, 1, d] (strided), and
+    contiguous indices [B, s_q, 1, topk], lse [B, s_q, h_q], topk_length [B, s_q]; q_start holds B numbers."""
+    B, s_q, h_q, d_qk = q.shape
+    load().attn_dist(
+        q=(q.data_ptr(), *q.stride()[:3]),
+        k=(k.data_ptr(), *k.stride()[:2]),
+        indices=indices.data_ptr(),
+        lse=lse.data_ptr(),
+        topk_length=0 if topk_length is None else topk_length.data_ptr(),
+        out=out.data_ptr(),
+        q_start=q_start,
+        k_stride=k_stride,
+        B=B,
+        s_q=s_q,
+        s_kv=k.shape[1],
+        h_q=h_q,
+        d_qk=d_qk,
+        topk=indices.shape[3],
+        sm_scale=sm_scale,
+        lse_base=lse_base,
+        dtype=_dtype(q),
+        **_place(q),
     )

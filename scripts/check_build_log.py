@@ -15,7 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 ADVISORIES = {7508, *range(7510, 7521)}
 
 # Kernels that may spill: regular expression on the mangled name -> (bytes of stores and loads at most, why).
-ALLOWED_SPILLS: dict[str, tuple[int, str]] = {}
+ALLOWED_SPILLS: dict[str, tuple[int, str]] = {
+    # docs/htree_layer.md; one spilled register costs one load for two parents, about 420 instructions.
+    r"htree_layer_kernel.*Li128ELi128E.*PassE2": (40, "64 accumulators, 32 registers of q and 8 of turns in 160"),
+}
 
 
 def check(text: str, allowed: dict[str, tuple[int, str]] | None = None) -> list[str]:

@@ -11,12 +11,14 @@ on the same kind of machine merge into one report.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import re
 import shutil
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 
 from content_hash import ROOT, content_hash
@@ -26,6 +28,7 @@ REPORT = RESULTS / "gpu_tests.json"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 TEST_LIMIT_S = 300
 SANITIZER_LIMIT_S = 180
+SANITIZERS_AT_ONCE = 4
 SANITIZER_ERROR = 86  # exit status of compute-sanitizer where it has something to report
 
 
@@ -148,26 +151,40 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     identity = {"content_hash": content_hash(), **machine()}
     ensure_built(benchmarks=True)
-    failed = []
-    for job in mine:
-        kind, tool, target = job
-        start = time.time()
-        if kind == "pytest":
-            entry = run_pytest(target)
-        elif kind == "binary":
-            entry = run_binary(target)
-        else:
-            entry = run_sanitizer(tool, target)
-        entry["seconds"] = round(time.time() - start, 1)
-        counts = list(entry.get("tests", {}).values())
-        passed = sum(outcome == "passed" for outcome in counts)
-        detail = f", {passed} of {len(counts)} tests passed" if counts else ""
-        print(f"{job_name(job)}: {entry['outcome']}{detail}, {entry['seconds']} s", flush=True)
-        if entry["outcome"].startswith("failed"):
-            failed.append(job_name(job))
-        merge_report(REPORT, identity, "jobs", {job_name(job): entry})
+    failed = [job_name(job) for job, entry in run_jobs(mine) if not record(job, entry, identity)]
     print(f"{len(mine) - len(failed)} of {len(mine)} jobs passed; report: {REPORT.relative_to(ROOT)}")
     return 1 if failed else 0
+
+
+def run_jobs(mine: list[tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], dict]]:
+    """Tests one after the other, since they take the GPU's memory. The small shapes under compute-sanitizer spend
+    their time in its start-up, so they run side by side, afterwards."""
+    yield from map(run_job, [job for job in mine if job[0] != "sanitizer"])
+    with concurrent.futures.ThreadPoolExecutor(SANITIZERS_AT_ONCE) as pool:
+        yield from pool.map(run_job, [job for job in mine if job[0] == "sanitizer"])
+
+
+def run_job(job: tuple[str, ...]) -> tuple[tuple[str, ...], dict]:
+    kind, tool, target = job
+    start = time.time()
+    if kind == "pytest":
+        entry = run_pytest(target)
+    elif kind == "binary":
+        entry = run_binary(target)
+    else:
+        entry = run_sanitizer(tool, target)
+    entry["seconds"] = round(time.time() - start, 1)
+    return job, entry
+
+
+def record(job: tuple[str, ...], entry: dict, identity: dict) -> bool:
+    """Prints an outcome and merges it into the report; whether the job passed."""
+    counts = list(entry.get("tests", {}).values())
+    passed = sum(outcome == "passed" for outcome in counts)
+    detail = f", {passed} of {len(counts)} tests passed" if counts else ""
+    print(f"{job_name(job)}: {entry['outcome']}{detail}, {entry['seconds']} s", flush=True)
+    merge_report(REPORT, identity, "jobs", {job_name(job): entry})
+    return not entry["outcome"].startswith("failed")
 
 
 if __name__ == "__main__":

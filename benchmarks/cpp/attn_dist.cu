@@ -1,10 +1,10 @@
 // attn_dist without Python: the kernel library against a naive float64 kernel on hostile shapes and contents, a
 // thousand repeats bit for bit, then its speed beside the floor. Prints one JSON object.
 //
-//   attn_dist                       everything
-//   attn_dist --check-only          correctness and repeats
-//   attn_dist --time-only           timing
-//   attn_dist --one h_q s_kv [n]    n launches (default 3) of one timed shape, for a profiler
+//   attn_dist                             everything
+//   attn_dist --check-only                correctness and repeats
+//   attn_dist --time-only [h_q s_kv]...   timing, of these shapes alone
+//   attn_dist --one h_q s_kv [n]          n launches (default 3) of one timed shape, for a profiler
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -541,10 +541,14 @@ int run(int argc, char** argv) {
   }
   std::printf(",\n  \"timings\": [");
   bool comma = false;
-  for (int h_q : {128, 64}) {
-    for (int s_kv : {4096, 16384, 65536, 131072}) {
-      time_one(nvml, h_q, s_kv, comma);
-      comma = true;
+  if (mode == "--time-only" && argc > 3) {
+    for (int i = 2; i + 1 < argc; i += 2, comma = true) time_one(nvml, std::atoi(argv[i]), std::atoi(argv[i + 1]), comma);
+  } else {
+    for (int h_q : {128, 64}) {
+      for (int s_kv : {4096, 16384, 65536, 131072}) {
+        time_one(nvml, h_q, s_kv, comma);
+        comma = true;
+      }
     }
   }
   std::printf("\n  ]\n}\n");

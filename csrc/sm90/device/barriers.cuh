@@ -18,6 +18,27 @@ __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// This thread's part of named_sync without the waiting: its earlier writes are visible to those who wait.
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// named_sync, and whether any of the threads said `value`.
+__device__ __forceinline__ bool named_sync_or(int id, int threads, bool value) {
+  uint32_t any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, any;\n"
+      "setp.ne.u32 mine, %3, 0;\n"
+      "barrier.cta.red.or.pred any, %1, %2, mine;\n"
+      "selp.u32 %0, 1, 0, any;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(value))
+      : "memory");
+  return any != 0;
+}
+
 // ---- mbarrier: addresses are shared-memory addresses of 8-byte aligned 64-bit words ------------------------------
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
@@ -33,13 +54,9 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t count) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-// The current phase also waits for `bytes` of bulk copies; does not arrive.
-__device__ __forceinline__ void mbarrier_expect_bytes(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+// Arrives once; the current phase also waits for `bytes` of bulk copies.
+__device__ __forceinline__ void mbarrier_arrive_expect_bytes(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 // True when the phase of parity `parity` has completed; waits a little, bounded by the hardware, before it says no.

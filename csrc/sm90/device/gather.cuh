@@ -17,32 +17,52 @@ __host__ __device__ constexpr uint32_t swizzled_offset(uint32_t row, uint32_t ch
   return row * kPanelBytesPerRow + ((chunk ^ (row & 7u)) * kChunkBytes);
 }
 
-// How kThreads threads share kRows rows: eight neighbouring threads cover the 128 bytes of a row's panel (one L2 line),
-// so a warp instruction reads four whole lines and writes four rows without bank conflicts. Thread t owns chunk t % 8 of
-// rows t / 8 + i * (kThreads / 8).
-template <int kRows, int kThreads>
-struct RowGather {
-  static constexpr int kRowStep = kThreads / kChunksPerRow;
-  static constexpr int kRowsPerThread = kRows / kRowStep;
+// One warp copies kRows rows. Eight neighbouring lanes cover the 128 bytes of a row's panel (one L2 line), so an
+// instruction reads four whole lines and writes four rows without bank conflicts.
+template <int kRows>
+class WarpGather {
+public:
+  static constexpr int kRowsPerLane = kRows / 32;
   static constexpr int kPanelBytes = kRows * kPanelBytesPerRow;
-  static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0, "a thread's rows must share their place in the swizzle");
+  static_assert(kRows % 32 == 0);
 
-  // Where thread `t` writes in a panel, its first row.
-  __device__ static uint32_t offset_of(uint32_t t) { return swizzled_offset(t / kChunksPerRow, t % kChunksPerRow); }
+  // Row numbers as loaded, one coalesced load for 32: lane l has those of rows l, l + 32, ...; negative: zeros.
+  struct Rows {
+    int row[kRowsPerLane];
+    __device__ int& operator[](int i) { return row[i]; }
+    __device__ int operator[](int i) const { return row[i]; }
+  };
 
-  // kPanels neighbouring panels of this thread's rows; rows[i] points at the thread's chunk of the first panel.
+  __device__ __forceinline__ explicit WarpGather(int lane)
+      : lane_(lane), even_(swizzled_offset(lane / kChunksPerRow, lane % kChunksPerRow)) {}
+
+  // Where in a panel's 128 bytes this lane reads.
+  __device__ __forceinline__ int chunk_offset() const { return lane_ % kChunksPerRow * kChunkBytes; }
+
+  // kPanels neighbouring panels of the rows; `base` is the first panel of row 0 plus chunk_offset().
   template <int kPanels>
-  __device__ __forceinline__ static void copy(uint32_t shared, char const* const (&rows)[kRowsPerThread],
-                                              bool const (&valid)[kRowsPerThread], int byte_offset) {
+  __device__ __forceinline__ void copy(uint32_t shared, char const* base, uint64_t row_stride,
+                                       Rows const& rows) const {
+    constexpr int kRowsAtOnce = 32 / kChunksPerRow;
+    uint32_t const even = shared + even_;
+    uint32_t const odd = shared + (even_ ^ (kRowsAtOnce * kChunkBytes));  // rows 4 .. 7 of eight: bit 2 of the swizzle
 #pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) {
+    for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
+      int const row =
+          __shfl_sync(0xffffffffu, rows[i * kRowsAtOnce / 32], i * kRowsAtOnce % 32 + lane_ / kChunksPerRow);
+      // Row 0 stands in for an invalid one; it is not read.
+      char const* const source = base + static_cast<uint64_t>(static_cast<uint32_t>(max(row, 0))) * row_stride;
 #pragma unroll
       for (int p = 0; p < kPanels; ++p) {
-        ptx::copy_async_16B(shared + p * kPanelBytes + i * kRowStep * kPanelBytesPerRow,
-                            rows[i] + byte_offset + p * kPanelBytesPerRow, valid[i]);
+        ptx::copy_async_16B((i % 2 == 0 ? even : odd) + p * kPanelBytes + i * kRowsAtOnce * kPanelBytesPerRow,
+                            source + p * kPanelBytesPerRow, row);
       }
     }
   }
+
+private:
+  int const lane_;
+  uint32_t const even_;
 };
 
 }  // namespace htree_cuda::gather

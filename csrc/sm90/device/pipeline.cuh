@@ -20,23 +20,9 @@ struct RingPosition {
     bool const wraps = next >= kStages;
     return {wraps ? next - kStages : next, wraps ? parity ^ 1u : parity};
   }
-
-  // The position `steps` back; less than one round.
-  __device__ __forceinline__ RingPosition behind(uint32_t steps) const {
-    bool const wraps = slot < steps;
-    return {wraps ? slot + kStages - steps : slot - steps, wraps ? parity ^ 1u : parity};
-  }
-
-  // Any number of steps.
-  __device__ __forceinline__ void skip(uint32_t steps) {
-    uint32_t const next = slot + steps;
-    parity ^= (next / kStages) & 1u;
-    slot = next % kStages;
-  }
 };
 
-// The barriers of a ring, addressed by slot. `full` counts producer warps (each fences its writes, then one lane
-// arrives) and the bytes of bulk copies; `empty` counts consumer warps. A fresh ring is empty: producers wait for the
+// The barriers of a ring, addressed by slot. A fresh ring is empty: producers wait for the
 // parity before their own, which passes at once in the first round.
 template <int kStages>
 struct RingBarriers {
@@ -54,11 +40,11 @@ struct RingBarriers {
   __device__ __forceinline__ uint32_t full_at(uint32_t slot) const { return full + 8 * slot; }
   __device__ __forceinline__ uint32_t empty_at(uint32_t slot) const { return empty + 8 * slot; }
 
-  __device__ __forceinline__ bool try_full(RingPosition<kStages> at) const {
-    return barriers::mbarrier_try_wait(full_at(at.slot), at.parity);
-  }
   __device__ __forceinline__ void wait_full(RingPosition<kStages> at, char const* name) const {
     barriers::mbarrier_wait(full_at(at.slot), at.parity, name);
+  }
+  __device__ __forceinline__ bool test_empty(RingPosition<kStages> at) const {
+    return barriers::mbarrier_test_wait(empty_at(at.slot), at.parity ^ 1u);
   }
   __device__ __forceinline__ void wait_empty(RingPosition<kStages> at, char const* name) const {
     barriers::mbarrier_wait(empty_at(at.slot), at.parity ^ 1u, name);

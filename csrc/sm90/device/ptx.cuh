@@ -27,6 +27,13 @@ __device__ __forceinline__ void lower_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// blockIdx.x, read where it is written: what follows from it is computed again rather than kept in registers.
+__device__ __forceinline__ uint32_t block_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
 // ---- shared memory addresses and matrices ------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t shared_address(void const* pointer) {
@@ -41,9 +48,34 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t (&fragment)[4], uint32_t
                : "memory");
 }
 
+// The same, each matrix transposed.
+__device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&fragment)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(row_address)
+               : "memory");
+}
+
 __device__ __forceinline__ float2 load_shared_8B(uint32_t address) {
   float2 value;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_shared_4B(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_shared_4B(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// The same, and not moved across other volatile accesses or barrier operations.
+__device__ __forceinline__ float2 load_shared_8B_volatile(uint32_t address) {
+  float2 value;
+  asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
   return value;
 }
 
@@ -68,11 +100,16 @@ __device__ __forceinline__ void store_shared_16B(uint32_t address, uint4 value) 
 
 // ---- asynchronous copies -----------------------------------------------------------------------------------------
 
-// 16 bytes from global to shared memory, past L1; when `valid` is false nothing is read and zeros are written.
-__device__ __forceinline__ void copy_async_16B(uint32_t shared, void const* global, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-               "r"(valid ? 16 : 0)
-               : "memory");
+// 16 bytes from global to shared memory, past L1; where `sign` is negative nothing is read and zeros are written.
+__device__ __forceinline__ void copy_async_16B(uint32_t shared, void const* global, int sign) {
+  asm volatile(
+      "{\n"
+      ".reg .pred ignore;\n"
+      "setp.lt.s32 ignore, %2, 0;\n"
+      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, ignore;\n"
+      "}\n" ::"r"(shared),
+      "l"(global), "r"(sign)
+      : "memory");
 }
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -87,14 +124,25 @@ __device__ __forceinline__ void prefetch_tensor_map(void const* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// L2 policy for data that is read once: the first to be evicted (createpolicy.fractional.L2::evict_first, fraction 1).
+inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;
+
 // One box of a 4-D tensor map to shared memory; its bytes count towards the transaction of `barrier`.
-__device__ __forceinline__ void tma_load_4d(uint32_t shared, void const* map, uint32_t barrier, int x0, int x1, int x2,
-                                            int x3) {
+__device__ __forceinline__ void tma_load_4d(uint32_t shared, void const* map, uint32_t barrier, uint64_t l2_policy,
+                                            int x0, int x1, int x2, int x3) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
-      "l"(map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "l"(l2_policy)
       : "memory");
+}
+
+// `bytes` contiguous bytes from global to shared memory (the gathers of htree_layer); they count towards the transaction
+// of `barrier`. Both addresses and the count are multiples of 16.
+__device__ __forceinline__ void bulk_load(uint32_t shared, void const* global, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
 // `bytes` contiguous bytes from shared to global memory; both addresses and the count are multiples of 16.
@@ -111,6 +159,23 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
+// ---- tensor cores, warp level ------------------------------------------------------------------------------------
+
+// c += a b: m16n8k16, a row-major, b column-major, float32 accumulators.
+__device__ __forceinline__ void mma_fp16(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_bf16(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // ---- arithmetic --------------------------------------------------------------------------------------------------
 
 // 2^x on the special function unit; subnormal results are flushed to zero. Volatile: it stays where it is written,
@@ -118,6 +183,13 @@ __device__ __forceinline__ void bulk_wait_read() {
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The same for loops in which the compiler is to find the place.
+__device__ __forceinline__ float exp2_movable(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -1,0 +1,50 @@
+// Who the candidates of a query are: counts follow from its position and the shape of the tree alone.
+//
+// A *parent* stands for 16 sibling nodes, its children, which lie in one block of the packed tree (smxx/tree_pack). At
+// the top the parents are 0, 1, 2, ..., below they are the nodes selected in the layer above, ascending; in both cases
+// candidate 16 j + c is child c of parent j, so one kernel serves every layer.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace htree_cuda {
+
+inline constexpr int kSiblings = 16;     // compression_rate of the kernels
+inline constexpr int kLog2Siblings = 4;
+inline constexpr int kMaxTopK = 512;
+inline constexpr int kBlockQueries = 12;  // consecutive queries of one (b, h_kv) that share gathered parents
+
+struct Candidates {
+  int n;        // candidates of the layer
+  int parents;  // ceil(n / 16)
+};
+
+// Of `layer` for the query at position t, in a tree of `layers` layers.
+__host__ __device__ inline Candidates candidates(std::int64_t t, int layer, int layers, int top_k) {
+  int n = static_cast<int>(t >> (kLog2Siblings * (layers - 1))) + 1;
+  for (int l = layers - 2; l >= layer; --l) {
+    int const parents = n < top_k ? n : top_k;
+    n = (parents - 1) * kSiblings + static_cast<int>((t >> (kLog2Siblings * l)) & (kSiblings - 1)) + 1;
+  }
+  return {n, (n + kSiblings - 1) >> kLog2Siblings};
+}
+
+// The blocks of kBlockQueries queries that a launch works on: block i of the launch is block begin + i of the call.
+struct QueryBlocks {
+  std::int64_t begin;
+  std::int64_t per_head;  // blocks of one (b, h_kv): ceil(T_q / kBlockQueries)
+  std::int64_t T_q;
+  std::int64_t q_start;
+};
+
+struct QueryBlock {
+  std::int64_t bh;     // b * H_kv + h_kv
+  std::int64_t first;  // its first query
+
+  __device__ QueryBlock(QueryBlocks const& blocks, int i)
+      : bh((blocks.begin + i) / blocks.per_head), first((blocks.begin + i) % blocks.per_head * kBlockQueries) {}
+};
+
+}  // namespace htree_cuda

@@ -1,0 +1,84 @@
+// What the forward of htree attention asks of its memory-bound helpers (smxx/tree_pack, smxx/select, smxx/unite): one
+// struct and one function each. Rows are queries of a launch: row = 12 * block + query of the block.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../params.h"
+#include "candidates.cuh"
+#include "rope.cuh"
+
+namespace htree_cuda {
+
+namespace packing {
+
+// One tensor of a layer: [B, N, H_kv, dim] by strides in elements.
+struct Source {
+  void const* in;
+  std::int64_t stride_b;
+  std::int64_t stride_n;
+  std::int64_t stride_h;
+  int dim;
+  bool vectors;  // 16 bytes may be read at once
+};
+
+struct Args {
+  Source k;
+  Source v;
+  char* packed;                   // [B, H_kv, parents, block_bytes]
+  std::int64_t block_bytes;
+  std::int64_t parents_per_head;
+  std::int64_t blocks;            // B * H_kv * parents_per_head
+  std::int64_t N;                 // nodes of the layer
+  int H_kv;
+  float2 const* turns;            // [16, K / 2] cos and sin of the places
+};
+
+void tree_pack(Args const& args, DType dtype, cudaStream_t stream);
+
+// The queries' turns [positions, K / 32, 4] and the places' turns [16, K / 2].
+void make_turns(rope::Turns* query_turns, std::int64_t positions, float2* place_turns, int K, double base,
+                cudaStream_t stream);
+
+}  // namespace packing
+
+namespace selecting {
+
+struct Args {
+  QueryBlocks blocks;
+  int H_kv;
+  int layer;
+  int layers;
+  int top_k;
+  float const* importance;         // [rows, width]
+  std::int64_t width;              // a multiple of 16
+  std::int32_t const* parents_in;  // [rows, top_k] selected in the layer above, ascending; null at the top
+  std::int32_t* nodes;             // [rows, top_k] selected here, ascending, padded with -1
+  std::uint16_t* closed;           // [rows, width / 16] bit c: candidate 16 j + c is selected or does not exist
+  std::int32_t* selection;         // [B, T_q, H_kv, top_k] of the whole call, or null
+};
+
+void select(Args const& args, int rows, cudaStream_t stream);
+
+}  // namespace selecting
+
+namespace uniting {
+
+struct Args {
+  QueryBlocks blocks;
+  int layer;  // whose candidates the parents hold; `nodes` were selected in the layer above
+  int layers;
+  int top_k;
+  std::int32_t const* nodes;  // [rows, top_k]
+  std::int32_t* union_nodes;  // [blocks, 12 * top_k]
+  std::uint16_t* union_masks;
+  std::int32_t* union_count;  // [blocks]
+};
+
+void unite(Args const& args, int blocks, cudaStream_t stream);
+
+}  // namespace uniting
+
+}  // namespace htree_cuda

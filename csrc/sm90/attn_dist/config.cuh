@@ -1,0 +1,135 @@
+// Data sheet of the attn_dist kernel: tiles, shared memory, barriers, register split.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "../device/gather.cuh"
+#include "../device/wgmma.cuh"
+
+namespace htree_cuda::distribution {
+
+// q_start entries that travel in the kernel's parameters; longer lists are launched in chunks of batches.
+inline constexpr int kMaxStarts = 128;
+
+// Where a consumer warp stores its sums and what decides their validity; in shared memory because the registers are
+// full and it is read once every four tiles.
+struct OutputRow {
+  float* out;          // [topk]: the row of this query and group
+  int const* indices;  // [topk]
+  int length;          // slots at and past it are invalid
+  int visible;         // indices outside [0, visible) are invalid
+  int padding[2];
+};
+
+// What the kernel is told. Strides in bytes.
+struct KernelParams {
+  char const* k;             // [B, s_kv, d_qk]
+  int64_t k_stride_b;
+  int64_t k_stride_s;
+  int const* indices;        // [B, s_q, topk]
+  float const* lse;          // [B, s_q, h_q]
+  int const* topk_length;    // [B, s_q] or null
+  float* out;                // [B, groups, s_q, topk]
+  int64_t units;             // B * s_q * passes * tiles: (query, pass, tile) in this order of nesting
+  int64_t key_stride;        // tokens a key row stands for
+  int64_t q_start[kMaxStarts];
+  int q_start_step;          // 1: one entry a batch; 0: q_start[0] for all
+  int s_q;
+  int s_kv;
+  int h_q;
+  int groups;                // of 64 heads
+  int first_group;           // that this launch serves
+  int passes;                // of 128 heads (64 where keys are split) that this launch serves
+  int topk;
+  int tiles;                 // of 64 slots, the last may be partial
+  int q_coord_h;             // 0 where q's stride is 0 (the tensor map has one element there), else 1
+  int q_coord_s;
+  int q_coord_b;
+  float scale_log2;          // sm_scale * log2(e)
+  float lse_scale;           // to base 2
+  bool causal;
+  bool bulk_store;           // topk % 4 == 0: rows of the output are 16-byte aligned
+};
+
+// How the two consumer warpgroups share the work.
+enum class Split {
+  kHeads,  // 64 heads each of every key tile: one gather serves 128 heads, the tensor cores are the limit
+  kKeys,   // the same (at most 64) heads of alternate key tiles: the gather is the limit
+};
+
+template <class Element_, int kHeadDim_, Split kSplit_>
+struct Config {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr Split kSplit = kSplit_;
+
+  // ---- tiles ----
+  static constexpr int kTileKeys = 64;         // keys of one score tile: N of the WGMMA
+  static constexpr int kGroupHeads = 64;       // heads of one consumer warpgroup: M of the WGMMA
+  static constexpr int kPanelCols = 64;        // 128 bytes: one swizzle row, one L2 line
+  static constexpr int kPanelBytes = 64 * 128;
+  static constexpr int kPanels = kHeadDim / kPanelCols;
+  static_assert(kHeadDim % kPanelCols == 0 && sizeof(Element) == 2);
+
+  // A stage is part of a tile, so that a slot is free again after a third (576) or a fourth (512) of the tile's
+  // multiplications: with whole tiles as stages the same memory holds two, and the gather stalls.
+  static constexpr int kStagePanels = kPanels % 3 == 0 ? 3 : 2;
+  static constexpr int kStageCols = kStagePanels * kPanelCols;
+  static constexpr int kStageBytes = kStagePanels * kPanelBytes;
+  static constexpr int kTileStages = kPanels / kStagePanels;
+  static constexpr int kStages = kStagePanels == 3 ? 8 : 12;
+  static_assert(kPanels % kStagePanels == 0);
+  static_assert(2 * kTileStages <= kStages, "both groups' Q, or two tiles, pass through the ring at once");
+
+  // ---- Q ----
+  // 64 x 576 in registers would be 144 a thread and leave no room for a second set of accumulators: the ninth panel is
+  // a shared-memory operand.
+  static constexpr int kRegPanels = kPanels < 8 ? kPanels : 8;
+  static constexpr int kSharedPanels = kPanels - kRegPanels;
+  static_assert(kSharedPanels <= 1);
+  static constexpr int kPanelSteps = kPanelCols / wgmma::kDepth;
+
+  // ---- threads and registers ----
+  static constexpr int kConsumers = 2;  // warpgroups
+  static constexpr int kGroups = kSplit == Split::kHeads ? kConsumers : 1;  // of heads, at a time
+  static constexpr int kWarps = 4;      // of a warpgroup
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = 40;
+  // What the launch grants: 65536 / 384 rounded down to a multiple of 8.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * kLaunchRegisters,
+                "setmaxnreg would wait for ever");
+  static_assert(16 * kRegPanels + 2 * wgmma::kAccumulators <= kConsumerRegisters - 36,
+                "Q, two accumulator sets and the epilogue share the consumer's registers");
+
+  // ---- shared memory ----
+  struct SharedStorage {
+    alignas(1024) uint8_t ring[kStages][kStageBytes];                            // K tiles; Q on its way to registers
+    alignas(1024) uint8_t q_panel[kConsumers][kSharedPanels ? kPanelBytes : 16];  // the ninth panel of Q
+    alignas(16) float partial[kConsumers][kWarps][kWarps][kTileKeys];  // sums over a warp's 16 heads, four tiles deep
+    alignas(16) float staging[kConsumers][kWarps][kTileKeys];     // sums over 64 heads, source of the bulk store
+    alignas(8) float2 negative_lse[kConsumers][128];  // of each thread's two rows of scores
+    OutputRow rows[kConsumers][kWarps];  // a warp's own
+    uint64_t full[kStages];
+    uint64_t empty[kStages];
+  };
+  // The storing warp waits for the others, who only arrive. They come back to a tile's partial sums and barrier four
+  // tiles on, while they multiply the second stage of the fifth; its slot was given back by the storing warp, a ring
+  // before, only after that one had stored. Where the ring holds too many tiles for this, all four warps meet.
+  static constexpr bool kStoreWithoutMeeting = 5 * kTileStages + 1 - kStages >= kTileStages + 2;
+  static constexpr int kSharedBytes = sizeof(SharedStorage);
+  static_assert(kSharedBytes <= 232448, "shared memory of an SM90 CTA");
+
+  static constexpr int kEmptyArrivals = kConsumers * kWarps;  // every consumer warp gives every stage back
+  static_assert(kStages % kWarps == 0, "a slot belongs to one producer warp, which sees each of its rounds");
+};
+
+// Named barriers; 0 is __syncthreads'. One a consumer warpgroup, where all its warps meet once a segment; one a
+// consumer warp, where it waits for the partial sums of the tiles it stores.
+inline constexpr int kMeetBarrier = 1;
+inline constexpr int kStoreBarrier = 3;
+
+}  // namespace htree_cuda::distribution

@@ -1,0 +1,80 @@
+// The work of one CTA: a contiguous range of units (query, pass over heads, tile of 64 slots), cut into segments of
+// one query and pass. Producer and consumers walk the same segments, so their trip counts agree by construction.
+#pragma once
+
+#include <cstdint>
+
+#include "config.cuh"
+
+namespace htree_cuda::distribution {
+
+// A value that is the same in every lane, told to the compiler: it may then live in a uniform register.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+struct Segment {
+  int b, s, pass;     // query s of batch b, a pass over its heads
+  int tile;           // first tile
+  int tiles;          // of this CTA, invalid ones by length included
+  int live;           // leading tiles that hold a slot below the query's length; the rest is zeros
+  int row;            // b * s_q + s
+  int length;         // slots at and past it are invalid; at most topk
+  int visible;        // key rows at and past it are invalid; at most s_kv
+
+  __device__ __forceinline__ bool slot_valid(int slot, int index) const {
+    return slot < length && static_cast<unsigned>(index) < static_cast<unsigned>(visible);
+  }
+};
+
+class WorkRange {
+public:
+  __device__ __forceinline__ explicit WorkRange(KernelParams const& p) : p_(p) {
+    int64_t const begin = p.units * blockIdx.x / gridDim.x;
+    int64_t const end = p.units * (blockIdx.x + 1) / gridDim.x;
+    int64_t const row_pass = begin / p.tiles;
+    int64_t const row = row_pass / p.passes;
+    left_ = uniform(static_cast<int>(end - begin));
+    tile_ = uniform(static_cast<int>(begin - row_pass * p.tiles));
+    pass_ = uniform(static_cast<int>(row_pass - row * p.passes));
+    row_ = uniform(static_cast<int>(row));
+  }
+
+  __device__ __forceinline__ bool done() const { return left_ <= 0; }
+
+  __device__ __forceinline__ Segment segment() const {
+    Segment g;
+    g.b = uniform(row_ / p_.s_q);
+    g.s = row_ - g.b * p_.s_q;
+    g.pass = pass_;
+    g.tile = tile_;
+    g.tiles = min(p_.tiles - tile_, left_);
+    g.row = row_;
+    g.length = p_.topk;
+    if (p_.topk_length != nullptr) {
+      g.length = uniform(min(max(p_.topk_length[row_], 0), p_.topk));
+    }
+    g.live = min(max((g.length + 63) / 64 - tile_, 0), g.tiles);
+    g.visible = p_.s_kv;
+    if (p_.causal) {
+      int64_t const rows = (p_.q_start[g.b * p_.q_start_step] + g.s + 1) / p_.key_stride;
+      g.visible = rows < p_.s_kv ? static_cast<int>(rows) : p_.s_kv;
+    }
+    return g;
+  }
+
+  // Past the segment.
+  __device__ __forceinline__ void next() {
+    left_ -= p_.tiles - tile_;
+    tile_ = 0;
+    if (++pass_ == p_.passes) {
+      pass_ = 0;
+      ++row_;
+    }
+  }
+
+private:
+  KernelParams const& p_;
+  // The launcher keeps B * s_q and the units of a CTA below 2^31.
+  int row_, pass_, tile_, left_;
+};
+
+}  // namespace htree_cuda::distribution

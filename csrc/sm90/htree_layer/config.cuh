@@ -1,0 +1,114 @@
+// Data sheet of the layer kernel: one layer of htree attention, one pass over its candidates.
+//
+//   CTA           12 consumer warps (3 warpgroups), one query each: consecutive queries of one (b, h_kv);
+//                 a producer warp in a fourth warpgroup, whose other warps idle
+//   pairs         a consumer takes two of its parents at a time where a stage holds two, so that the latencies of one
+//                 hide behind the other; the arithmetic is that of one after the other, bit for bit
+//   slot          one parent: 16 keys (fp16, turned by their place), their scales, 16 values, as smxx/tree_pack laid
+//                 them out in global memory; one bulk copy
+//   stage         four slots and their query masks, one full and one empty mbarrier
+//   order         the producer streams the union of the block's parents, ascending; a consumer takes those it selected
+//                 and counts its own rank j, which gives the RoPE position n - 1 - 16 j
+//   registers     160 a consumer thread, 32 a producer thread: 3 * 128 * 160 + 128 * 32 = 65536
+//   shared memory as many stages as fit in 224 KB: 6 (24 parents) at K = V = 128
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "../../device/candidates.cuh"
+#include "../../device/rope.cuh"
+
+namespace htree_cuda::layer {
+
+// The three passes over a layer. A selecting layer takes all of them, the bottom one the last alone.
+enum class Pass {
+  kNormaliser,  // lse_g over the candidates, for the importance
+  kImportance,  // imp[p] = sum_g exp(s - lse_g)
+  kValues,      // softmax over the leaves, onto the running state
+};
+
+template <class Element_, int kK_, int kV_, Pass kPass_>
+struct Config {
+  using Element = Element_;  // of q, k, v: __nv_bfloat16 or __half
+  static constexpr int kK = kK_;
+  static constexpr int kV = kV_;
+  static constexpr Pass kPass = kPass_;
+  static constexpr bool kReadsValues = kPass == Pass::kValues;
+
+  static constexpr int kConsumers = kBlockQueries;
+  static constexpr int kThreads = 512;
+  static constexpr int kConsumerRegisters = 160;
+  static constexpr int kProducerRegisters = 32;
+  static_assert(kConsumers % 4 == 0 && kConsumers * 32 + 128 == kThreads);
+  static_assert(kConsumers * 32 * kConsumerRegisters + 128 * kProducerRegisters <= 65536);
+
+  static constexpr int kStageSlots = 4;
+  static constexpr int kScaleBytes = kSiblings * 4;
+  static constexpr int kKeyRowBytes = 2 * kK;
+  static constexpr int kKeyBytes = kSiblings * kKeyRowBytes;
+  static constexpr int kValueRowBytes = 2 * kV;
+  static constexpr int kValueBytes = kReadsValues ? kSiblings * kValueRowBytes : 0;
+  static constexpr int kCopyBytes = kScaleBytes + kKeyBytes + kValueBytes;
+  // Rows begin at multiples of 256 bytes, so that swizzled addresses come from one exclusive or.
+  static constexpr int kKeyOffset = 256;
+  static constexpr int kScaleOffset = kKeyOffset - kScaleBytes;
+  static constexpr int kValueOffset = kKeyOffset + kKeyBytes;
+  static constexpr int kSlotBytes = kKeyOffset + kKeyBytes + kValueBytes;
+  static constexpr int kStageBytes = kStageSlots * kSlotBytes;
+  static_assert(kK % 32 == 0 && kK >= 64 && kV % 16 == 0 && kV >= 64, "rows are at least eight 16-byte chunks");
+  static_assert(kCopyBytes % 16 == 0 && kSlotBytes % 256 == 0);
+
+  static constexpr int kMaskBytes = 4 * kConsumers;   // a word a query; bit i: it takes slot i
+  static constexpr int kControlBytes = 16 + kMaskBytes;  // of a stage: full, empty, masks
+  static constexpr int kFit = 224 * 1024 / (kStageBytes + kControlBytes);
+  static constexpr int kStages = kFit < 12 ? kFit : 12;
+  static constexpr int kAlignment = 1024;
+  static constexpr int kSharedBytes = kAlignment + kStages * (kStageBytes + kControlBytes);
+  static_assert(kStages >= 3 && kSharedBytes <= 232448);
+};
+
+// Everything a launch reads and writes. Rows are queries of the launch: row = block * 12 + warp.
+struct Args {
+  QueryBlocks blocks;
+  char const* packed;             // the layer: [B, H_kv, parents] blocks of block_bytes
+  std::int64_t parents_per_head;  // ceil(N_l / 16)
+  std::int64_t block_bytes;
+  rope::Turns const* turns;       // [positions, K / 32, 4]
+
+  void const* q;                  // [B, T_q, H, K]
+  std::int64_t q_stride_b;
+  std::int64_t q_stride_t;
+  std::int64_t q_stride_h;
+  bool q_pairs;                   // two neighbouring elements may be read at once
+  int H_kv;
+  int G;
+  float scale_log2;               // scale * log2(e)
+  bool strict_causal;
+
+  int layer;
+  int layers;
+  int top_k;
+
+  // The union of the parents of each block; null at the top, where it is 0, 1, 2, ...
+  std::int32_t const* union_nodes;   // [blocks, 12 * top_k]
+  std::uint16_t const* union_masks;  // likewise; bit i: selected by query i of the block
+  std::int32_t const* union_count;   // [blocks]
+
+  std::uint16_t const* closed;    // [rows, width / 16], bit c: candidate 16 j + c is no leaf; unused at the bottom
+  std::int64_t width;             // of a row of importance
+  float* normaliser;              // [rows, 16] lse_g in units of log2; +inf beyond G
+  float* importance;              // [rows, width]
+
+  // Running softmax between layers: O as float32 fragments, and two numbers for every head.
+  bool first;                     // nothing to load
+  float4* state_out;              // [rows, V / 8, 32]
+  float2* state_sum;              // [rows, 16] offset of the exponents and sum
+
+  void* out;                      // [B, T_q, H, V] contiguous, written at the bottom
+  float* lse;                     // [B, T_q, H]
+};
+
+}  // namespace htree_cuda::layer

@@ -1,0 +1,7 @@
+#include "../launch.cuh"
+
+namespace htree_cuda::layer {
+
+template void launch<Config<__nv_bfloat16, 64, 128, Pass::kValues>>(Args const&, int, cudaStream_t);
+
+}  // namespace htree_cuda::layer

@@ -1,0 +1,7 @@
+#include "../launch.cuh"
+
+namespace htree_cuda::layer {
+
+template void launch<Config<__half, 64, 64, Pass::kValues>>(Args const&, int, cudaStream_t);
+
+}  // namespace htree_cuda::layer

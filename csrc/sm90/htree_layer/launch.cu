@@ -1,0 +1,320 @@
+// The forward of htree attention: tree, packing, then every layer for one chunk of queries after another.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "../../common/cuda_check.h"
+#include "../../common/math.h"
+#include "../../device/forward_steps.h"
+#include "../../params.h"
+#include "launch.h"
+
+namespace htree_cuda {
+namespace layer {
+
+template <class Cfg>
+void launch(Args const& args, int blocks, cudaStream_t stream);  // inst/
+
+namespace {
+
+template <class Element, int K>
+void run_pass_of(Pass pass, Args const& args, int V, int blocks, cudaStream_t stream) {
+  switch (pass) {
+    case Pass::kNormaliser: return launch<Config<Element, K, 64, Pass::kNormaliser>>(args, blocks, stream);
+    case Pass::kImportance: return launch<Config<Element, K, 64, Pass::kImportance>>(args, blocks, stream);
+    case Pass::kValues:
+      return V == 128 ? launch<Config<Element, K, 128, Pass::kValues>>(args, blocks, stream)
+                      : launch<Config<Element, K, 64, Pass::kValues>>(args, blocks, stream);
+  }
+}
+
+}  // namespace
+
+void run_pass(Pass pass, Args const& args, DType dtype, int K, int V, int blocks, cudaStream_t stream) {
+  if (dtype == DType::kFloat16) {
+    K == 128 ? run_pass_of<__half, 128>(pass, args, V, blocks, stream)
+             : run_pass_of<__half, 64>(pass, args, V, blocks, stream);
+  } else {
+    K == 128 ? run_pass_of<__nv_bfloat16, 128>(pass, args, V, blocks, stream)
+             : run_pass_of<__nv_bfloat16, 64>(pass, args, V, blocks, stream);
+  }
+}
+
+}  // namespace layer
+
+namespace {
+
+using layer::Pass;
+
+constexpr int kMaxLayers = 9;  // T < 2^31 and top_k * 16 >= 256 top nodes
+constexpr std::int64_t kMaxBlocks = std::numeric_limits<int>::max() / kBlockQueries;
+
+// Rows of state, importance and lists that live between the kernels of a chunk of queries stay below this; the tree
+// (packed, and pooled in its own layout) and the tables come on top.
+constexpr std::int64_t kChunkBytes = std::int64_t(192) << 20;
+
+[[noreturn]] void reject(std::string const& what) { throw std::invalid_argument("forward: " + what); }
+
+void check(ForwardParams const& p) {
+  auto const number = [](std::int64_t x) { return std::to_string(x); };
+  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) reject("dtype must be bf16 or fp16");
+  if (p.B < 0 || p.T < 1 || p.T > std::numeric_limits<std::int32_t>::max() || p.T_q < 0 || p.q_start < 0 ||
+      p.q_start + p.T_q > p.T) {
+    reject("needs B >= 0, T in 1 .. 2^31 - 1 and queries within it, got B " + number(p.B) + ", T " + number(p.T) +
+           ", T_q " + number(p.T_q) + ", q_start " + number(p.q_start));
+  }
+  if (p.H_kv < 1 || p.G < 1 || p.G > 16) {
+    reject("G must be 1 .. 16, H_kv >= 1, got " + number(p.G) + ", " + number(p.H_kv));
+  }
+  if ((p.K != 64 && p.K != 128) || (p.V != 64 && p.V != 128)) {
+    reject("K and V must be 64 or 128, got " + number(p.K) + " and " + number(p.V));
+  }
+  if (!is_power_of_two(p.top_k) || p.top_k < 16 || p.top_k > kMaxTopK) {
+    reject("top_k must be a power of two in 16 .. 512, got " + number(p.top_k));
+  }
+}
+
+// The workspace in one walk: sizes when `base` is null, addresses otherwise.
+struct Plan {
+  int layers = 0;
+  std::int64_t N[kMaxLayers] = {};
+  std::int64_t parents[kMaxLayers] = {};
+  std::int64_t tree_begin[kMaxLayers] = {};  // layer l >= 1 in k_tree and v_tree
+  std::int64_t M = 0;
+  std::int64_t positions = 0;
+  std::int64_t block_bytes = 0;
+  std::int64_t width = 0;
+  std::int64_t blocks_per_head = 0;
+  std::int64_t blocks = 0;        // of the call
+  std::int64_t chunk_blocks = 0;  // of a chunk
+  std::int64_t bytes = 0;
+
+  rope::Turns* query_turns = nullptr;
+  float2* place_turns = nullptr;
+  char* k_tree = nullptr;
+  char* v_tree = nullptr;
+  char* packed[kMaxLayers] = {};
+  float* importance = nullptr;
+  std::uint16_t* closed = nullptr;
+  float* normaliser = nullptr;
+  std::int32_t* nodes[2] = {};
+  std::int32_t* union_nodes = nullptr;
+  std::uint16_t* union_masks = nullptr;
+  std::int32_t* union_count = nullptr;
+  float4* state_out = nullptr;
+  float2* state_sum = nullptr;
+
+  Plan(ForwardParams const& p, char* base) {
+    N[0] = p.T;
+    layers = 1;
+    while (N[layers - 1] > p.top_k * kSiblings) {
+      N[layers] = ceil_div(N[layers - 1], kSiblings);
+      tree_begin[layers] = M;
+      M += N[layers];
+      ++layers;
+    }
+    block_bytes = kSiblings * (4 + 2 * (p.K + p.V));
+    positions = std::min(p.T, p.top_k * kSiblings);
+    // Below the top every layer that selects has up to top_k * 16 candidates.
+    width = layers > 2 ? p.top_k * kSiblings : ceil_div(N[layers - 1], kSiblings) * kSiblings;
+    blocks_per_head = ceil_div(p.T_q, kBlockQueries);
+    blocks = p.B * p.H_kv * blocks_per_head;
+
+    std::int64_t const heads = p.B * p.H_kv;
+    take(query_turns, base, positions * (p.K / 8));
+    take(place_turns, base, kSiblings * p.K / 2);
+    take(k_tree, base, heads * M * p.K * 2);
+    take(v_tree, base, heads * M * p.V * 2);
+    for (int l = 0; l < layers; ++l) {
+      parents[l] = ceil_div(N[l], kSiblings);
+      take(packed[l], base, heads * parents[l] * block_bytes);
+    }
+    chunk_blocks = std::min(blocks, kMaxBlocks);
+    if (layers == 1) return;
+
+    std::int64_t const tree_bytes = bytes;
+    chunk_blocks = 1;
+    take_chunk(p, nullptr);
+    std::int64_t const room = std::max<std::int64_t>(kChunkBytes / (bytes - tree_bytes), 1);
+    chunk_blocks = std::min(blocks, room);
+    std::int64_t const processors = multiprocessors();
+    if (chunk_blocks < blocks && chunk_blocks > processors) chunk_blocks -= chunk_blocks % processors;  // whole waves
+    bytes = tree_bytes;
+    take_chunk(p, base);
+  }
+
+private:
+  static std::int64_t multiprocessors() {
+    int device = 0;
+    int count = 0;
+    HTREE_CUDA_CHECK(cudaGetDevice(&device));
+    HTREE_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
+  }
+
+  template <class T>
+  void take(T*& pointer, char* base, std::int64_t count) {
+    if (base != nullptr) pointer = reinterpret_cast<T*>(base + bytes);
+    bytes += ceil_div(count * static_cast<std::int64_t>(sizeof(T)), 256) * 256;
+  }
+
+  void take_chunk(ForwardParams const& p, char* base) {
+    std::int64_t const rows = chunk_blocks * kBlockQueries;
+    take(importance, base, rows * width);
+    take(closed, base, rows * (width / kSiblings));
+    take(normaliser, base, rows * 16);
+    take(nodes[0], base, rows * p.top_k);
+    take(nodes[1], base, rows * p.top_k);
+    take(union_nodes, base, rows * p.top_k);
+    take(union_masks, base, rows * p.top_k);
+    take(union_count, base, chunk_blocks);
+    take(state_out, base, rows * (p.V / 8) * 32);
+    take(state_sum, base, rows * 16);
+  }
+};
+
+bool aligned(void const* pointer, std::int64_t bytes) { return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0; }
+
+packing::Source source(void const* in, std::int64_t stride_b, std::int64_t stride_n, std::int64_t stride_h,
+                       std::int64_t dim) {
+  bool const vectors = aligned(in, 16) && stride_b % 8 == 0 && stride_n % 8 == 0 && stride_h % 8 == 0;
+  return {in, stride_b, stride_n, stride_h, static_cast<int>(dim), vectors};
+}
+
+void build(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
+  packing::make_turns(plan.query_turns, plan.positions, plan.place_turns, static_cast<int>(p.K), p.rope_base, stream);
+  if (plan.layers > 1) {
+    TreePoolParams pool{};
+    pool.k = {p.k, p.k_stride_b, p.k_stride_t, p.k_stride_h, plan.k_tree, p.K};
+    pool.v = {p.v, p.v_stride_b, p.v_stride_t, p.v_stride_h, plan.v_tree, p.V};
+    pool.B = p.B;
+    pool.T = p.T;
+    pool.H_kv = p.H_kv;
+    pool.compression_rate = kSiblings;
+    pool.layers = plan.layers;
+    pool.dtype = p.dtype;
+    tree_pool(pool, stream);
+  }
+  for (int l = 0; l < plan.layers; ++l) {
+    packing::Args args{};
+    if (l == 0) {
+      args.k = source(p.k, p.k_stride_b, p.k_stride_t, p.k_stride_h, p.K);
+      args.v = source(p.v, p.v_stride_b, p.v_stride_t, p.v_stride_h, p.V);
+    } else {
+      std::int64_t const begin = plan.tree_begin[l];
+      args.k = source(plan.k_tree + begin * p.K * 2, p.H_kv * plan.M * p.K, p.K, plan.M * p.K, p.K);
+      args.v = source(plan.v_tree + begin * p.V * 2, p.H_kv * plan.M * p.V, p.V, plan.M * p.V, p.V);
+    }
+    args.packed = plan.packed[l];
+    args.block_bytes = plan.block_bytes;
+    args.parents_per_head = plan.parents[l];
+    args.blocks = p.B * p.H_kv * plan.parents[l];
+    args.N = plan.N[l];
+    args.H_kv = static_cast<int>(p.H_kv);
+    args.turns = plan.place_turns;
+    packing::tree_pack(args, p.dtype, stream);
+  }
+}
+
+layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
+  layer::Args args{};
+  args.block_bytes = plan.block_bytes;
+  args.turns = plan.query_turns;
+  args.q = p.q;
+  args.q_stride_b = p.q_stride_b;
+  args.q_stride_t = p.q_stride_t;
+  args.q_stride_h = p.q_stride_h;
+  args.q_pairs = aligned(p.q, 4) && p.q_stride_b % 2 == 0 && p.q_stride_t % 2 == 0 && p.q_stride_h % 2 == 0;
+  args.H_kv = static_cast<int>(p.H_kv);
+  args.G = static_cast<int>(p.G);
+  args.scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
+  args.strict_causal = p.strict_causal;
+  args.layers = plan.layers;
+  args.top_k = static_cast<int>(p.top_k);
+  args.closed = plan.closed;
+  args.width = plan.width;
+  args.normaliser = plan.normaliser;
+  args.importance = plan.importance;
+  args.state_out = plan.state_out;
+  args.state_sum = plan.state_sum;
+  args.out = p.out;
+  args.lse = p.lse;
+  return args;
+}
+
+void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int blocks, cudaStream_t stream) {
+  int const K = static_cast<int>(p.K);
+  int const V = static_cast<int>(p.V);
+  layer::Args args = layer_args(p, plan);
+  args.blocks = {begin, plan.blocks_per_head, p.T_q, p.q_start};
+  auto const pass = [&](Pass which) { layer::run_pass(which, args, p.dtype, K, V, blocks, stream); };
+
+  for (int l = plan.layers - 1; l >= 0; --l) {
+    bool const top = l == plan.layers - 1;
+    std::int32_t* const above = plan.nodes[(l + 1) % 2];  // selected in layer l + 1
+    if (!top) {
+      uniting::Args unite{};
+      unite.blocks = args.blocks;
+      unite.layer = l;
+      unite.layers = plan.layers;
+      unite.top_k = args.top_k;
+      unite.nodes = above;
+      unite.union_nodes = plan.union_nodes;
+      unite.union_masks = plan.union_masks;
+      unite.union_count = plan.union_count;
+      uniting::unite(unite, blocks, stream);
+      args.union_nodes = plan.union_nodes;
+      args.union_masks = plan.union_masks;
+      args.union_count = plan.union_count;
+    }
+    args.packed = plan.packed[l];
+    args.parents_per_head = plan.parents[l];
+    args.layer = l;
+    args.first = top;
+    if (l > 0) {
+      pass(Pass::kNormaliser);
+      pass(Pass::kImportance);
+      selecting::Args select{};
+      select.blocks = args.blocks;
+      select.H_kv = args.H_kv;
+      select.layer = l;
+      select.layers = plan.layers;
+      select.top_k = args.top_k;
+      select.importance = plan.importance;
+      select.width = plan.width;
+      select.parents_in = top ? nullptr : above;
+      select.nodes = plan.nodes[l % 2];
+      select.closed = plan.closed;
+      select.selection =
+          p.selection == nullptr ? nullptr : p.selection + (l - 1) * p.B * p.T_q * p.H_kv * p.top_k;
+      selecting::select(select, blocks * kBlockQueries, stream);
+    }
+    pass(Pass::kValues);
+  }
+}
+
+}  // namespace
+
+std::int64_t forward_workspace(ForwardParams const& p) {
+  check(p);
+  return p.B * p.T_q == 0 ? 0 : Plan(p, nullptr).bytes;
+}
+
+void forward(ForwardParams const& p, void* stream) {
+  check(p);
+  if (p.B * p.T_q == 0) return;
+  Plan const plan(p, static_cast<char*>(p.workspace));
+  if (p.workspace == nullptr || p.workspace_bytes < plan.bytes || !aligned(p.workspace, 256)) {
+    reject("the workspace must have " + std::to_string(plan.bytes) + " bytes, 256-byte aligned, got " +
+           std::to_string(p.workspace_bytes));
+  }
+  cudaStream_t const s = static_cast<cudaStream_t>(stream);
+  build(p, plan, s);
+  for (std::int64_t begin = 0; begin < plan.blocks; begin += plan.chunk_blocks) {
+    run_chunk(p, plan, begin, static_cast<int>(std::min(plan.chunk_blocks, plan.blocks - begin)), s);
+  }
+}
+
+}  // namespace htree_cuda

@@ -1,0 +1,13 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../../params.h"
+#include "config.cuh"
+
+namespace htree_cuda::layer {
+
+// One pass over the layer of `args` for `blocks` blocks of 12 queries.
+void run_pass(Pass pass, Args const& args, DType dtype, int K, int V, int blocks, cudaStream_t stream);
+
+}  // namespace htree_cuda::layer

@@ -1,0 +1,115 @@
+// Both ends of the ring of the layer kernel.
+//
+//   barrier        arrives                        waits           makes visible / frees
+//   full[stage]    producer, once, and the bytes   12 consumers    four parents and their masks
+//   empty[stage]   each consumer warp, once        producer        the stage may be overwritten
+//
+// Both sides walk the same number of groups, ceil(count / 4): consumers release groups that hold nothing of theirs, so
+// every phase is passed whatever the masks say. What a consumer computes depends on its own query alone: its own rank,
+// its own running maximum; the union decides only when a parent passes by.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "../device/barriers.cuh"
+#include "../device/pipeline.cuh"
+#include "../device/ptx.cuh"
+#include "config.cuh"
+
+namespace htree_cuda::layer {
+
+inline constexpr unsigned kFullWarp = 0xffffffffu;
+
+template <class Cfg>
+struct Ring {
+  uint32_t stages;
+  uint32_t masks;
+  RingBarriers<Cfg::kStages> barriers;
+
+  __device__ explicit Ring(uint32_t shared)
+      : stages(shared),
+        masks(shared + Cfg::kStages * (Cfg::kStageBytes + 16)),
+        barriers{shared + Cfg::kStages * Cfg::kStageBytes, shared + Cfg::kStages * (Cfg::kStageBytes + 8)} {}
+};
+
+// A query that does not choose (n <= top_k: everything above the bottom is selected) has nothing to do in this layer.
+__device__ __forceinline__ bool works(Args const& args, Candidates const& c) {
+  return args.layer == 0 || c.n > args.top_k;
+}
+
+// Parents that the block streams: how many, and how many of them query `i` takes at the top.
+__device__ __forceinline__ int parents_at_top(Args const& args, QueryBlock const& block, int i) {
+  if (i >= kBlockQueries || block.first + i >= args.blocks.T_q) return 0;
+  Candidates const c =
+      candidates(args.blocks.q_start + block.first + i, args.layer, args.layers, args.top_k);
+  return works(args, c) ? c.parents : 0;
+}
+
+// The last query that exists has the most.
+__device__ __forceinline__ int stream_count(Args const& args, QueryBlock const& block) {
+  if (args.union_count != nullptr) return args.union_count[blockIdx.x];
+  std::int64_t const left = args.blocks.T_q - block.first;
+  return parents_at_top(args, block, static_cast<int>(left < kBlockQueries ? left : kBlockQueries) - 1);
+}
+
+template <class Cfg>
+__device__ void produce(Args const& args, Ring<Cfg> const& ring) {
+  QueryBlock const block(args.blocks, blockIdx.x);
+  int const lane = threadIdx.x % 32;
+  int const count = stream_count(args, block);
+  bool const top = args.union_count == nullptr;
+  int const own_parents = top ? parents_at_top(args, block, lane) : 0;
+  std::int64_t const list = static_cast<std::int64_t>(blockIdx.x) * kBlockQueries * args.top_k;
+  char const* const packed = args.packed + block.bh * args.parents_per_head * args.block_bytes;
+
+  // Lane i holds entry i of the next 32.
+  int next_node = 0;
+  unsigned next_mask = 0;
+  auto const fetch = [&](int entry) {
+    next_mask = 0;
+    next_node = entry;
+    if (top) {
+#pragma unroll
+      for (int i = 0; i < kBlockQueries; ++i) {
+        next_mask |= static_cast<unsigned>(entry < __shfl_sync(kFullWarp, own_parents, i)) << i;
+      }
+    } else if (entry < count) {
+      next_node = args.union_nodes[list + entry];
+      next_mask = args.union_masks[list + entry];
+    }
+  };
+
+  RingPosition<Cfg::kStages> at;
+  fetch(lane);
+  for (int base = 0; base < count; base += 32) {
+    int const node = next_node;
+    unsigned const mask = next_mask;
+    bool const exists = base + lane < count;
+    fetch(base + 32 + lane);
+#pragma unroll 1
+    for (int group = 0; group < 32 / Cfg::kStageSlots && base + group * Cfg::kStageSlots < count; ++group) {
+      ring.barriers.wait_empty(at, "htree_layer producer: empty");
+      bool const mine = lane / Cfg::kStageSlots == group;
+      int const slot = lane % Cfg::kStageSlots;
+      uint32_t taken = 0;  // of the stage's slots, by query `lane`
+#pragma unroll
+      for (int i = 0; i < Cfg::kStageSlots; ++i) {
+        taken |= (__shfl_sync(kFullWarp, mask, group * Cfg::kStageSlots + i) >> lane & 1u) << i;
+      }
+      if (lane < Cfg::kConsumers) ptx::store_shared_4B(ring.masks + at.slot * Cfg::kMaskBytes + 4 * lane, taken);
+      int const copies = min(count - base - group * Cfg::kStageSlots, Cfg::kStageSlots);
+      __syncwarp();
+      if (lane == 0) barriers::mbarrier_arrive_expect_bytes(ring.barriers.full_at(at.slot), copies * Cfg::kCopyBytes);
+      __syncwarp();
+      if (mine && exists) {
+        ptx::bulk_load(ring.stages + at.slot * Cfg::kStageBytes + slot * Cfg::kSlotBytes + Cfg::kScaleOffset,
+                       packed + node * args.block_bytes, Cfg::kCopyBytes, ring.barriers.full_at(at.slot));
+      }
+      at = at.ahead(1);
+    }
+  }
+}
+
+}  // namespace htree_cuda::layer

@@ -1,0 +1,15 @@
+#include "../../common/cuda_check.h"
+#include "kernel.cuh"
+
+namespace htree_cuda::selecting {
+
+void select(Args const& args, int rows, cudaStream_t stream) {
+  if (args.width <= kThreads * kSiblings) {
+    select_kernel<1><<<rows, kThreads, 0, stream>>>(args);
+  } else {
+    select_kernel<2><<<rows, kThreads, 0, stream>>>(args);
+  }
+  HTREE_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace htree_cuda::selecting

@@ -1,0 +1,141 @@
+// Packing a layer for the gathers of htree attention: for every (b, h_kv, parent) one contiguous block
+//
+//   [scales 16 x float | keys 16 x K fp16 | values 16 x V]
+//
+// in which one bulk copy finds everything about 16 siblings. Keys are turned by their place c among the siblings (RoPE
+// in float32), normalised by a power of two, their scale, and rounded once to fp16; values are copied. Rows are
+// swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8), so that ldmatrix reads them without bank conflicts.
+// Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score
+// is NaN whatever the query. Memory bound: a warp a parent, 16-byte accesses.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "../../device/forward_steps.h"
+
+namespace htree_cuda::packing {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kWarps = kThreads / 32;
+inline constexpr int kMaxK = 128;
+
+// Eight elements of 16 bits.
+template <class Element>
+__device__ __forceinline__ uint4 load_chunk(Source const& x, Element const* row, int chunk) {
+  Element const* const p = row + 8 * chunk;
+  if (x.vectors) return __ldg(reinterpret_cast<uint4 const*>(p));
+  alignas(16) Element values[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) values[i] = p[i];
+  return *reinterpret_cast<uint4 const*>(values);
+}
+
+template <class Element>
+__device__ __forceinline__ void to_float(uint4 const& chunk, float (&x)[8]) {
+  Element const* const values = reinterpret_cast<Element const*>(&chunk);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = static_cast<float>(values[i]);
+}
+
+template <class Element, int kK>
+__global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_constant__ Args args) {
+  constexpr int kLanesPerRow = kK / 16;  // a lane has 8 pairs: a chunk of the low half and one of the high half
+  constexpr int kRowsAtOnce = 32 / kLanesPerRow;
+  __shared__ float2 turns[kSiblings * kK / 2];
+  for (int i = threadIdx.x; i < kSiblings * kK / 2; i += kThreads) turns[i] = args.turns[i];
+  __syncthreads();
+
+  int const lane = threadIdx.x % 32;
+  std::int64_t const block = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (block >= args.blocks) return;
+  std::int64_t const bh = block / args.parents_per_head;
+  std::int64_t const b = bh / args.H_kv;
+  std::int64_t const h = bh % args.H_kv;
+  std::int64_t const first = block % args.parents_per_head * kSiblings;
+  int const children = static_cast<int>(min(args.N - first, static_cast<std::int64_t>(kSiblings)));
+  char* const packed = args.packed + block * args.block_bytes;
+  char* const keys = packed + kSiblings * 4;
+  char* const values = keys + kSiblings * kK * 2;
+  auto const row_of = [&](Source const& x, int c) {
+    return static_cast<Element const*>(x.in) + b * x.stride_b + (first + c) * x.stride_n + h * x.stride_h;
+  };
+
+#pragma unroll
+  for (int step = 0; step < kSiblings / kRowsAtOnce; ++step) {
+    int const c = step * kRowsAtOnce + lane / kLanesPerRow;
+    int const chunk = lane % kLanesPerRow;
+    float lo[8] = {}, hi[8] = {};
+    if (c < children) {
+      Element const* const row = row_of(args.k, c);
+      to_float<Element>(load_chunk<Element>(args.k, row, chunk), lo);
+      to_float<Element>(load_chunk<Element>(args.k, row, chunk + kLanesPerRow), hi);
+    }
+    float largest = 0.0f;
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      finite &= isfinite(lo[i]) && isfinite(hi[i]);
+      largest = fmaxf(largest, fmaxf(fabsf(lo[i]), fabsf(hi[i])));
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < kLanesPerRow; lanes *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
+      finite &= __shfl_xor_sync(0xffffffffu, static_cast<int>(finite), lanes) != 0;
+    }
+    rope::Normaliser const scale = rope::normaliser(largest);
+    alignas(16) half turned_lo[8], turned_hi[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float2 const turn = turns[c * (kK / 2) + 8 * chunk + i];
+      float const x = lo[i] * scale.factor;
+      float const y = hi[i] * scale.factor;
+      float const nan = __int_as_float(0x7fffffff);
+      turned_lo[i] = __float2half_rn(finite ? x * turn.x - y * turn.y : nan);
+      turned_hi[i] = __float2half_rn(finite ? x * turn.y + y * turn.x : nan);
+    }
+    uint4* const out = reinterpret_cast<uint4*>(keys + c * kK * 2);
+    out[chunk ^ (c % 8)] = *reinterpret_cast<uint4 const*>(turned_lo);
+    out[(chunk + kLanesPerRow) ^ (c % 8)] = *reinterpret_cast<uint4 const*>(turned_hi);
+    if (chunk == 0) reinterpret_cast<float*>(packed)[c] = scale.inverse;
+  }
+
+  int const chunks = args.v.dim / 8;
+  for (int i = lane; i < kSiblings * chunks; i += 32) {
+    int const c = i / chunks;
+    int const chunk = i % chunks;
+    uint4 x = {0, 0, 0, 0};
+    if (c < children) x = load_chunk<Element>(args.v, row_of(args.v, c), chunk);
+    reinterpret_cast<uint4*>(values + c * args.v.dim * 2)[chunk ^ (c % 8)] = x;
+  }
+}
+
+// The queries' turns [positions, K / 32, 4] and the places' turns [16, K / 2].
+static __global__ void __launch_bounds__(kThreads)
+    turns_kernel(rope::Turns* query_turns, std::int64_t positions, float2* place_turns, int K, double base) {
+  std::int64_t const i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  int const entries = K / 8;
+  if (i < positions * entries) {
+    std::int64_t const position = i / entries;
+    int const entry = static_cast<int>(i % entries);
+    rope::Turns turns;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int const m = entry / 4 * 16 + entry % 4 * 2 + half * 8;
+      double2 const x = rope::turn(position, m, K, base);
+      double2 const y = rope::turn(position, m + 1, K, base);
+      turns.cos[half] = half2(__double2half(x.x), __double2half(y.x));
+      turns.sin[half] = half2(__double2half(x.y), __double2half(y.y));
+    }
+    query_turns[i] = turns;
+  }
+  if (i < kSiblings * K / 2) {
+    double2 const x = rope::turn(i / (K / 2), static_cast<int>(i % (K / 2)), K, base);
+    place_turns[i] = {static_cast<float>(x.x), static_cast<float>(x.y)};
+  }
+}
+
+}  // namespace htree_cuda::packing

@@ -1,0 +1,43 @@
+#include <limits>
+#include <stdexcept>
+
+#include "../../common/cuda_check.h"
+#include "../../common/math.h"
+#include "kernel.cuh"
+
+namespace htree_cuda::packing {
+namespace {
+
+unsigned blocks_for(std::int64_t items, int per_block) {
+  std::int64_t const blocks = ceil_div(items, std::int64_t(per_block));
+  if (blocks > std::numeric_limits<int>::max()) {
+    throw std::invalid_argument("forward: B * H_kv * T is too large for one launch (more than 2^31 thread blocks)");
+  }
+  return static_cast<unsigned>(blocks);
+}
+
+template <class Element>
+void launch(Args const& args, cudaStream_t stream) {
+  unsigned const blocks = blocks_for(args.blocks, kWarps);
+  if (args.k.dim == 128) {
+    tree_pack_kernel<Element, 128><<<blocks, kThreads, 0, stream>>>(args);
+  } else {
+    tree_pack_kernel<Element, 64><<<blocks, kThreads, 0, stream>>>(args);
+  }
+  HTREE_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace
+
+void tree_pack(Args const& args, DType dtype, cudaStream_t stream) {
+  dtype == DType::kFloat16 ? launch<__half>(args, stream) : launch<__nv_bfloat16>(args, stream);
+}
+
+void make_turns(rope::Turns* query_turns, std::int64_t positions, float2* place_turns, int K, double base,
+                cudaStream_t stream) {
+  std::int64_t const items = max(positions * (K / 8), std::int64_t(kSiblings * K / 2));
+  turns_kernel<<<blocks_for(items, kThreads), kThreads, 0, stream>>>(query_turns, positions, place_turns, K, base);
+  HTREE_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace htree_cuda::packing

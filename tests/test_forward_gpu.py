@@ -1,0 +1,381 @@
+"""The htree forward kernels against the definition in float64: whole small problems, a few queries of large ones.
+
+Selection and numbers are judged apart: the selection by its own rules (`baseline.check_selection`), the values with the
+kernel's own selection given to the oracle, within twice the error of the baseline.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+
+import htree_cuda
+from htree_cuda import UnsupportedError, kernels
+from htree_cuda.reference import definition
+
+from . import baseline
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_built():
+    """A Hopper GPU without kernels is a failure, not a skip."""
+    kernels.load()
+
+
+def inputs(T, T_q, *, B=1, H_kv=1, G=16, K=128, V=128, dtype=BF16, seed=0):
+    """Drawn on the CPU, where the oracle runs; returned on both devices."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = (B, T_q, H_kv * G, K), (B, T, H_kv, K), (B, T, H_kv, V)
+    host = tuple(torch.randn(*shape, generator=g).to(dtype) for shape in shapes)
+    return host, tuple(x.cuda() for x in host)
+
+
+def run(tensors, **options):
+    return htree_cuda.forward(*tensors, return_lse=True, return_selection=True, **options)
+
+
+def check(host, device, top_k, picks=None, share=0.99, selection_rules=True, **options):
+    """Kernel against definition for the queries `picks` (default: all, in one walk of the oracle)."""
+    q, k, v = host
+    T, T_q = k.shape[1], q.shape[1]
+    q_start = options.pop("q_start", T - T_q)
+    out, lse, selection = (x.cpu() for x in run(device, top_k_per_layer=top_k, q_start=q_start, **options))
+    options = {"top_k_per_layer": top_k} | options
+    exact_out, exact_lse, base_out, base_lse, shares = [], [], [], [], []
+    parts = [slice(0, T_q)] if picks is None else [slice(i, i + 1) for i in picks]
+    for part in parts:
+        options["q_start"] = q_start + part.start
+        chosen = selection[:, :, part]
+        exact = definition.forward(q[:, part], k, v, selection=chosen, **options)
+        base = baseline.forward(q[:, part], k, v, chosen, **options)
+        exact_out.append(exact.out), exact_lse.append(exact.lse)
+        base_out.append(base.out), base_lse.append(base.lse)
+        if selection_rules and selection.shape[0]:
+            shares.append(baseline.check_selection(q[:, part], k, chosen, base.score_error, **options))
+    exact_out, exact_lse, base_out, base_lse = (torch.cat(x, 1) for x in (exact_out, exact_lse, base_out, base_lse))
+    out_part, lse_part = (torch.cat([x[:, part] for part in parts], 1) for x in (out, lse))
+    baseline.assert_within("out", out_part, base_out, exact_out)
+    baseline.assert_lse_within(lse_part, base_lse, exact_lse)
+    assert not shares or sum(shares) / len(shares) >= share
+    return out, lse, selection
+
+
+def same_bits(a, b):
+    for x, y in zip(a, b, strict=True):
+        assert x.shape == y.shape
+        integer = {2: torch.int16, 4: torch.int32}[x.element_size()]
+        assert torch.equal(x.contiguous().view(integer), y.contiguous().view(integer))
+
+
+# ---- shapes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 255, 256, 257, 509])
+def test_small_lengths(T, dtype):
+    """One layer and the first length with two; enough numbers that the errors are no accident."""
+    host, device = inputs(T, min(T, 40), B=16 if T < 20 else 1, G=8, dtype=dtype, seed=T)
+    check(host, device, 16, share=0.95)
+
+
+@pytest.mark.parametrize("T", [4095, 4096, 4097, 65535, 65537])
+def test_three_and_four_layers(T):
+    host, device = inputs(T, 4, G=3, K=64, V=64, seed=T)
+    assert len(definition.layer_sizes(T, 16, 256)) == (2 if T < 4097 else 3 if T < 65537 else 4)
+    check(host, device, 16, share=0.95)
+
+
+@pytest.mark.parametrize("T", [8191, 8192, 8193])
+def test_boundary_of_the_default_top_k(T):
+    host, device = inputs(T, 2, seed=T)
+    check(host, device, 512)
+
+
+@pytest.mark.parametrize("T", [131071, 131072, 131073])
+def test_large_boundary_of_the_default_top_k(T):
+    host, device = inputs(T, 2, G=4, seed=T)
+    check(host, device, 512)
+
+
+@pytest.mark.parametrize("strict_causal", [True, False])
+@pytest.mark.parametrize("G", [1, 3, 5, 16])
+def test_groups_batches_and_heads(G, strict_causal):
+    host, device = inputs(1021, 13, B=3, H_kv=3, G=G, K=64, V=64, seed=G)
+    check(host, device, 16, picks=(0, 7, 12), strict_causal=strict_causal, share=0.95)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+def test_head_dimensions(K, V, dtype):
+    host, device = inputs(1500, 25, G=8, K=K, V=V, dtype=dtype, seed=K + V)
+    check(host, device, 32, picks=(0, 1, 11, 12, 24), share=0.95)
+
+
+@pytest.mark.parametrize("top_k", [16, 32, 64, 128, 256])
+def test_top_k(top_k):
+    host, device = inputs(20000, 30, G=2, K=64, V=64, seed=top_k)
+    check(host, device, top_k, q_start=19000, picks=(0, 29), share=0.95)
+
+
+def test_every_node_selected_is_dense_attention():
+    """Queries before max_top_nodes select everything: the same bits whether or not a layer lies above."""
+    _, (q, k, v) = inputs(8200, 8200, G=2, K=64, V=64)
+    n = 512
+    short = run((q[:, :n], k[:, :n], v[:, :n]))
+    long = run((q, k, v))
+    same_bits((long[0][:, :n], long[1][:, :n]), short[:2])
+
+
+def test_agrees_with_the_torch_backend():
+    _, device = inputs(6000, 6000, B=2, H_kv=2, G=4, K=64, V=64)
+    mine = run(device, top_k_per_layer=64)
+    theirs = run(device, top_k_per_layer=64, backend="torch")
+    share = (mine[2] == theirs[2]).all(-1).float().mean()
+    error = (mine[0].float() - theirs[0].float()).square().mean().sqrt() / theirs[0].float().square().mean().sqrt()
+    assert share > 0.7 and error < 0.05, (share, error)
+    equal = (mine[2] == theirs[2]).all(-1).all(0).repeat_interleave(4, -1)
+    assert (mine[1] - theirs[1])[equal].abs().max() < 5e-3
+
+
+# ---- hostile inputs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", ["q", "k"])
+def test_ties_go_to_the_lowest_positions(zero):
+    host, device = inputs(2000, 16, G=5, K=64, V=64)
+    for tensors in (host, device):
+        tensors["qk".index(zero)].zero_()
+    selection = run(device, top_k_per_layer=16)[2]
+    t = torch.arange(1984, 2000, device="cuda")
+    expected = torch.arange(15, device="cuda").repeat(16, 1)
+    assert torch.equal(selection[0, 0, :, 0, :15].long(), expected)
+    assert torch.equal(selection[0, 0, :, 0, 15].long(), t // 16)
+    check(host, device, 16, picks=(0, 15), selection_rules=False)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e4])
+def test_later_tokens_have_no_effect(bad):
+    _, (q, k, v) = inputs(5003, 5003, B=2, G=3, K=64, V=64)
+    before = run((q, k, v), top_k_per_layer=16)
+    t = 3 * 1024 + 5
+    for x in (q, k, v):
+        x[:, t + 1 :] = bad
+    after = run((q, k, v), top_k_per_layer=16)
+    same_bits([x[:, : t + 1] for x in after[:2]], [x[:, : t + 1] for x in before[:2]])
+    same_bits([after[2][:, :, : t + 1]], [before[2][:, :, : t + 1]])
+
+
+def test_nan_where_attended_ends_and_selects_distinct_candidates():
+    _, (q, k, v) = inputs(3000, 100, G=4, K=64, V=64)
+    k[:, 1234, :, 5] = math.nan
+    v[:, 77, :, 9] = math.nan
+    out, lse, selection = run((q, k, v), top_k_per_layer=16)
+    assert out.isnan().all() and lse.isnan().all()
+    row = selection[0, 0, :, 0]
+    assert (row[:, 1:] > row[:, :-1]).all() and (row >= 0).all() and (row <= 3000 // 16).all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("q_size", "k_size"), [(30.0, 30.0), (1.0, 1e-6), (1e-3, 1e4), (1e4, 1e-3)])
+def test_large_and_small_numbers(q_size, k_size, dtype):
+    """Logits of 1e3 and keys of 1e-6 and 1e4: powers of two keep them in range."""
+    host, _ = inputs(1200, 12, G=4)
+    host = (host[0] * q_size, host[1] * k_size, host[2])
+    host = tuple(x.to(dtype) for x in host)
+    # Scores of 1e-6 differ by less than float32 resolves in s - lse: their order is no rule there.
+    check(host, tuple(x.cuda() for x in host), 16, share=0.0, selection_rules=k_size > 1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-3])
+def test_scales(scale):
+    host, device = inputs(900, 8, G=4, K=64, V=64)
+    out, lse, selection = (x.cpu() for x in run(device, top_k_per_layer=16, scale=scale))
+    exact = definition.forward(*host, selection=selection, top_k_per_layer=16, scale=scale)
+    assert baseline.row_errors(out, exact.out)[1] < 0.01
+    assert (lse - exact.lse).abs().max() < 0.01
+
+
+def test_non_strict_importance_does_not_underflow():
+    """A rightmost node that outweighs everything else by e^500 leaves the order of the others exact."""
+    host, device = inputs(2000, 3, G=4, K=64, V=64)
+    for tensors in (host, device):
+        tensors[1][:, 1984:] = tensors[0][:, 2:3, :1] * 60.0
+    check(host, device, 16, strict_causal=False, picks=(2,), share=0.9)
+
+
+# ---- bits -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict_causal", [True, False])
+def test_any_split_of_the_queries_equals_the_whole(strict_causal):
+    _, (q, k, v) = inputs(6007, 6007, H_kv=2, G=3, K=64, V=64)
+    whole = run((q, k, v), top_k_per_layer=16, strict_causal=strict_causal)
+    for first, last in ((0, 1), (0, 13), (255, 700), (4090, 4100), (5, 6007), (6006, 6007)):
+        options = {"top_k_per_layer": 16, "strict_causal": strict_causal, "q_start": first}
+        part = run((q[:, first:last], k, v), **options)
+        same_bits(part[:2], [x[:, first:last] for x in whole[:2]])
+        same_bits(part[2:], [whole[2][:, :, first:last]])
+
+
+def test_several_chunks():
+    """More queries than one chunk of the workspace holds, T_q not a multiple of anything."""
+    _, (q, k, v) = inputs(40007, 40007, G=2, K=64, V=64)
+    whole = run((q, k, v))
+    for first in (0, 3168 * 2 - 5, 12000, 39000):
+        part = run((q[:, first : first + 1007], k, v), q_start=first)
+        same_bits(part[:2], [x[:, first : first + 1007] for x in whole[:2]])
+
+
+def test_the_first_tokens_do_not_depend_on_how_many_follow():
+    """Also where a later token adds a layer: prefill and decoding agree."""
+    _, (q, k, v) = inputs(4200, 4200, G=2, K=64, V=64)
+    long = run((q, k, v), top_k_per_layer=16)
+    for T in (200, 257, 4096, 4097):
+        short = run((q[:, :T], k[:, :T], v[:, :T]), top_k_per_layer=16)
+        same_bits(short[:2], [x[:, :T] for x in long[:2]])
+
+
+def test_repeats_are_bitwise_equal():
+    _, device = inputs(5000, 3000, H_kv=2, G=16)
+    first = run(device, top_k_per_layer=32)
+    for _ in range(300):
+        same_bits(run(device, top_k_per_layer=32), first)
+
+
+# ---- surroundings -----------------------------------------------------------------------------------------------
+
+
+def test_strided_views():
+    _, (q, k, v) = inputs(1000, 100, B=2, H_kv=2, G=3, K=64, V=64)
+    expected = run((q, k, v), top_k_per_layer=16)
+    swapped = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    same_bits(run(swapped, top_k_per_layer=16), expected)
+    odd = []
+    for x in (q, k, v):  # rows of 67 elements that begin at an odd one
+        wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), math.nan, dtype=x.dtype, device="cuda")
+        wide[..., 1:-2] = x
+        odd.append(wide[..., 1:-2])
+    same_bits(run(odd, top_k_per_layer=16), expected)
+    one = k[:, :1].expand(-1, 1000, -1, -1)
+    same_bits(run((q, one, v), top_k_per_layer=16), run((q, one.contiguous(), v), top_k_per_layer=16))
+
+
+def test_every_output_is_written():
+    _, (q, k, v) = inputs(3000, 50, B=2, H_kv=2, G=3, K=64, V=128)
+    params = htree_cuda.checks.forward(
+        q, k, v, q_start=None, compression_rate=16, top_k_per_layer=16, max_top_nodes=None, scale=None,
+        rope_base=10000.0, strict_causal=True, backend="auto",
+    )  # fmt: skip
+    expected = run((q, k, v), top_k_per_layer=16)
+    poisoned = [torch.empty_like(x) for x in expected]
+    workspace = torch.empty(kernels.forward_workspace(q, k, v, params), dtype=torch.uint8, device="cuda")
+    for byte in (0xFF, 0x7F, 0):
+        for x in (*poisoned, workspace):
+            x.view(torch.uint8).fill_(byte)
+        kernels.forward(q, k, v, *poisoned, workspace, params)
+        same_bits(poisoned, expected)
+
+
+def test_zero_sizes():
+    _, (q, k, v) = inputs(100, 10, G=2, K=64, V=64)
+    for tensors in ((q[:, :0], k, v), (q[:0], k[:0], v[:0])):
+        out, lse, _ = run(tensors, top_k_per_layer=16)
+        assert out.shape == (*tensors[0].shape[:3], 64) and out.numel() == lse.numel() == 0
+
+
+def test_streams_and_threads():
+    _, device = inputs(3000, 500, G=4, K=64, V=64)
+    expected = run(device, top_k_per_layer=16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        result = run(device, top_k_per_layer=16)
+    stream.synchronize()
+    same_bits(result, expected)
+    results = {}
+
+    def work(i):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results[i] = run(device, top_k_per_layer=16)
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for result in results.values():
+        same_bits(result, expected)
+
+
+def test_graph_capture_and_replay():
+    _, (q, k, v) = inputs(2000, 200, G=4, K=64, V=64)
+    run((q, k, v), top_k_per_layer=16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run((q, k, v), top_k_per_layer=16)
+    _, fresh = inputs(2000, 200, G=4, K=64, V=64, seed=5)
+    for x, y in zip((q, k, v), fresh):
+        x.copy_(y)
+    graph.replay()
+    torch.cuda.synchronize()
+    same_bits(result, run(fresh, top_k_per_layer=16))
+
+
+def test_compile():
+    _, device = inputs(1000, 100, G=4, K=64, V=64)
+    compiled = torch.compile(lambda q, k, v: run((q, k, v), top_k_per_layer=16), fullgraph=True, backend="aot_eager")
+    same_bits(compiled(*device), run(device, top_k_per_layer=16))
+
+
+@pytest.mark.parametrize("strict_causal", [True, False])
+@pytest.mark.parametrize(("T", "T_q", "K", "V", "dtype"), [(40, 40, 64, 64, BF16), (300, 14, 128, 64, FP16)])
+def test_sanitizer_small_shapes(T, T_q, K, V, dtype, strict_causal):
+    """One layer and two, a last block that is not full; every row of the outputs is read."""
+    _, device = inputs(T, T_q, B=2, H_kv=2, G=3, K=K, V=V, dtype=dtype)
+    out, lse, selection = (x.cpu() for x in run(device, top_k_per_layer=16, strict_causal=strict_causal))
+    assert out.isfinite().all() and lse.isfinite().all() and (selection >= -1).all()
+
+
+def test_sanitizer_three_layers():
+    _, device = inputs(4200, 3, G=2, K=64, V=64)
+    out, lse, selection = (x.cpu() for x in run(device, top_k_per_layer=16))
+    assert out.isfinite().all() and lse.isfinite().all() and selection.shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": torch.float32}, "float16 or bfloat16, q is torch.float32"),
+        ({"K": 32}, "K .* 64 or 128, got 32"),
+        ({"V": 96}, "V .* 64 or 128, got 96"),
+        ({"G": 17}, "at most 16 query heads .* got 17"),
+        ({"top_k_per_layer": 8}, "top_k_per_layer in 16 .. 512, got 8"),
+        ({"top_k_per_layer": 1024}, "top_k_per_layer in 16 .. 512, got 1024"),
+        ({"compression_rate": 8}, "compression_rate 16, got 8"),
+        ({"max_top_nodes": 100}, "max_top_nodes = .*256.*, got 100"),
+    ],
+)
+def test_what_is_not_supported_says_so(change, message):
+    shape = {"G": 2, "K": 64, "V": 64} | {n: x for n, x in change.items() if n in ("G", "K", "V", "dtype")}
+    _, device = inputs(20, 2, **shape)
+    options = {"top_k_per_layer": 16} | {n: x for n, x in change.items() if n not in shape}
+    with pytest.raises(UnsupportedError, match=rf'(?s)forward: .*{message}.*backend="torch"'):
+        htree_cuda.forward(*device, **options)
+
+
+def test_gradients_and_strides_raise():
+    _, (q, k, v) = inputs(20, 2, G=2, K=64, V=64)
+    with pytest.raises(UnsupportedError, match=r'no backward kernel.*backend="torch"'):
+        htree_cuda.forward(q.requires_grad_(), k, v)
+    with torch.no_grad():
+        htree_cuda.forward(q, k, v)
+    with pytest.raises(UnsupportedError, match="last dimension of k contiguous"):
+        htree_cuda.forward(q.detach(), k.transpose(1, 3).contiguous().transpose(1, 3), v)
