@@ -13,14 +13,17 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 help:
 	@sed -n 's/^# //p' Makefile
 
-# The package is installed editable, with the kernels where HTREE_CUDA_KERNELS (default: auto) says so. What building
-# them takes is asked of the same hook that pip asks, and installed here, so that later builds are incremental.
+# The package is installed editable. Unless HTREE_CUDA_KERNELS says otherwise, its kernels are built here only where an
+# NVIDIA driver is: without one the demo cannot run them (`make test` compiles them wherever nvcc is). What building
+# takes is asked of the same hook that pip asks, and installed here, so that later builds are incremental.
+DRIVER := $(wildcard /proc/driver/nvidia/version /dev/nvidiactl /dev/nvidia0 /usr/lib/wsl/lib/libcuda.so.1)
 $(READY): pyproject.toml setup.py constraints.txt
 	@echo "== setting up $(VENV) (PyTorch is the large part; a few minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet -c constraints.txt "torch>=2.6" numpy "setuptools>=77" wheel \
 	  $$(PYTHONPATH=build_backend $(PYTHON) -m htree_cuda_build)
-	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[demo,test]"
+	HTREE_CUDA_KERNELS=$${HTREE_CUDA_KERNELS:-$(if $(DRIVER),auto,off)} \
+	  $(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[demo,test]"
 	@touch $@
 
 demo: $(READY)

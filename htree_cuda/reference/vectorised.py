@@ -29,7 +29,7 @@ from .definition import accumulation_dtype, infinite_to_nan, layer_sizes
 
 # Bytes of temporaries one chunk of queries may hold (a single query may exceed it). On a CPU a chunk that fits the
 # caches wins; on a GPU it only has to amortise launches.
-CHUNK_BYTES_CPU = 16 << 20
+CHUNK_BYTES_CPU = 32 << 20
 CHUNK_BYTES_GPU = 1 << 30
 
 
@@ -101,11 +101,13 @@ def rope_tables(n: int, K: int, rope_base: float, dtype: torch.dtype, device: to
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1, out: Tensor | None = None) -> Tensor:
     """Rotate-half RoPE of x [..., K] by tables that broadcast against [..., K/2]; sign -1 turns back."""
     half = x.shape[-1] // 2
     lo, hi = x[..., :half], x[..., half:]
-    out = torch.empty(torch.broadcast_shapes(x.shape, cos.shape[:-1] + x.shape[-1:]), dtype=cos.dtype, device=x.device)
+    if out is None:
+        shape = torch.broadcast_shapes(x.shape, cos.shape[:-1] + x.shape[-1:])
+        out = torch.empty(shape, dtype=cos.dtype, device=x.device)
     torch.mul(lo, cos, out=out[..., :half])
     out[..., :half].addcmul_(hi, sin, value=-sign)
     torch.mul(hi, cos, out=out[..., half:])
@@ -114,6 +116,22 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------------- layers
+
+
+class _Scratch:
+    """The large temporaries of a chunk, allocated once a call: malloc would give a chunk's pages back to the system and
+    fault them in again for the next, which on a CPU doubles the time."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.flat: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = math.prod(shape)
+        flat = self.flat.get((name, dtype))
+        if flat is None or flat.numel() < size:
+            flat = self.flat[name, dtype] = torch.empty(size, dtype=dtype, device=self.device)
+        return flat[:size].view(shape)
 
 
 class _Layer:
@@ -194,7 +212,7 @@ class _LowerLayer(_Layer):
     keys: [BH, N_l, K], values: [BH, N_l, V] in the input dtype; parents: [rows, P] ascending, padded with anything.
     """
 
-    def __init__(self, layer: int, n: Tensor, t: Tensor, parents: Tensor, keys, values, cos, sin, r: int):
+    def __init__(self, layer: int, n: Tensor, t: Tensor, parents: Tensor, keys, values, cos, sin, r: int, scratch):
         width = parents.shape[1] * r
         super().__init__(layer, n, width)
         self.cos, self.sin = cos[:width], sin[:width]
@@ -204,12 +222,20 @@ class _LowerLayer(_Layer):
         rows_per_bh = n.shape[0] // BH
         first = torch.arange(BH, device=n.device).repeat_interleave(rows_per_bh) * N
         self.flat = (self.node + first[:, None]).flatten()
-        self.keys_rot = _rotate(self._gather(keys), self.cos, self.sin)
-        self.values = self._gather(values)
+        self.scratch, self.acc = scratch, accumulation_dtype(keys.dtype)
+        gathered = self._gather(keys, "gathered")
+        self.keys_rot = _rotate(gathered, self.cos, self.sin, out=self._buffer("keys", gathered.shape[2]))
+        self.values = self._gather(values, "values")
+        if self.values.dtype != self.acc:
+            self.values = self._buffer("values", values.shape[2]).copy_(self.values)
 
-    def _gather(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1).index_select(0, self.flat).reshape(*self.node.shape, x.shape[2])
-        return rows.to(accumulation_dtype(x.dtype))
+    def _buffer(self, name: str, dim: int) -> Tensor:
+        return self.scratch.get(name, (*self.node.shape, dim), self.acc)
+
+    def _gather(self, x: Tensor, name: str) -> Tensor:
+        rows = self.scratch.get(name, (self.flat.shape[0], x.shape[2]), x.dtype)
+        torch.index_select(x.flatten(0, 1), 0, self.flat, out=rows)
+        return rows.view(*self.node.shape, x.shape[2])
 
     def nodes(self) -> Tensor:
         return self.node
@@ -228,10 +254,12 @@ class _LowerLayer(_Layer):
 
     def add_gradients(self, dk: Tensor, dv: Tensor, dS: Tensor, P: Tensor, q_rot: Tensor, dout: Tensor, leaves, finite):
         not_leaf = ~leaves[:, :, None]
-        dk_rot = torch.bmm(dS.transpose(1, 2), q_rot).masked_fill_(not_leaf, 0.0)
-        rows = _rotate(dk_rot, self.cos, self.sin, sign=-1)
+        dk_rot = torch.bmm(dS.transpose(1, 2), q_rot, out=self._buffer("products", q_rot.shape[2]))
+        dk_rot.masked_fill_(not_leaf, 0.0)
+        rows = _rotate(dk_rot, self.cos, self.sin, sign=-1, out=self._buffer("turned", q_rot.shape[2]))
         dk.flatten(0, 1).index_add_(0, self.flat, rows.flatten(0, 1))
-        rows = torch.bmm(P.transpose(1, 2), dout).masked_fill_(not_leaf, 0.0)
+        rows = torch.bmm(P.transpose(1, 2), dout, out=self._buffer("products", dout.shape[2]))
+        rows.masked_fill_(not_leaf, 0.0)
         dv.flatten(0, 1).index_add_(0, self.flat, rows.flatten(0, 1))
 
 
@@ -257,6 +285,7 @@ class _Walk:
         self.G = self.H // self.H_kv
         self.BH = self.B * self.H_kv
         self.q = q
+        self.scratch = _Scratch(q.device)
         self.tree_k = build_tree(k, params.compression_rate, params.max_top_nodes)
         self.tree_v = build_tree(v, params.compression_rate, params.max_top_nodes)
         self.L = len(self.tree_k)
@@ -315,7 +344,7 @@ class _Walk:
         r, layer = self.params.compression_rate, above.layer - 1
         n = (above.n.clamp(max=self.params.top_k) - 1) * r + t // r**layer % r + 1
         keys, values = self.tree_k[layer][bh], self.tree_v[layer][bh]
-        return _LowerLayer(layer, n, t, parents, keys, values, self.cos, self.sin, r)
+        return _LowerLayer(layer, n, t, parents, keys, values, self.cos, self.sin, r, self.scratch)
 
     def query_at(self, q: Tensor, layer: _Layer, sign: int = 1) -> Tensor:
         """q [rows, G, K] rotated to each query's own position n - 1 (sign -1: rotated back)."""
