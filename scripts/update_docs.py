@@ -127,7 +127,7 @@ def first_run() -> str:
     r = next(iter(report.values()))
     return (
         f"Fresh clones on a machine without a GPU ({r['cores']} cores, Python {r['python']}, nvcc and g++ present, so "
-        f"the kernels are compiled too; {r['date']}):\n\n"
+        f"`make test` compiles the kernels; {r['date']}):\n\n"
         + markdown(["", "from nothing, installation included", "again"], rows)
     )
 
