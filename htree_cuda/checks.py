@@ -392,14 +392,23 @@ def forward_kernel(q: Tensor, k: Tensor, v: Tensor, params: TreeParams) -> None:
     low, high = KERNEL_TOP_K
     if not low <= params.top_k <= high:
         _way_out(op, f"the kernels need top_k_per_layer in {low} .. {high}, got {params.top_k}")
+    _kernel_scale(op, "scale", params.scale)
     most = params.top_k * KERNEL_COMPRESSION_RATE
     if params.max_top_nodes != most:
         _way_out(op, f"the kernels need max_top_nodes = top_k * compression_rate ({most}), got {params.max_top_nodes}")
 
 
-def backward_kernel(op: str = "backward") -> NoReturn:
+def backward_kernel(op: str = "backward", **requires_grad: bool) -> NoReturn:
     """A CUDA call that needs gradients: nothing falls back silently."""
-    _way_out(op, "there is no backward kernel")
+    names = ", ".join(name for name, needed in requires_grad.items() if needed)
+    why = f", and gradients are wanted for {names} (under torch.no_grad() the forward kernels run)" if names else ""
+    _way_out(op, f"there is no backward kernel{why}")
+
+
+def _kernel_scale(op: str, name: str, value: float) -> None:
+    """The kernels compute in base 2: the scale is multiplied by log2(e), in float32."""
+    if abs(value) * math.log2(math.e) > torch.finfo(torch.float32).max:
+        _way_out(op, f"the kernels need |{name}| * log2(e) finite in float32, got {value}")
 
 
 def tree_pool_kernel(k: Tensor, v: Tensor) -> None:
@@ -410,9 +419,15 @@ def tree_pool_kernel(k: Tensor, v: Tensor) -> None:
 ATTN_DIST_HEAD_DIMS = (576, 512, 192, 128)
 
 
-def attn_dist_kernel(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, topk_length: Tensor | None) -> None:
+def attn_dist_kernel(
+    q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, topk_length: Tensor | None, sm_scale: float
+) -> None:
     """What the attn_dist kernel supports of a valid call (all tensors batched)."""
     op = "attn_dist"
+    _kernel_scale(op, "sm_scale", sm_scale)
+    for name, size, most in (("h_q", q.shape[2], 2**24), ("topk", indices.shape[3], 2**30)):
+        if size > most:
+            _way_out(op, f"the kernel needs {name} to be at most {most}, got {size}")
     _kernel_dtype(op, "q", q)
     if q.shape[3] not in ATTN_DIST_HEAD_DIMS:
         _way_out(op, f"the kernel needs d_qk to be one of {', '.join(map(str, ATTN_DIST_HEAD_DIMS))}, got {q.shape[3]}")

@@ -78,11 +78,15 @@ def forward(
         UnsupportedError: backend "auto" and CUDA tensors the kernels do not cover.
 
     Notes:
-        Gradients: out and lse are differentiable with respect to q, k, v (the selection is a constant). The backward
-        walks the tree again from the selection, which is kept: 4 (L-1) B T_q H_kv top_k bytes. Second derivatives
-        raise. On CUDA, the torch backend's dk and dv use atomic additions unless
+        Gradients: out and lse are differentiable with respect to q, k, v (the selection is a constant) by the torch
+        backend; the kernels have no backward yet, so a CUDA call with backend "auto" that needs gradients raises. The
+        backward walks the tree again from the selection, which is kept: 4 (L-1) B T_q H_kv top_k bytes. Second
+        derivatives raise. On CUDA, the torch backend's dk and dv use atomic additions unless
         ``torch.use_deterministic_algorithms(True)``; everything else is bitwise repeatable.
-        Memory: the torch backend holds the tree (1 + 1/r + ... times k and v), plus a bounded chunk of temporaries.
+        Memory: the torch backend holds the tree (1 + 1/r + ... times k and v), plus a bounded chunk of temporaries; the
+        kernels hold the tree, packed, and at most 192 MiB.
+        Support: what the kernels cover is the table in the README; among its limits, scores must stay below 2^26 in
+        magnitude and bfloat16 keys below 2^112.
         Autocast: q, k, v are cast to the autocast dtype.
         A NaN or infinity reaches the output only where it is attended; later tokens never matter.
         Dropout, masks, packed (varlen) sequences and a cached tree are not supported.
@@ -109,22 +113,16 @@ def forward(
         checks.boolean(op, name, flag)
     q, k, v = _autocast(q, k, v)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    options = {
+        "q_start": q_start, "compression_rate": compression_rate, "top_k_per_layer": top_k_per_layer,
+        "max_top_nodes": max_top_nodes, "scale": scale, "rope_base": rope_base, "strict_causal": strict_causal,
+        "backend": backend,
+    }  # fmt: skip
     if needs_grad and q.is_cuda and backend == "auto":
-        checks.backward_kernel(op)
-    out, lse, selection = torch.ops.htree_cuda.forward(
-        q,
-        k,
-        v,
-        q_start=q_start,
-        compression_rate=compression_rate,
-        top_k_per_layer=top_k_per_layer,
-        max_top_nodes=max_top_nodes,
-        scale=scale,
-        rope_base=rope_base,
-        strict_causal=strict_causal,
-        need_selection=return_selection or needs_grad,
-        backend=backend,
-    )
+        checks.forward(q, k, v, **options)  # what is wrong with the call comes before what is not supported
+        checks.backward_kernel(op, q=q.requires_grad, k=k.requires_grad, v=v.requires_grad)
+    need_selection = return_selection or needs_grad
+    out, lse, selection = torch.ops.htree_cuda.forward(q, k, v, need_selection=need_selection, **options)
     extra = ([lse] if return_lse else []) + ([selection] if return_selection else [])
     return (out, *extra) if extra else out
 

@@ -187,7 +187,7 @@ def attn_dist(q, k, indices, lse, topk_length, *, sm_scale, q_start, k_stride, l
     else:
         from . import kernels
 
-        checks.attn_dist_kernel(q, k, indices, lse, topk_length)
+        checks.attn_dist_kernel(q, k, indices, lse, topk_length, params.sm_scale)
         out = lse.new_empty(q.shape[0], (q.shape[2] + 63) // 64, q.shape[1], indices.shape[3])
         if out.numel():
             kernels.attn_dist(q, k, indices, lse, out, topk_length=topk_length, lse_base=params.lse_base, **numbers)

@@ -150,10 +150,11 @@ def measured() -> str:
     report = load("gpu_tests")
     if report is not None:
         outcomes = [o for job in report["jobs"].values() for o in job.get("tests", {}).values()]
+        files = [name for name in report["jobs"] if name.startswith("tests/")]
         sanitizers = sum("sanitizer" in name or "check " in name for name in report["jobs"])
         parts.append(
-            f"**GPU tests** ({report['gpu']}, driver {report['driver']}, torch {report['torch']}, "
-            f"{report['date'][:10]}): {outcomes.count('passed')} of {len(outcomes)} passed, and {sanitizers} runs of "
+            f"**GPU tests** of {', '.join(files)} ({report['gpu']}, driver {report['driver']}, "
+            f"torch {report['torch']}, {report['date'][:10]}): {outcomes.count('passed')} of {len(outcomes)} passed, and {sanitizers} runs of "
             f"compute-sanitizer. The CPU tests ran with torch {load('forward_cpu')['torch']}.\n"
         )
     return "\n".join(parts)

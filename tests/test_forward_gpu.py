@@ -375,6 +375,8 @@ def test_gradients_and_strides_raise():
     _, (q, k, v) = inputs(20, 2, G=2, K=64, V=64)
     with pytest.raises(UnsupportedError, match=r'no backward kernel.*backend="torch"'):
         htree_cuda.forward(q.requires_grad_(), k, v)
+    with pytest.raises(ValueError, match="q_start must lie in 0"):  # what is wrong comes before what is unsupported
+        htree_cuda.forward(q, k, v, q_start=-1)
     with torch.no_grad():
         htree_cuda.forward(q, k, v)
     with pytest.raises(UnsupportedError, match="last dimension of k contiguous"):

@@ -430,6 +430,58 @@ def test_other_devices_get_a_way_out():
         checks.kernel_device("forward", torch.empty(1, device="meta"))
 
 
+def test_the_missing_backward_kernel_is_explained():
+    from htree_cuda import checks
+
+    match = r'forward: there is no backward kernel, and gradients are wanted for q, v \(under torch.no_grad.*"torch"'
+    with pytest.raises(UnsupportedError, match=match):
+        checks.backward_kernel("forward", q=True, k=False, v=True)
+
+
+def test_kernel_limits_have_their_messages():
+    """The kernels' support checks, on tensors that need no GPU."""
+    from htree_cuda import checks
+
+    def tree(**change):
+        options = {**TREE, "compression_rate": 16, "top_k_per_layer": 16, "backend": "auto", **change}
+        return checks.forward(q, k, v, **options)
+
+    q, k, v = (x.bfloat16() for x in qkv(K=64, V=128))
+    checks.forward_kernel(q, k, v, tree())
+    for change, match in (
+        ({"compression_rate": 8}, r"compression_rate 16, got 8"),
+        ({"top_k_per_layer": 8}, r"top_k_per_layer in 16 .. 512, got 8"),
+        ({"top_k_per_layer": 1024}, r"top_k_per_layer in 16 .. 512, got 1024"),
+        ({"max_top_nodes": 100}, r"max_top_nodes = top_k \* compression_rate \(256\), got 100"),
+        ({"scale": 3e38}, r"\|scale\| \* log2\(e\) finite in float32, got 3e\+38"),
+    ):
+        with pytest.raises(UnsupportedError, match=match):
+            checks.forward_kernel(q, k, v, tree(**change))
+    for tensors, match in (
+        ((q.float(), k.float(), v.float()), r"float16 or bfloat16, q is torch.float32"),
+        ((q[..., :32], k[..., :32], v), r"K \(dimension 3 of q\) to be 64 or 128, got 32"),
+        ((q, k, v[..., :6]), r"V \(dimension 3 of v\) to be 64 or 128, got 6"),
+        ((q.repeat(1, 1, 9, 1), k, v), r"at most 16 query heads for each KV head \(H / H_kv\), got 18"),
+        ((q, k, v.repeat(1, 1, 1, 2)[..., ::2]), r"last dimension of v contiguous, its stride is 2"),
+    ):
+        with pytest.raises(UnsupportedError, match=match):
+            checks.forward_kernel(*tensors, tree())
+    q, k, indices, lse = (x[None] for x in dist_args(d_qk=128, dtype=torch.bfloat16))
+    checks.attn_dist_kernel(q, k, indices, lse, None, 0.1)
+    many = torch.empty(1, 1, 1, 1, dtype=torch.int32).expand(1, 1, 1, 2**30 + 1)
+    for args, match in (
+        ((q, k, indices, lse, None, 3e38), r"\|sm_scale\| \* log2\(e\) finite in float32"),
+        ((q, k, many, lse, None, 0.1), r"topk to be at most 1073741824, got 1073741825"),
+        ((q[..., :64], k[..., :64], indices, lse, None, 0.1), r"d_qk to be one of 576, 512, 192, 128, got 64"),
+        ((q, k, indices, lse.repeat(1, 1, 2)[..., ::2], None, 0.1), r"lse contiguous"),
+        ((q[:, :, :1].expand(-1, -1, 66, -1), k, indices, lse, None, 0.1), r"heads of q apart"),
+        ((q, torch.zeros(1, 20, 1, 132).bfloat16()[..., :128], indices, lse, None, 0.1), r"dimension -3 is 264 bytes"),
+        ((q, torch.zeros(2561).bfloat16()[1:].view(1, 20, 1, 128), indices, lse, None, 0.1), r"multiple of 16 bytes"),
+    ):
+        with pytest.raises(UnsupportedError, match=match):
+            checks.attn_dist_kernel(*args)
+
+
 def test_meta_tensors_go_through_the_fake():
     q, k, v = (x.to("meta") for x in qkv())
     out, lse = htree_cuda.forward(q, k, v, return_lse=True, **SMALL)
