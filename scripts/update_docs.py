@@ -154,8 +154,8 @@ def measured() -> str:
         sanitizers = sum("sanitizer" in name or "check " in name for name in report["jobs"])
         parts.append(
             f"**GPU tests** of {', '.join(files)} ({report['gpu']}, driver {report['driver']}, "
-            f"torch {report['torch']}, {report['date'][:10]}): {outcomes.count('passed')} of {len(outcomes)} passed, and {sanitizers} runs of "
-            f"compute-sanitizer. The CPU tests ran with torch {load('forward_cpu')['torch']}.\n"
+            f"torch {report['torch']}, {report['date'][:10]}): {outcomes.count('passed')} of {len(outcomes)} passed, "
+            f"and {sanitizers} runs of compute-sanitizer. The CPU tests ran with torch {load('forward_cpu')['torch']}.\n"
         )
     return "\n".join(parts)
 
