@@ -152,10 +152,10 @@ def measured() -> str:
         outcomes = [o for job in report["jobs"].values() for o in job.get("tests", {}).values()]
         files = [name for name in report["jobs"] if name.startswith("tests/")]
         sanitizers = sum("sanitizer" in name or "check " in name for name in report["jobs"])
+        passed = f"{outcomes.count('passed')} of {len(outcomes)} passed, and {sanitizers} runs of compute-sanitizer"
         parts.append(
             f"**GPU tests** of {', '.join(files)} ({report['gpu']}, driver {report['driver']}, "
-            f"torch {report['torch']}, {report['date'][:10]}): {outcomes.count('passed')} of {len(outcomes)} passed, "
-            f"and {sanitizers} runs of compute-sanitizer. The CPU tests ran with torch {load('forward_cpu')['torch']}.\n"
+            f"torch {report['torch']}, {report['date'][:10]}): {passed}. The CPU tests ran with torch {load('forward_cpu')['torch']}.\n"
         )
     return "\n".join(parts)
 
