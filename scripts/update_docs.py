@@ -155,7 +155,8 @@ def measured() -> str:
         passed = f"{outcomes.count('passed')} of {len(outcomes)} passed, and {sanitizers} runs of compute-sanitizer"
         parts.append(
             f"**GPU tests** of {', '.join(files)} ({report['gpu']}, driver {report['driver']}, "
-            f"torch {report['torch']}, {report['date'][:10]}): {passed}. The CPU tests ran with torch {load('forward_cpu')['torch']}.\n"
+            f"torch {report['torch']}, {report['date'][:10]}): {passed}. "
+            f"The CPU tests ran with torch {load('forward_cpu')['torch']}.\n"
         )
     return "\n".join(parts)
 
