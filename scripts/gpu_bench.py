@@ -19,6 +19,15 @@ LIMIT_S = 420
 
 # Calls of `python -m htree_cuda bench`, each writing benchmarks/results/<name>.json.
 PYTHON_BENCHMARKS = {
+    "forward_gpu": [
+        "forward",
+        "--inputs",
+        "iid,local",
+        "--lengths",
+        "4096,8192,16384,32768,65536,131072,262144,1048576",
+        "--plot",
+        str(RESULTS / "forward_gpu.png"),
+    ],
     "forward_gpu_torch": ["forward", "--backend", "torch", "--lengths", "8192,16384,32768"],
     "attn_dist_gpu": ["attn_dist"],
 }

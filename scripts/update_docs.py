@@ -119,6 +119,29 @@ def attn_dist_table(report: dict) -> str:
     )
 
 
+def forward_gpu() -> str:
+    report = load("forward_gpu")
+    if report is None:
+        return NOT_MEASURED
+    rows = [
+        [
+            f"{f['T']:,}",
+            f["inputs"],
+            f"{f['ms']:.2f}",
+            f"{f['p90_ms']:.2f}",
+            f"{f['dense']['ms']:.2f}" if "dense" in f else "",
+            f"{f['speedup_over_dense']:.2f}" if "dense" in f else "",
+            f"{f['peak_bytes'] / 1e6:,.0f}",
+        ]
+        for f in report["figures"]
+    ]
+    f = report["figures"][0]
+    shape = f"B {f['B']}, H {f['H']}, H_kv {f['H_kv']}, K = V = {f['K']}, {f['dtype']}, top_k {f['top_k']}"
+    where = ", ".join(f"{kind}: {at or 'none'}" for kind, at in report["crossover"].items())
+    header = ["T", "inputs", "median, ms", "p90, ms", "dense (SDPA), ms", "dense / this", "peak beyond inputs, MB"]
+    return f"{shape} ({_gpu(report)}); faster than dense from T = ({where}):\n\n" + markdown(header, rows)
+
+
 def first_run() -> str:
     report = load("first_run")
     if report is None:
@@ -146,6 +169,8 @@ def measured() -> str:
     report = load("attn_dist")
     if report is not None:
         parts.append("**attn_dist** ([docs/attn_dist.md](docs/attn_dist.md)): " + attn_dist_table(report))
+    if load("forward_gpu") is not None:
+        parts.append("**forward**: " + forward_gpu())
     parts.append("**forward**: " + forward_cpu())
     report = load("gpu_tests")
     if report is not None:
@@ -165,6 +190,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "tree_pool": tree_pool,
     "attn_dist": attn_dist,
     "forward_cpu": forward_cpu,
+    "forward_gpu": forward_gpu,
     "first_run": first_run,
     "measured": measured,
 }
