@@ -69,22 +69,15 @@ def read_junit(path: Path) -> dict[str, str]:
     return outcomes
 
 
+def pytest_command(file: str, *options: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", file, "-m", "gpu", "-q", "-p", "no:cacheprovider", *options]
+
+
 def run_pytest(file: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            file,
-            "-m",
-            "gpu",
-            "-q",
-            "--maxfail=20",
-            "-p",
-            "no:cacheprovider",
-        ]
-        status, output = run([*command, f"--junitxml={junit}"], TEST_LIMIT_S)
+        command = pytest_command(file, "--maxfail=20", f"--junitxml={junit}")
+        status, output = run(command, TEST_LIMIT_S)
         tests = read_junit(junit) if junit.exists() else {}
     if status is None:
         state = f"failed: ran past {TEST_LIMIT_S} s"
@@ -110,19 +103,9 @@ def run_sanitizer(tool: str, file: str) -> dict:
         return {"outcome": "failed: compute-sanitizer was not found"}
     # The project's kernels alone are instrumented: their mangled names hold the namespace.
     command = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_ERROR), "--kernel-name"]
-    command += [
-        "kernel_substring=htree_cuda",
-        sys.executable,
-        "-m",
-        "pytest",
-        file,
-        "-m",
-        "gpu",
-        "-k",
-        "sanitizer",
-    ]
+    command += ["kernel_substring=htree_cuda", *pytest_command(file, "-k", "sanitizer")]
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    status, output = run([*command, "-q", "-p", "no:cacheprovider"], SANITIZER_LIMIT_S, environment)
+    status, output = run(command, SANITIZER_LIMIT_S, environment)
     summary = re.findall(r"=+ (\w+ SUMMARY: .*)", output)
     passed = re.search(r"(\d+) passed", output)
     if status is None:
