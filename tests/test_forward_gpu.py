@@ -172,6 +172,16 @@ def test_later_tokens_have_no_effect(bad):
     same_bits([after[2][:, :, : t + 1]], [before[2][:, :, : t + 1]])
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_values_that_are_not_finite_reach_their_dimension_alone(bad):
+    """Selected or not: below the node, or in its mean."""
+    _, (q, k, v) = inputs(3000, 100, G=4, K=64, V=64)
+    v[:, 1234, :, 9] = bad
+    out, lse, _ = run((q, k, v), top_k_per_layer=16)
+    assert out[..., 9].isnan().all() and lse.isfinite().all()
+    assert out[..., :9].isfinite().all() and out[..., 10:].isfinite().all()
+
+
 def test_nan_where_attended_ends_and_selects_distinct_candidates():
     _, (q, k, v) = inputs(3000, 100, G=4, K=64, V=64)
     k[:, 1234, :, 5] = math.nan
@@ -191,6 +201,75 @@ def test_large_and_small_numbers(q_size, k_size, dtype):
     host = tuple(x.to(dtype) for x in host)
     # Scores of 1e-6 differ by less than float32 resolves in s - lse: their order is no rule there.
     check(host, tuple(x.cuda() for x in host), 16, share=0.0, selection_rules=k_size > 1e-6)
+
+
+def exact_inputs(T, T_q, q_size, k_size, *, G, dtype, signs=(-1, 1), seed=0):
+    """Rows whose scores are exact, ties included: small whole numbers times powers of two in sixteen dimensions, which
+    the rope_base of `EXACT_BASE` does not turn, and zeros elsewhere."""
+    g = torch.Generator().manual_seed(seed)
+    K, dims = 128, slice(32, 48)
+    q, k = torch.zeros(1, T_q, G, K), torch.zeros(1, T, 1, K)
+    q[..., dims] = torch.randint(1, 4, (1, T_q, G, 16), generator=g).float() * 2.0**q_size
+    sign = torch.tensor(signs)[torch.randint(0, len(signs), (1, T, 1, 16), generator=g)]
+    k[..., dims] = torch.randint(1, 3, (1, T, 1, 16), generator=g) * sign * 2.0**k_size
+    v = torch.randn(1, T, 1, 128, generator=g)
+    host = tuple(x.to(dtype) for x in (q, k, v))
+    assert all(x.isfinite().all() for x in host)
+    return host, tuple(x.cuda() for x in host)
+
+
+EXACT_BASE = 1e30  # pair m = 32 of 64 turns by p * 1e-15
+
+
+@pytest.mark.parametrize("strict_causal", [True, False])
+@pytest.mark.parametrize(
+    ("T", "q_size", "k_size", "dtype"),
+    [
+        (1200, 14, 13, FP16),  # scores of 1e9: a rounding of them is 32 to 64
+        (1200, 0, 0, FP16),
+        (1200, 40, 60, BF16),
+        (1200, -118, 118, BF16),  # raw products times the largest keys' scales
+        (1200, -112, 122, BF16),
+        (250, -126, 126, BF16),  # means of these would overflow
+        (1200, 124, -118, BF16),  # the largest units of queries
+        (1200, 20, -129, BF16),  # subnormal keys: every score equal but for what float32 resolves
+    ],
+)
+def test_scores_of_any_size(T, q_size, k_size, dtype, strict_causal):
+    """Exact scores up to the end of float32's range, ties included: only the float32 steps after them may err."""
+    host, device = exact_inputs(T, 12, q_size, k_size, G=4, dtype=dtype, seed=abs(q_size))
+    options = {"rope_base": EXACT_BASE, "strict_causal": strict_causal}
+    check(host, device, 16, share=0.95, selection_rules=q_size + k_size > -20, **options)
+
+
+@pytest.mark.parametrize("k_size", [60, 62])
+def test_scores_far_below_zero_are_leaves(k_size):
+    """A score of -1e37 is a leaf like any other where all are as low."""
+    host, device = exact_inputs(1200, 12, 58, k_size, G=4, dtype=BF16, signs=(-1,))
+    exact = definition.forward(*host, top_k_per_layer=16, rope_base=EXACT_BASE)
+    assert exact.lse.max() < -1e34
+    check(host, device, 16, share=0.95, rope_base=EXACT_BASE)
+
+
+def test_means_that_overflow_matter_as_leaves_alone():
+    """bf16 tokens of 2^124 have infinite means: an expanded node's is never touched, a leaf's is NaN where it is."""
+    top_k, T, T_q = 16, 1200, 12
+    host, device = exact_inputs(T, T_q, 0, -4, G=4, dtype=BF16)
+    first, hostile = slice(3 * 16, 4 * 16), slice(40 * 16, 41 * 16)
+    for _, k, v in (host, device):
+        k[:, first, :, 32:48] = 2.0  # what outweighs the tokens of the hostile node, and comes before it
+        k[:, hostile, :, 32:48] = 1.0
+        v[:, hostile, :, ::2] = 1.5 * 2.0**124
+    out, lse, selection = check(host, device, top_k, share=0.95, rope_base=EXACT_BASE)
+    assert (selection[0] == 40).any(-1).all() and out.isfinite().all() and lse.isfinite().all()
+
+    for _, k, _ in (host, device):
+        k[:, hostile, :, 32:48] = -1.0
+    out, lse, selection = (x.cpu() for x in run(device, top_k_per_layer=top_k, rope_base=EXACT_BASE))
+    exact = definition.forward(*host, selection=selection, top_k_per_layer=top_k, rope_base=EXACT_BASE)
+    assert not (selection[0] == 40).any() and exact.out[..., ::2].isnan().all()
+    assert out[..., ::2].isnan().all() and lse.isfinite().all()
+    assert baseline.row_errors(out[..., 1::2], exact.out[..., 1::2])[1] < 0.01
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-3])

@@ -85,7 +85,7 @@ struct Args {
   bool q_pairs;                   // two neighbouring elements may be read at once
   int H_kv;
   int G;
-  float scale_log2;               // scale * log2(e)
+  rope::ScoreScale scale;
   bool strict_causal;
 
   int layer;
@@ -99,13 +99,13 @@ struct Args {
 
   std::uint16_t const* closed;    // [rows, width / 16], bit c: candidate 16 j + c is no leaf; unused at the bottom
   std::int64_t width;             // of a row of importance
-  float* normaliser;              // [rows, 16] lse_g in units of log2; +inf beyond G
+  float2* normaliser;             // [rows, 16] lse_g * log2(e) = x * unit + y, x the largest raw score; y +inf beyond G
   float* importance;              // [rows, width]
 
   // Running softmax between layers: O as float32 fragments, and two numbers for every head.
   bool first;                     // nothing to load
   float4* state_out;              // [rows, V / 8, 32]
-  float2* state_sum;              // [rows, 16] offset of the exponents and sum
+  float2* state_sum;              // [rows, 16] running maximum (raw) and sum
 
   void* out;                      // [B, T_q, H, V] contiguous, written at the bottom
   float* lse;                     // [B, T_q, H]

@@ -48,8 +48,12 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(kFullWarp, x, 2);
 }
 
+// What an infinite input reached is NaN, whatever its sign and weight.
+__device__ __forceinline__ float infinite_to_nan(float x) { return fmaf(x, 0.0f, x); }
+
 // One query: 16 heads (rows lane / 4 and lane / 4 + 8 in this thread) against the parents it takes. Scores are `raw`
-// until they are exponentiated: s * log2(e) = raw * unit[row], unit > 0 (a negative scale turns the query around).
+// (device/rope.cuh) until they are exponentiated relative to a maximum that is raw too: the difference of the maximum
+// and itself is exactly zero however large it is, where that of products rounded apart is not.
 template <class Cfg>
 class Consumer {
   using Element = typename Cfg::Element;
@@ -60,8 +64,9 @@ class Consumer {
   static constexpr int kValueTiles = Cfg::kReadsValues ? kV / 8 : 1;
   // A running maximum is raised when an exponential would exceed 2^kSlack: rescaling is rare.
   static constexpr float kSlack = 8.0f;
-  // The offset before the first leaf: whatever score comes raises the maximum.
-  static constexpr float kNoLeaf = 1e30f;
+  static constexpr float kLargest = 3.402823466e38f;
+  // The maximum before the first leaf: whatever score comes raises it, and what is summed up to then is zero.
+  static constexpr float kNoLeaf = -kLargest;
   static constexpr float kInfinity = __builtin_huge_valf();
   // Turns that are loaded ahead, in ranks and in k-steps of one: registers decide.
   static constexpr int kFetched = Cfg::kReadsValues ? 1 : 2;
@@ -79,11 +84,11 @@ public:
     position_ = c.n - 1;
     cursor_ = static_cast<int>(row() * (args.width / kSiblings));
     load_query(block);
-    int const id = lane_ / 8;
-    int const key_row = lane_ % 8 + (id / 2) * 8;
-    key_lane_ = Cfg::kKeyOffset + key_row * Cfg::kKeyRowBytes + (((id % 2) ^ (key_row % 8)) << 4);
-    int const value_row = lane_ % 8 + (id % 2) * 8;
-    value_lane_ = Cfg::kValueOffset + value_row * Cfg::kValueRowBytes + (((id / 2) ^ (value_row % 8)) << 4);
+    // Lanes 0 .. 15 name rows 0 .. 7, the others rows 8 .. 15; the chunks of each eight lanes alternate.
+    int const named_row = lane_ % 8 + lane_ / 16 * 8;
+    int const named_chunk = (lane_ / 8 % 2 ^ named_row % 8) << 4;
+    key_lane_ = Cfg::kKeyOffset + named_row * Cfg::kKeyRowBytes + named_chunk;
+    value_lane_ = Cfg::kValueOffset + named_row * Cfg::kValueRowBytes + named_chunk;
     begin_state(exists);
   }
 
@@ -159,13 +164,12 @@ private:
         float2 const x = Pairs<Element>::unpack(words[i][part / 2][part % 2]);
         largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
       }
-      rope::Normaliser const scale = rope::normaliser(quad_max(largest));
-      float const factor = args_.scale_log2 < 0.0f ? -scale.factor : scale.factor;
-      unit_[i] = fmaxf(fabsf(args_.scale_log2) * scale.inverse, 1.17549435e-38f);  // not 0: 0 * -inf is NaN
+      rope::QueryScale const scale = rope::query_scale(quad_max(largest), args_.scale);
+      unit_[i] = scale.unit;
 #pragma unroll
       for (int part = 0; part < 2 * kSteps; ++part) {
         float2 const x = Pairs<Element>::unpack(words[i][part / 2][part % 2]);
-        q_[part / 2][2 * (part % 2) + i] = __floats2half2_rn(x.x * factor, x.y * factor);
+        q_[part / 2][2 * (part % 2) + i] = __floats2half2_rn(x.x * scale.factor, x.y * scale.factor);
       }
     }
   }
@@ -173,11 +177,13 @@ private:
   __device__ __forceinline__ void begin_state(bool exists) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      offset_[i] = kNoLeaf;
+      max_[i] = kNoLeaf;
       sum_[i] = 0.0f;
       right_[i] = 0.0f;
       if constexpr (Cfg::kPass == Pass::kImportance) {
-        offset_[i] = active_ ? -args_.normaliser[row() * 16 + head_row(i)] : 0.0f;
+        float2 const lse = active_ ? args_.normaliser[row() * 16 + head_row(i)] : float2{0.0f, 0.0f};
+        max_[i] = lse.x;
+        log_sum_[i] = lse.y;
       }
     }
     if constexpr (Cfg::kPass == Pass::kValues) {
@@ -190,7 +196,7 @@ private:
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float2 const state = args_.state_sum[row() * 16 + head_row(i)];
-          offset_[i] = state.x;
+          max_[i] = state.x;
           sum_[i] = tq_ == 0 ? state.y : 0.0f;
         }
 #pragma unroll
@@ -202,16 +208,14 @@ private:
     }
   }
 
-  // Raises row i's maximum to `largest` and returns what its sums are multiplied by. Exponentials are
-  // 2^(raw * unit + offset), offset = -maximum * unit.
+  // Raises row i's maximum to `largest` and returns what its sums are multiplied by.
   __device__ __forceinline__ float raise(int i, float largest) {
-    float const offset = -largest * unit_[i];
-    float const factor = ptx::exp2_movable(offset - offset_[i]);
-    offset_[i] = offset;
+    float const factor = ptx::exp2_movable((max_[i] - largest) * unit_[i]);
+    max_[i] = largest;
     return factor;
   }
 
-  __device__ __forceinline__ float exponent(int i, float raw) const { return fmaf(raw, unit_[i], offset_[i]); }
+  __device__ __forceinline__ float exponent(int i, float raw) const { return (raw - max_[i]) * unit_[i]; }
 
   __device__ __forceinline__ rope::Turns turns(int ahead, int kk) const {
     int const further = position_ - kSiblings * ahead;
@@ -235,8 +239,9 @@ private:
   }
 
   // raw[tile][e]: column 8 tile + 2 tq + e % 2 of row e / 2. Two chains of products where registers allow: their
-  // latency is what these passes wait for; beside O, the products of the parent before fill the gaps of one.
-  __device__ __forceinline__ void scores(uint32_t slot, int ahead, float (&raw)[2][4]) {
+  // latency is what these passes wait for; beside O, the products of the parent before fill the gaps of one. Returns
+  // whether some value of the parent is not finite, the same in every lane.
+  __device__ __forceinline__ bool scores(uint32_t slot, int ahead, float (&raw)[2][4]) {
     constexpr bool kTwoChains = Cfg::kPass != Pass::kValues;
     float second[2][4];
     float(&upper)[2][4] = kTwoChains ? second : raw;
@@ -265,15 +270,18 @@ private:
       ptx::mma_fp16(upper[0], a_hi, b[0], b[1]);
       ptx::mma_fp16(upper[1], a_hi, b[2], b[3]);
     }
+    bool infinite_values = false;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       float2 const scale = ptx::load_shared_8B(slot + Cfg::kScaleOffset + tile * 32 + tq_ * 8);
+      infinite_values = scale.x < 0.0f;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if constexpr (kTwoChains) raw[tile][e] += second[tile][e];
-        raw[tile][e] *= e % 2 ? scale.y : scale.x;
+        raw[tile][e] *= fabsf(e % 2 ? scale.y : scale.x);
       }
     }
+    return infinite_values;
   }
 
   // Candidates of `dead` (bit c: child c) take no part.
@@ -309,17 +317,13 @@ private:
   __device__ __forceinline__ void one_parent(uint32_t slot) {
     bool const last = position_ < kSiblings;
     float raw[2][4];
-    scores(slot, 0, raw);
+    bool const infinite = scores(slot, 0, raw);
     if constexpr (Cfg::kPass == Pass::kValues) {
       uint32_t const dead = closed(last);
       fetch(0, 1);
       uint32_t p[4];
       exponentials(raw, dead, p);
-      if (last) {
-        last_values(slot, p, dead);
-      } else {
-        weighted_values(slot, p, ~0u, ~0u);
-      }
+      add_values(slot, p, 0, last, infinite);
     } else {
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) fetched_[0][i] = fetched_[1][i];
@@ -332,22 +336,18 @@ private:
   __device__ __forceinline__ void two_parents(uint32_t slot, uint32_t next_slot) {
     bool const last = position_ < 2 * kSiblings;
     float raw[2][4], next[2][4];
-    scores(slot, 0, raw);
+    bool const infinite = scores(slot, 0, raw);
     if constexpr (Cfg::kPass == Pass::kValues) {
       uint32_t const dead = closed(false);
       fetch(0, 1);
       uint32_t p[4];
       exponentials(raw, dead, p);
-      scores(next_slot, 1, next);  // between the products of the first
-      weighted_values(slot, p, ~0u, ~0u);
+      bool const next_infinite = scores(next_slot, 1, next);  // between the products of the first
+      add_values(slot, p, 0, false, infinite);
       uint32_t const next_dead = closed(last);
       fetch(0, 2);
       exponentials(next, next_dead, p);
-      if (last) {
-        last_values(next_slot, p, next_dead);
-      } else {
-        weighted_values(next_slot, p, ~0u, ~0u);
-      }
+      add_values(next_slot, p, 1, last, next_infinite);
     } else {
       scores(next_slot, 1, next);
       fetch(0, 2);
@@ -397,14 +397,17 @@ private:
     }
   }
 
+  // exp(s - lse_g)
+  __device__ __forceinline__ float weight(int i, float raw) const {
+    return ptx::exp2_movable(fmaf(raw - max_[i], unit_[i], -log_sum_[i]));
+  }
+
   // Column sums over the heads, by a butterfly that halves what is sent: first two columns of four, then one of two.
   __device__ __forceinline__ void weigh(float const (&raw)[2][4], int ahead) {
     float column[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      float const x = ptx::exp2_movable(exponent(0, raw[c / 2][c % 2]));
-      float const y = ptx::exp2_movable(exponent(1, raw[c / 2][2 + c % 2]));
-      column[c] = x + y;
+      column[c] = weight(0, raw[c / 2][c % 2]) + weight(1, raw[c / 2][2 + c % 2]);
     }
     bool const second = lane_ & 16;
     float a = second ? column[2] : column[0];
@@ -454,25 +457,30 @@ private:
     }
   }
 
-  // Values that hold later tokens may be NaN, and 0 * NaN is NaN: they become zeros on the way to the product. Only a
-  // query's last parent has such children.
-  __device__ __forceinline__ void last_values(uint32_t slot, uint32_t const (&p)[4], uint32_t dead) {
-    uint32_t const open = ~dead >> (2 * tq_);
+  // 0 * NaN is NaN: closed rows that may not be finite become zeros on the way to the product. They are in a query's last
+  // parent, which may hold later tokens, and in parents with a mean that overflowed. Rare, so which rows are closed is
+  // looked up again rather than kept in a register.
+  __device__ __forceinline__ void add_values(uint32_t slot, uint32_t const (&p)[4], int ahead, bool last,
+                                             bool infinite) {
+    if (!last && !infinite) return weighted_values(slot, p, ~0u, ~0u);
+    uint32_t const dead = args_.layer > 0 ? args_.closed[cursor_ + ahead] : closed(last);
+    uint32_t const mine = dead >> (2 * tq_);
     auto const rows = [&](int first) {
-      return (open >> first & 1u ? 0x0000ffffu : 0u) | (open >> (first + 1) & 1u ? 0xffff0000u : 0u);
+      return (mine >> first & 1u ? 0u : 0x0000ffffu) | (mine >> (first + 1) & 1u ? 0u : 0xffff0000u);
     };
     weighted_values(slot, p, rows(0), rows(8));
   }
 
   __device__ __forceinline__ void weighted_values(uint32_t slot, uint32_t const (&p)[4], uint32_t keep_low,
                                                   uint32_t keep_high) {
-    uint32_t const values = slot + value_lane_;
+    // Where the rows are equally long, one register holds both addresses.
+    uint32_t const values = slot + (kK == kV ? key_lane_ + Cfg::kKeyBytes : value_lane_);
 #pragma unroll
     for (int step = 0; step < kValueTiles / 2; ++step) {
       uint32_t b[4];
       ptx::load_matrix_x4_transposed(b, values ^ (step << 5));
-      Pairs<Element>::mma(o_[2 * step], p, b[0] & keep_low, b[1] & keep_high);
-      Pairs<Element>::mma(o_[2 * step + 1], p, b[2] & keep_low, b[3] & keep_high);
+      Pairs<Element>::mma(o_[2 * step], p, b[0] & keep_low, b[2] & keep_high);
+      Pairs<Element>::mma(o_[2 * step + 1], p, b[1] & keep_low, b[3] & keep_high);
     }
   }
 
@@ -490,20 +498,20 @@ private:
   }
 
   __device__ __forceinline__ void finish_normaliser() {
-    float lse[2], full[2];
-    float shift = kInfinity;
+    float excess[2];
+    float shift = kLargest;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float const largest = -offset_[i];  // hugely negative without a leaf
-      float const row_largest = quad_max(largest);
-      float const factor = largest == row_largest ? 1.0f : ptx::exp2_approx(largest - row_largest);
-      lse[i] = row_largest + log2f(quad_sum(sum_[i] * factor));
-      full[i] = lse[i];
+      float const row_largest = quad_max(max_[i]);
+      sum_[i] *= raise(i, row_largest);
+      log_sum_[i] = log2f(quad_sum(sum_[i]));
+      excess[i] = 0.0f;
       if (!args_.strict_causal) {
-        float const right = quad_sum(right_[i]) * unit_[i];
-        float const base = fmaxf(lse[i], right);
-        full[i] = base + log2f(ptx::exp2_approx(lse[i] - base) + ptx::exp2_approx(right - base));
-        if (head_row(i) < args_.G) shift = fminf(shift, full[i] - lse[i]);
+        // By how much the rightmost candidate raises the logarithm of the normaliser: log2(1 + 2^right).
+        float const right = fmaf(quad_sum(right_[i]) - row_largest, unit_[i], -log_sum_[i]);
+        float const raised = fmaxf(right, 0.0f) + log2f(1.0f + ptx::exp2_approx(-fabsf(right)));
+        excess[i] = raised > kLargest ? kLargest : raised;  // infinity - infinity is NaN
+        if (head_row(i) < args_.G) shift = fminf(shift, excess[i]);
       }
     }
     // With the rightmost candidate in the normaliser all other importance may vanish: one power of two for all heads
@@ -513,8 +521,8 @@ private:
     if (tq_ == 0) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float const x = args_.strict_causal ? lse[i] : full[i] - shift;
-        args_.normaliser[row() * 16 + head_row(i)] = head_row(i) < args_.G ? x : kInfinity;
+        float const log_sum = args_.strict_causal ? log_sum_[i] : log_sum_[i] + (excess[i] - shift);
+        args_.normaliser[row() * 16 + head_row(i)] = {max_[i], head_row(i) < args_.G ? log_sum : kInfinity};
       }
     }
   }
@@ -523,7 +531,7 @@ private:
     if (tq_ == 0) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        args_.state_sum[row() * 16 + head_row(i)] = {offset_[i], sum_[i]};
+        args_.state_sum[row() * 16 + head_row(i)] = {max_[i], sum_[i]};
       }
     }
 #pragma unroll
@@ -544,9 +552,14 @@ private:
           reinterpret_cast<uint32_t*>(static_cast<Element*>(args_.out) + (first_head + head_row(i)) * kV) + tq_;
 #pragma unroll
       for (int tile = 0; tile < kValueTiles; ++tile) {
-        out[4 * tile] = Pairs<Element>::pack(o_[tile][2 * i] * inverse, o_[tile][2 * i + 1] * inverse);
+        out[4 * tile] =
+            Pairs<Element>::pack(infinite_to_nan(o_[tile][2 * i] * inverse), infinite_to_nan(o_[tile][2 * i + 1] * inverse));
       }
-      if (tq_ == 0) args_.lse[first_head + head_row(i)] = (log2f(sum_[i]) - offset_[i]) * 0.693147180559945309f;
+      if (tq_ == 0) {
+        constexpr float kLogTwo = 0.693147180559945309f;
+        args_.lse[first_head + head_row(i)] =
+            infinite_to_nan(fmaf(max_[i], unit_[i] * kLogTwo, log2f(sum_[i]) * kLogTwo));
+      }
     }
   }
 
@@ -565,9 +578,10 @@ private:
   rope::Turns fetched_[kFetched][kAhead];
   half2 q_[kSteps][4];
   float unit_[2];
-  float offset_[2];  // of the exponent; kImportance: -lse_g
-  float sum_[2];     // of the exponentials
-  float right_[2];   // kNormaliser: the rightmost candidate's score
+  float max_[2];      // running maximum, raw; kImportance: the normaliser's
+  float sum_[2];      // of the exponentials
+  float log_sum_[2];  // of the normaliser: lse_g * log2(e) = max * unit + log_sum
+  float right_[2];    // kNormaliser: the rightmost candidate's score
   float o_[kValueTiles][4];
 };
 

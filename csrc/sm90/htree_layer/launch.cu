@@ -98,7 +98,7 @@ struct Plan {
   char* packed[kMaxLayers] = {};
   float* importance = nullptr;
   std::uint16_t* closed = nullptr;
-  float* normaliser = nullptr;
+  float2* normaliser = nullptr;
   std::int32_t* nodes[2] = {};
   std::int32_t* union_nodes = nullptr;
   std::uint16_t* union_masks = nullptr;
@@ -218,6 +218,14 @@ void build(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
   }
 }
 
+// A scale of zero is the smallest: rows of q become zeros.
+rope::ScoreScale score_scale(double scale) {
+  int exponent = 0;
+  double const mantissa = std::frexp(scale * 1.4426950408889634, &exponent);  // in [0.5, 1)
+  if (mantissa == 0.0) return {1.0f, -1000};
+  return {static_cast<float>(2.0 * mantissa), exponent - 1};
+}
+
 layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
   layer::Args args{};
   args.block_bytes = plan.block_bytes;
@@ -229,7 +237,7 @@ layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
   args.q_pairs = aligned(p.q, 4) && p.q_stride_b % 2 == 0 && p.q_stride_t % 2 == 0 && p.q_stride_h % 2 == 0;
   args.H_kv = static_cast<int>(p.H_kv);
   args.G = static_cast<int>(p.G);
-  args.scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
+  args.scale = score_scale(p.scale);
   args.strict_causal = p.strict_causal;
   args.layers = plan.layers;
   args.top_k = static_cast<int>(p.top_k);

@@ -6,7 +6,9 @@
 // in float32), normalised by a power of two, their scale, and rounded once to fp16; values are copied. Rows are
 // swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8), so that ldmatrix reads them without bank conflicts.
 // Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score
-// is NaN whatever the query. Memory bound: a warp a parent, 16-byte accesses.
+// is NaN whatever the query. Where any value of a parent is not finite (the mean of finite ones may overflow) all its
+// scales are negative: a warning to who multiplies values by probabilities of zero. Memory bound: a warp a parent,
+// 16-byte accesses.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -64,6 +66,21 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     return static_cast<Element const*>(x.in) + b * x.stride_b + (first + c) * x.stride_n + h * x.stride_h;
   };
 
+  int const chunks = args.v.dim / 8;
+  bool finite_values = true;
+  for (int i = lane; i < kSiblings * chunks; i += 32) {
+    int const c = i / chunks;
+    int const chunk = i % chunks;
+    uint4 x = {0, 0, 0, 0};
+    if (c < children) x = load_chunk<Element>(args.v, row_of(args.v, c), chunk);
+    reinterpret_cast<uint4*>(values + c * args.v.dim * 2)[chunk ^ (c % 8)] = x;
+    float elements[8];
+    to_float<Element>(x, elements);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) finite_values &= isfinite(elements[e]);
+  }
+  finite_values = __all_sync(0xffffffffu, finite_values);
+
 #pragma unroll
   for (int step = 0; step < kSiblings / kRowsAtOnce; ++step) {
     int const c = step * kRowsAtOnce + lane / kLanesPerRow;
@@ -86,7 +103,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
       finite &= __shfl_xor_sync(0xffffffffu, static_cast<int>(finite), lanes) != 0;
     }
-    rope::Normaliser const scale = rope::normaliser(largest);
+    rope::KeyScale const scale = rope::key_scale(largest);
     alignas(16) half turned_lo[8], turned_hi[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -100,16 +117,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     uint4* const out = reinterpret_cast<uint4*>(keys + c * kK * 2);
     out[chunk ^ (c % 8)] = *reinterpret_cast<uint4 const*>(turned_lo);
     out[(chunk + kLanesPerRow) ^ (c % 8)] = *reinterpret_cast<uint4 const*>(turned_hi);
-    if (chunk == 0) reinterpret_cast<float*>(packed)[c] = scale.inverse;
-  }
-
-  int const chunks = args.v.dim / 8;
-  for (int i = lane; i < kSiblings * chunks; i += 32) {
-    int const c = i / chunks;
-    int const chunk = i % chunks;
-    uint4 x = {0, 0, 0, 0};
-    if (c < children) x = load_chunk<Element>(args.v, row_of(args.v, c), chunk);
-    reinterpret_cast<uint4*>(values + c * args.v.dim * 2)[chunk ^ (c % 8)] = x;
+    if (chunk == 0) reinterpret_cast<float*>(packed)[c] = finite_values ? scale.scale : -scale.scale;
   }
 }
 
