@@ -1,14 +1,15 @@
-// Data sheet of the layer kernel: one layer of htree attention, one pass over its candidates.
+// Data sheet of the layer kernel: one layer of htree attention, one pass over its candidates, for the queries whose first
+// layer it is (`Walk::kFirst`) or for those which chose its parents in the layer above (`Walk::kBelow`).
 //
 //   CTA           12 consumer warps (3 warpgroups), one query each: consecutive queries of one (b, h_kv);
 //                 a producer warp in a fourth warpgroup, whose other warps idle
 //   pairs         a consumer takes two of its parents at a time where a stage holds two, so that the latencies of one
 //                 hide behind the other; the arithmetic is that of one after the other, bit for bit
-//   slot          one parent: 16 keys (fp16, turned by their place), their scales, 16 values, as smxx/tree_pack laid
-//                 them out in global memory; one bulk copy
+//   slot          one parent: 16 keys (fp16, turned by their node or place), their scales, 16 values, as smxx/tree_pack
+//                 laid them out in global memory; one bulk copy
 //   stage         four slots and their query masks, one full and one empty mbarrier
 //   order         the producer streams the union of the block's parents, ascending; a consumer takes those it selected
-//                 and counts its own rank j, which gives the RoPE position n - 1 - 16 j
+//                 and counts its own rank j; below its first layer that gives the RoPE position n - 1 - 16 j
 //   registers     160 a consumer thread, 32 a producer thread: 3 * 128 * 160 + 128 * 32 = 65536
 //   shared memory as many stages as fit in 224 KB: 6 (24 parents) at K = V = 128
 #pragma once
@@ -30,12 +31,18 @@ enum class Pass {
   kValues,      // softmax over the leaves, onto the running state
 };
 
-template <class Element_, int kK_, int kV_, Pass kPass_>
+enum class Walk {
+  kFirst,  // every parent up to the query's own; keys turned by their node, the query by n - 1
+  kBelow,  // selected parents; keys turned by their place, the query by n - 1 - 16 j
+};
+
+template <class Element_, int kK_, int kV_, Pass kPass_, Walk kWalk_>
 struct Config {
-  using Element = Element_;  // of q, k, v: __nv_bfloat16 or __half
+  using Element = Element_;  // of values: __nv_bfloat16 or __half; void where none are read
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
   static constexpr Pass kPass = kPass_;
+  static constexpr Walk kWalk = kWalk_;
   static constexpr bool kReadsValues = kPass == Pass::kValues;
 
   static constexpr int kConsumers = kBlockQueries;
@@ -73,15 +80,17 @@ struct Config {
 // Everything a launch reads and writes. Rows are queries of the launch: row = block * 12 + warp.
 struct Args {
   QueryBlocks blocks;
-  char const* packed;             // the layer: [B, H_kv, parents] blocks of block_bytes
-  std::int64_t parents_per_head;  // ceil(N_l / 16)
+  char const* packed;             // the layer: [B, H_kv, parents] blocks of block_bytes, keys as the walk wants them
+  std::int64_t parents_per_head;
   std::int64_t block_bytes;
-  rope::Turns const* turns;       // [positions, K / 32, 4]
+  float2 const* turns;                 // [positions, K / 2]; kFirst
+  rope::Turns const* fragment_turns;   // [positions, K / 32, 4]; kBelow
 
   void const* q;                  // [B, T_q, H, K]
   std::int64_t q_stride_b;
   std::int64_t q_stride_t;
   std::int64_t q_stride_h;
+  bool q_half;                    // fp16, else bf16
   bool q_pairs;                   // two neighbouring elements may be read at once
   int H_kv;
   int G;
@@ -92,7 +101,7 @@ struct Args {
   int layers;
   int top_k;
 
-  // The union of the parents of each block; null at the top, where it is 0, 1, 2, ...
+  // The union of the parents of each block; kBelow.
   std::int32_t const* union_nodes;   // [blocks, 12 * top_k]
   std::uint16_t const* union_masks;  // likewise; bit i: selected by query i of the block
   std::int32_t const* union_count;   // [blocks]
@@ -103,7 +112,6 @@ struct Args {
   float* importance;              // [rows, width]
 
   // Running softmax between layers: O as float32 fragments, and two numbers for every head.
-  bool first;                     // nothing to load
   float4* state_out;              // [rows, V / 8, 32]
   float2* state_sum;              // [rows, 16] running maximum (raw) and sum
 

@@ -9,6 +9,7 @@
 
 namespace htree_cuda::layer {
 
+// Two elements in 32 bits, and their products.
 template <class Element>
 struct Pairs;
 
@@ -62,34 +63,39 @@ class Consumer {
   static constexpr int kSteps = kK / 16;      // k-steps of QK
   static constexpr int kHalf = kK / 32;       // of them in the low half of the pairs
   static constexpr int kValueTiles = Cfg::kReadsValues ? kV / 8 : 1;
+  static constexpr bool kBelow = Cfg::kWalk == Walk::kBelow;
   // A running maximum is raised when an exponential would exceed 2^kSlack: rescaling is rare.
   static constexpr float kSlack = 8.0f;
   static constexpr float kLargest = 3.402823466e38f;
   // The maximum before the first leaf: whatever score comes raises it, and what is summed up to then is zero.
   static constexpr float kNoLeaf = -kLargest;
   static constexpr float kInfinity = __builtin_huge_valf();
-  // Turns that are loaded ahead, in ranks and in k-steps of one: registers decide.
+  // kBelow: turns that are loaded ahead, in ranks and in k-steps of one; registers decide.
   static constexpr int kFetched = Cfg::kReadsValues ? 1 : 2;
   static constexpr int kAhead = Cfg::kReadsValues && kK == 128 && kV == 128 ? kHalf / 2 : kHalf;
 
 public:
-  __device__ Consumer(Args const& args, int warp)
-      : args_(args), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4), warp_(warp) {
+  __device__ explicit Consumer(Args const& args)
+      : args_(args),
+        lane_(threadIdx.x % 32),
+        g_(lane_ / 4),
+        tq_(lane_ % 4),
+        warp_(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
     QueryBlock const block(args.blocks, blockIdx.x);
-    groups_ = (stream_count(args, block) + Cfg::kStageSlots - 1) / Cfg::kStageSlots;
-    bool const exists = block.first + warp < args.blocks.T_q;
-    std::int64_t const t = args.blocks.q_start + block.first + (exists ? warp : 0);
-    Candidates const c = candidates(t, args.layer, args.layers, args.top_k);
-    active_ = exists && works(args, c);
-    position_ = c.n - 1;
+    groups_ = (stream_count<Cfg>(args, block) + Cfg::kStageSlots - 1) / Cfg::kStageSlots;
+    std::int64_t const t = args.blocks.q_start + block.first + warp_;
+    active_ = block.first + warp_ < args.blocks.T_q && works<Cfg>(args, t);
+    position_ = active_ ? candidates(t, args.layer, args.layers, args.top_k).n - 1 : 0;
     cursor_ = static_cast<int>(row() * (args.width / kSiblings));
-    load_query(block);
+    if (active_) {
+      load_query(block);
+      begin_state();
+    }
     // Lanes 0 .. 15 name rows 0 .. 7, the others rows 8 .. 15; the chunks of each eight lanes alternate.
     int const named_row = lane_ % 8 + lane_ / 16 * 8;
     int const named_chunk = (lane_ / 8 % 2 ^ named_row % 8) << 4;
     key_lane_ = Cfg::kKeyOffset + named_row * Cfg::kKeyRowBytes + named_chunk;
     value_lane_ = Cfg::kValueOffset + named_row * Cfg::kValueRowBytes + named_chunk;
-    begin_state(exists);
   }
 
   __device__ void run(Ring<Cfg> const& ring) {
@@ -126,62 +132,88 @@ private:
     return static_cast<int>(ptx::block_index()) * kBlockQueries + warp_;
   }
 
-  // q, normalised to fp16, in A fragments; rows of heads beyond G are zero.
+  __device__ __forceinline__ float2 unpack_query(uint32_t x) const {
+    return args_.q_half ? Pairs<__half>::unpack(x) : Pairs<__nv_bfloat16>::unpack(x);
+  }
+
+  // q, normalised to fp16, in A fragments; rows of heads beyond G are zero. Walk::kFirst: turned by n - 1, in float32 and
+  // rounded once.
   __device__ __forceinline__ void load_query(QueryBlock const& block) {
     std::int64_t const b = block.bh / args_.H_kv;
     std::int64_t const h_kv = block.bh % args_.H_kv;
-    Element const* const base = static_cast<Element const*>(args_.q) + b * args_.q_stride_b +
-                                (block.first + warp_) * args_.q_stride_t +
-                                h_kv * args_.G * args_.q_stride_h + 2 * tq_;
+    std::uint16_t const* const base = static_cast<std::uint16_t const*>(args_.q) + b * args_.q_stride_b +
+                                      (block.first + warp_) * args_.q_stride_t +
+                                      h_kv * args_.G * args_.q_stride_h + 2 * tq_;
     // All loads first: one latency, not one after the other.
     uint32_t words[2][kSteps][2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      Element const* const head = base + head_row(i) * args_.q_stride_h;
-      bool const real = active_ && head_row(i) < args_.G;
+      std::uint16_t const* const head = base + head_row(i) * args_.q_stride_h;
 #pragma unroll
       for (int part = 0; part < 2 * kSteps; ++part) words[i][part / 2][part % 2] = 0;
-      if (!real) continue;
+      if (head_row(i) >= args_.G) continue;
       if (args_.q_pairs) {
 #pragma unroll
         for (int part = 0; part < 2 * kSteps; ++part) {
           words[i][part / 2][part % 2] = __ldg(reinterpret_cast<uint32_t const*>(head + 8 * part));
         }
       } else {
-        unsigned short const* const bits = reinterpret_cast<unsigned short const*>(head);
 #pragma unroll
         for (int part = 0; part < 2 * kSteps; ++part) {
-          uint32_t const low = __ldg(bits + 8 * part);
-          words[i][part / 2][part % 2] = low | static_cast<uint32_t>(__ldg(bits + 8 * part + 1)) << 16;
+          uint32_t const low = __ldg(head + 8 * part);
+          words[i][part / 2][part % 2] = low | static_cast<uint32_t>(__ldg(head + 8 * part + 1)) << 16;
         }
       }
     }
+    float factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float largest = 0.0f;
 #pragma unroll
       for (int part = 0; part < 2 * kSteps; ++part) {
-        float2 const x = Pairs<Element>::unpack(words[i][part / 2][part % 2]);
+        float2 const x = unpack_query(words[i][part / 2][part % 2]);
         largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
       }
       rope::QueryScale const scale = rope::query_scale(quad_max(largest), args_.scale);
       unit_[i] = scale.unit;
+      factor[i] = scale.factor;
+    }
 #pragma unroll
-      for (int part = 0; part < 2 * kSteps; ++part) {
-        float2 const x = Pairs<Element>::unpack(words[i][part / 2][part % 2]);
-        q_[part / 2][2 * (part % 2) + i] = __floats2half2_rn(x.x * scale.factor, x.y * scale.factor);
+    for (int kk = 0; kk < kHalf; ++kk) {
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        float4 turn;
+        if constexpr (!kBelow) {
+          float2 const* const pair = args_.turns + position_ * (kK / 2) + 16 * kk + 8 * part + 2 * tq_;
+          turn = __ldg(reinterpret_cast<float4 const*>(pair));
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float2 lo = unpack_query(words[i][kk][part]);
+          float2 hi = unpack_query(words[i][kk + kHalf][part]);
+          lo.x *= factor[i], lo.y *= factor[i], hi.x *= factor[i], hi.y *= factor[i];
+          if constexpr (!kBelow) {
+            float2 const x = lo;
+            float2 const y = hi;
+            lo = {x.x * turn.x - y.x * turn.y, x.y * turn.z - y.y * turn.w};
+            hi = {x.x * turn.y + y.x * turn.x, x.y * turn.w + y.y * turn.z};
+          }
+          q_[kk][2 * part + i] = __floats2half2_rn(lo.x, lo.y);
+          q_[kk + kHalf][2 * part + i] = __floats2half2_rn(hi.x, hi.y);
+        }
       }
     }
   }
 
-  __device__ __forceinline__ void begin_state(bool exists) {
+  // Walk::kFirst begins; below, the state is what the layer above left.
+  __device__ __forceinline__ void begin_state() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       max_[i] = kNoLeaf;
       sum_[i] = 0.0f;
       right_[i] = 0.0f;
       if constexpr (Cfg::kPass == Pass::kImportance) {
-        float2 const lse = active_ ? args_.normaliser[row() * 16 + head_row(i)] : float2{0.0f, 0.0f};
+        float2 const lse = args_.normaliser[row() * 16 + head_row(i)];
         max_[i] = lse.x;
         log_sum_[i] = lse.y;
       }
@@ -192,7 +224,7 @@ private:
 #pragma unroll
         for (int e = 0; e < 4; ++e) o_[tile][e] = 0.0f;
       }
-      if (!args_.first && exists) {
+      if constexpr (kBelow) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float2 const state = args_.state_sum[row() * 16 + head_row(i)];
@@ -219,7 +251,7 @@ private:
 
   __device__ __forceinline__ rope::Turns turns(int ahead, int kk) const {
     int const further = position_ - kSiblings * ahead;
-    rope::Turns const* const row = args_.turns + ((further < 0 ? rightmost() : further) * (kK / 8) + tq_);
+    rope::Turns const* const row = args_.fragment_turns + ((further < 0 ? rightmost() : further) * (kK / 8) + tq_);
     uint4 const x = __ldg(reinterpret_cast<uint4 const*>(row + kk * 4));
     return *reinterpret_cast<rope::Turns const*>(&x);
   }
@@ -228,11 +260,13 @@ private:
   // turns, so that the others, loaded when they are needed, come from L1.
   static constexpr int step_at(int i) { return kHalf == 4 ? (i % 2) * 2 + i / 2 : i; }
 
-  // The turns of the query for the parent `ahead` ranks further, and which of its candidates are closed; the last
+  // What the parent `ahead` ranks further needs: the query's turns, and which of its candidates are closed; the last
   // parent's where there is none.
   __device__ __forceinline__ void fetch(int buffer, int ahead) {
+    if constexpr (kBelow) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) fetched_[buffer][i] = turns(ahead, step_at(i));
+      for (int i = 0; i < kAhead; ++i) fetched_[buffer][i] = turns(ahead, step_at(i));
+    }
     if constexpr (Cfg::kPass == Pass::kValues) {
       if (args_.layer > 0) closed_ = args_.closed[cursor_ + (position_ < kSiblings * ahead ? 0 : ahead)];
     }
@@ -251,22 +285,26 @@ private:
       for (int e = 0; e < 4; ++e) raw[tile][e] = second[tile][e] = 0.0f;
     }
     rope::Turns late[kHalf - kAhead + 1];
+    if constexpr (kBelow) {
 #pragma unroll
-    for (int i = kAhead; i < kHalf; ++i) late[i - kAhead] = turns(ahead, step_at(i));
+      for (int i = kAhead; i < kHalf; ++i) late[i - kAhead] = turns(ahead, step_at(i));
+    }
     uint32_t const keys = slot + key_lane_;
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
       int const kk = step_at(i);
       half2 lo[4], hi[4];
-      rope::turn_fragments(lo, hi, q_[kk], q_[kk + kHalf],
-                           i < kAhead ? fetched_[ahead % kFetched][i] : late[i - kAhead]);
+      if constexpr (kBelow) {
+        rope::turn_fragments(lo, hi, q_[kk], q_[kk + kHalf],
+                             i < kAhead ? fetched_[ahead % kFetched][i] : late[i - kAhead]);
+      }
+      auto const& a_lo = reinterpret_cast<uint32_t const(&)[4]>(kBelow ? lo : q_[kk]);
+      auto const& a_hi = reinterpret_cast<uint32_t const(&)[4]>(kBelow ? hi : q_[kk + kHalf]);
       uint32_t b[4];
       ptx::load_matrix_x4(b, keys ^ (kk << 5));
-      auto const& a_lo = reinterpret_cast<uint32_t const(&)[4]>(lo);
       ptx::mma_fp16(raw[0], a_lo, b[0], b[1]);
       ptx::mma_fp16(raw[1], a_lo, b[2], b[3]);
       ptx::load_matrix_x4(b, keys ^ ((kk + kHalf) << 5));
-      auto const& a_hi = reinterpret_cast<uint32_t const(&)[4]>(hi);
       ptx::mma_fp16(upper[0], a_hi, b[0], b[1]);
       ptx::mma_fp16(upper[1], a_hi, b[2], b[3]);
     }
@@ -325,9 +363,11 @@ private:
       exponentials(raw, dead, p);
       add_values(slot, p, 0, last, infinite);
     } else {
+      if constexpr (kBelow) {
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) fetched_[0][i] = fetched_[1][i];
-      fetch(1, 2);
+        for (int i = 0; i < kAhead; ++i) fetched_[0][i] = fetched_[1][i];
+        fetch(1, 2);
+      }
       consider(raw, 0, last);
     }
     advance(1);
@@ -484,16 +524,14 @@ private:
     }
   }
 
-  // Where the query is, looked up again: it would occupy registers throughout the loop.
   __device__ __forceinline__ void finish() {
-    QueryBlock const block(args_.blocks, ptx::block_index());
-    if (block.first + warp_ >= args_.blocks.T_q) return;
+    if (!active_) return;
     if constexpr (Cfg::kPass == Pass::kNormaliser) {
-      if (active_) finish_normaliser();
+      finish_normaliser();
     } else if constexpr (Cfg::kPass == Pass::kValues) {
       sum_[0] = quad_sum(sum_[0]);
       sum_[1] = quad_sum(sum_[1]);
-      args_.layer == 0 ? write_result(block) : write_state();
+      args_.layer == 0 ? write_result() : write_state();
     }
   }
 
@@ -521,8 +559,9 @@ private:
     if (tq_ == 0) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float const log_sum = args_.strict_causal ? log_sum_[i] : log_sum_[i] + (excess[i] - shift);
-        args_.normaliser[row() * 16 + head_row(i)] = {max_[i], head_row(i) < args_.G ? log_sum : kInfinity};
+        if (!args_.strict_causal) log_sum_[i] += excess[i] - shift;
+        if (head_row(i) >= args_.G) log_sum_[i] = kInfinity;
+        args_.normaliser[row() * 16 + head_row(i)] = {max_[i], log_sum_[i]};
       }
     }
   }
@@ -540,7 +579,9 @@ private:
     }
   }
 
-  __device__ __forceinline__ void write_result(QueryBlock const& block) {
+  // Where the query is, looked up again: it would occupy registers throughout the loop.
+  __device__ __forceinline__ void write_result() {
+    QueryBlock const block(args_.blocks, ptx::block_index());
     std::int64_t const b = block.bh / args_.H_kv;
     std::int64_t const h_kv = block.bh % args_.H_kv;
     std::int64_t const first_head = ((b * args_.blocks.T_q + block.first + warp_) * args_.H_kv + h_kv) * args_.G;
@@ -567,14 +608,14 @@ private:
   int const lane_;
   int const g_;
   int const tq_;
-  int const warp_;
+  uint32_t const warp_;
   int groups_;    // of parents that pass by
-  bool active_;
+  bool active_;   // the query exists, and walks this layer in this way
   int position_;  // of the query as the parent at hand sees it: n - 1 - 16 rank; below 16 in the last parent
   int cursor_;    // of that parent in a row of importance or closed masks
   uint32_t key_lane_;
   uint32_t value_lane_;
-  uint32_t closed_ = 0;  // of the rank whose turns were fetched last
+  uint32_t closed_ = 0;  // of the rank that was fetched last
   rope::Turns fetched_[kFetched][kAhead];
   half2 q_[kSteps][4];
   float unit_[2];

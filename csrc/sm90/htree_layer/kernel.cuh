@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) htree_layer_kernel(const __g
     if (warp == Cfg::kConsumers) produce<Cfg>(args, ring);
   } else {
     ptx::raise_registers<Cfg::kConsumerRegisters>();
-    Consumer<Cfg>(args, warp).run(ring);
+    Consumer<Cfg>(args).run(ring);
   }
 }
 

@@ -2,9 +2,9 @@
 //
 //   [scales 16 x float | keys 16 x K fp16 | values 16 x V]
 //
-// in which one bulk copy finds everything about 16 siblings. Keys are turned by their place c among the siblings (RoPE
-// in float32), normalised by a power of two, their scale, and rounded once to fp16; values are copied. Rows are
-// swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8), so that ldmatrix reads them without bank conflicts.
+// in which one bulk copy finds everything about 16 siblings. Keys are turned by their place c among the siblings or by
+// the node's index (RoPE in float32), normalised by a power of two, their scale, and rounded once to fp16; values are
+// copied. Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8), so that ldmatrix reads them without bank conflicts.
 // Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score
 // is NaN whatever the query. Where any value of a parent is not finite (the mean of finite ones may overflow) all its
 // scales are negative: a warning to who multiplies values by probabilities of zero. Memory bound: a warp a parent,
@@ -47,10 +47,6 @@ template <class Element, int kK>
 __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_constant__ Args args) {
   constexpr int kLanesPerRow = kK / 16;  // a lane has 8 pairs: a chunk of the low half and one of the high half
   constexpr int kRowsAtOnce = 32 / kLanesPerRow;
-  __shared__ float2 turns[kSiblings * kK / 2];
-  for (int i = threadIdx.x; i < kSiblings * kK / 2; i += kThreads) turns[i] = args.turns[i];
-  __syncthreads();
-
   int const lane = threadIdx.x % 32;
   std::int64_t const block = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (block >= args.blocks) return;
@@ -104,10 +100,14 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       finite &= __shfl_xor_sync(0xffffffffu, static_cast<int>(finite), lanes) != 0;
     }
     rope::KeyScale const scale = rope::key_scale(largest);
+    // Positions beyond the last node are nobody's: their keys are zeros.
+    std::int64_t const position = args.by_node ? first + min(c, children - 1) : c;
+    float4 const* const turns = reinterpret_cast<float4 const*>(args.turns + position * (kK / 2) + 8 * chunk);
     alignas(16) half turned_lo[8], turned_hi[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      float2 const turn = turns[c * (kK / 2) + 8 * chunk + i];
+      float4 const two = __ldg(turns + i / 2);
+      float2 const turn = i % 2 ? float2{two.z, two.w} : float2{two.x, two.y};
       float const x = lo[i] * scale.factor;
       float const y = hi[i] * scale.factor;
       float const nan = __int_as_float(0x7fffffff);
@@ -121,29 +121,26 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   }
 }
 
-// The queries' turns [positions, K / 32, 4] and the places' turns [16, K / 2].
+// A thread has the four pairs of one entry of fragment_turns.
 static __global__ void __launch_bounds__(kThreads)
-    turns_kernel(rope::Turns* query_turns, std::int64_t positions, float2* place_turns, int K, double base) {
+    turns_kernel(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base) {
   std::int64_t const i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   int const entries = K / 8;
-  if (i < positions * entries) {
-    std::int64_t const position = i / entries;
-    int const entry = static_cast<int>(i % entries);
-    rope::Turns turns;
+  if (i >= positions * entries) return;
+  std::int64_t const position = i / entries;
+  int const entry = static_cast<int>(i % entries);
+  rope::Turns fragment;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int const m = entry / 4 * 16 + entry % 4 * 2 + half * 8;
-      double2 const x = rope::turn(position, m, K, base);
-      double2 const y = rope::turn(position, m + 1, K, base);
-      turns.cos[half] = half2(__double2half(x.x), __double2half(y.x));
-      turns.sin[half] = half2(__double2half(x.y), __double2half(y.y));
-    }
-    query_turns[i] = turns;
+  for (int half = 0; half < 2; ++half) {
+    int const m = entry / 4 * 16 + entry % 4 * 2 + half * 8;
+    double2 const x = rope::turn(position, m, K, base);
+    double2 const y = rope::turn(position, m + 1, K, base);
+    fragment.cos[half] = half2(__double2half(x.x), __double2half(y.x));
+    fragment.sin[half] = half2(__double2half(x.y), __double2half(y.y));
+    *reinterpret_cast<float4*>(turns + position * (K / 2) + m) = {
+        static_cast<float>(x.x), static_cast<float>(x.y), static_cast<float>(y.x), static_cast<float>(y.y)};
   }
-  if (i < kSiblings * K / 2) {
-    double2 const x = rope::turn(i / (K / 2), static_cast<int>(i % (K / 2)), K, base);
-    place_turns[i] = {static_cast<float>(x.x), static_cast<float>(x.y)};
-  }
+  fragment_turns[i] = fragment;
 }
 
 }  // namespace htree_cuda::packing
