@@ -552,8 +552,13 @@ struct Thread {
   }
   template <class T, class Action>
   T atomic_shared(uint64_t address, Action action) {
-    T const old = load_shared<T, 1>(address)[0];
-    store_shared<T, 1>(address, {action(old)});
+    uint32_t const offset = static_cast<uint32_t>(address);
+    char* const at = at_shared(offset, sizeof(T));
+    shared_access(offset, sizeof(T), true);  // may yield: before the update, which is one step
+    T old;
+    std::memcpy(&old, at, sizeof(T));
+    T const updated = action(old);
+    std::memcpy(at, &updated, sizeof(T));
     return old;
   }
   template <class T, class Action>
