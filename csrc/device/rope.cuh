@@ -69,8 +69,8 @@ __device__ inline QueryScale query_scale(float largest, ScoreScale const& scale)
   int const exponent = row_exponent(largest);
   int const wanted = exponent + kHeadroom + scale.exponent;
   int const given = wanted > kMostUnit ? max(wanted - kRoom, kMostUnit) : max(wanted, kLeastUnit);
-  return {copysignf(power_of_two(wanted - given - exponent), scale.mantissa),
-          fabsf(scale.mantissa) * power_of_two(given)};
+  float const factor = power_of_two(wanted - given - exponent);
+  return {scale.mantissa < 0.0f ? -factor : factor, fabsf(scale.mantissa) * power_of_two(given)};
 }
 
 // cos and sin of position * base^(-2 m / K), by float64 angles.

@@ -143,8 +143,8 @@ struct Plan {
     take(fragment_turns, base, positions * (p.K / 8));
     take(k_tree, base, heads * M * p.K * 2);
     take(v_tree, base, heads * M * p.V * 2);
-    for (int l = least_first; l <= most_first; ++l) {
-      take_packed(first[l], std::min(N[l], p.top_k * kSiblings), heads, base);
+    for (int l = 0; l <= most_first; ++l) {
+      if (l >= least_first) take_packed(first[l], std::min(N[l], p.top_k * kSiblings), heads, base);
       if (l < most_first) take_packed(below[l], N[l], heads, base);
     }
     chunk_blocks = std::min(blocks, kMaxBlocks);
