@@ -124,6 +124,32 @@ def test_top_k(top_k):
     check(host, device, top_k, q_start=19000, picks=(0, 29), share=0.95)
 
 
+@pytest.mark.parametrize("strict_causal", [True, False])
+@pytest.mark.parametrize("T", [1, 2, 17, 256, 257, 1021, 4097, 65537])
+def test_one_query(T, strict_causal):
+    """Split over the warps of a block: one to four layers, fewer parents than warps and more."""
+    host, device = inputs(T, 1, B=2, H_kv=2, G=3, K=64, V=64, seed=T)
+    check(host, device, 16, strict_causal=strict_causal, share=0.9)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+def test_one_query_of_any_head_dimension(K, V, dtype):
+    host, device = inputs(5000, 1, G=16, K=K, V=V, dtype=dtype, seed=K + V)
+    check(host, device, 32, share=0.95)
+
+
+def test_one_query_repeats_and_agrees_with_prefill():
+    _, (q, k, v) = inputs(6007, 2, H_kv=2, G=3, K=64, V=64)
+    both = run((q, k, v), top_k_per_layer=16)
+    one = run((q[:, 1:], k, v), top_k_per_layer=16)
+    for _ in range(100):
+        same_bits(run((q[:, 1:], k, v), top_k_per_layer=16), one)
+    assert torch.equal(one[2], both[2][:, :, 1:])
+    torch.testing.assert_close(one[0], both[0][:, 1:], atol=4e-3, rtol=2e-2)
+    torch.testing.assert_close(one[1], both[1][:, 1:], atol=1e-5, rtol=1e-5)
+
+
 def test_every_node_selected_is_dense_attention():
     """Queries before max_top_nodes select everything: the same bits whether or not a layer lies above."""
     _, (q, k, v) = inputs(8200, 8200, G=2, K=64, V=64)
@@ -294,9 +320,10 @@ def test_non_strict_importance_does_not_underflow():
 
 @pytest.mark.parametrize("strict_causal", [True, False])
 def test_any_split_of_the_queries_equals_the_whole(strict_causal):
+    """Bit for bit, a single query apart: its sums are split over warps."""
     _, (q, k, v) = inputs(6007, 6007, H_kv=2, G=3, K=64, V=64)
     whole = run((q, k, v), top_k_per_layer=16, strict_causal=strict_causal)
-    for first, last in ((0, 1), (0, 13), (255, 700), (4090, 4100), (5, 6007), (6006, 6007)):
+    for first, last in ((0, 2), (0, 13), (255, 700), (4090, 4100), (5, 6007), (6005, 6007)):
         options = {"top_k_per_layer": 16, "strict_causal": strict_causal, "q_start": first}
         part = run((q[:, first:last], k, v), **options)
         same_bits(part[:2], [x[:, first:last] for x in whole[:2]])

@@ -10,6 +10,8 @@
 //   stage         four slots and their query masks, one full and one empty mbarrier
 //   order         the producer streams the union of the block's parents, ascending; a consumer takes those it selected
 //                 and counts its own rank j; below its first layer that gives the RoPE position n - 1 - 16 j
+//   one query     a call with a single query has one block of it a head, and splits it: consumer w takes the parents of
+//                 rank w, w + 12, ..., with a running state of its own, and the states are merged in the end
 //   registers     160 a consumer thread, 32 a producer thread: 3 * 128 * 160 + 128 * 32 = 65536
 //   shared memory as many stages as fit in 224 KB: 6 (24 parents) at K = V = 128
 #pragma once
@@ -75,9 +77,16 @@ struct Config {
   static constexpr int kAlignment = 1024;
   static constexpr int kSharedBytes = kAlignment + kStages * (kStageBytes + kControlBytes);
   static_assert(kStages >= 3 && kSharedBytes <= 232448);
+
+  // Where a query is split, the ring is reused in the end: 16 bytes for every consumer and head, then O as fragments.
+  static constexpr int kMergeHeadBytes = kConsumers * 16 * 16;
+  static constexpr int kMergeOutBytes = kConsumers * (kV / 8) * 32 * 16;
+  static_assert(!kReadsValues || kMergeHeadBytes + kMergeOutBytes <= kStages * kStageBytes);
+  static constexpr int kMergeBarrier = 1;
 };
 
-// Everything a launch reads and writes. Rows are queries of the launch: row = block * 12 + warp.
+// Everything a launch reads and writes. Rows are queries of the launch: row = block * 12 + warp. Where a query is split,
+// the state has a row for every consumer.
 struct Args {
   QueryBlocks blocks;
   char const* packed;             // the layer: [B, H_kv, parents] blocks of block_bytes, keys as the walk wants them
@@ -96,6 +105,7 @@ struct Args {
   int G;
   rope::ScoreScale scale;
   bool strict_causal;
+  int rank_step;                  // ranks from one parent of a consumer to its next: 12 where a query is split, else 1
 
   int layer;
   int layers;

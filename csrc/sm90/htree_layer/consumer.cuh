@@ -83,13 +83,17 @@ public:
         warp_(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
     QueryBlock const block(args.blocks, blockIdx.x);
     groups_ = (stream_count<Cfg>(args, block) + Cfg::kStageSlots - 1) / Cfg::kStageSlots;
-    std::int64_t const t = args.blocks.q_start + block.first + warp_;
-    active_ = block.first + warp_ < args.blocks.T_q && works<Cfg>(args, t);
+    std::int64_t const t = args.blocks.q_start + block.first + query();
+    active_ = block.first + query() < args.blocks.T_q && works<Cfg>(args, t);
     position_ = active_ ? candidates(t, args.layer, args.layers, args.top_k).n - 1 : 0;
     cursor_ = static_cast<int>(row() * (args.width / kSiblings));
     if (active_) {
       load_query(block);
       begin_state();
+    }
+    if (split()) {
+      position_ -= kSiblings * warp_;  // negative where this consumer has no parent
+      cursor_ += warp_;
     }
     // Lanes 0 .. 15 name rows 0 .. 7, the others rows 8 .. 15; the chunks of each eight lanes alternate.
     int const named_row = lane_ % 8 + lane_ / 16 * 8;
@@ -100,7 +104,7 @@ public:
 
   __device__ void run(Ring<Cfg> const& ring) {
     RingPosition<Cfg::kStages> at;
-    if (active_) {
+    if (active_ && position_ >= 0) {
 #pragma unroll
       for (int i = 0; i < kFetched; ++i) fetch(i, i);
     }
@@ -123,12 +127,18 @@ public:
       if (lane_ == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
       at = at.ahead(1);
     }
-    finish();
+    finish(ring);
   }
 
 private:
+  // One query over all consumers of the block; nobody has two parents of one stage then.
+  __device__ __forceinline__ bool split() const { return args_.rank_step != 1; }
+  __device__ __forceinline__ uint32_t query() const { return split() ? 0 : warp_; }
   __device__ __forceinline__ int head_row(int i) const { return g_ + 8 * i; }
   __device__ __forceinline__ std::int64_t row() const {
+    return static_cast<int>(ptx::block_index()) * kBlockQueries + query();
+  }
+  __device__ __forceinline__ std::int64_t state_row() const {
     return static_cast<int>(ptx::block_index()) * kBlockQueries + warp_;
   }
 
@@ -142,7 +152,7 @@ private:
     std::int64_t const b = block.bh / args_.H_kv;
     std::int64_t const h_kv = block.bh % args_.H_kv;
     std::uint16_t const* const base = static_cast<std::uint16_t const*>(args_.q) + b * args_.q_stride_b +
-                                      (block.first + warp_) * args_.q_stride_t +
+                                      (block.first + query()) * args_.q_stride_t +
                                       h_kv * args_.G * args_.q_stride_h + 2 * tq_;
     // All loads first: one latency, not one after the other.
     uint32_t words[2][kSteps][2];
@@ -227,13 +237,13 @@ private:
       if constexpr (kBelow) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          float2 const state = args_.state_sum[row() * 16 + head_row(i)];
+          float2 const state = args_.state_sum[state_row() * 16 + head_row(i)];
           max_[i] = state.x;
           sum_[i] = tq_ == 0 ? state.y : 0.0f;
         }
 #pragma unroll
         for (int tile = 0; tile < kValueTiles; ++tile) {
-          float4 const o = args_.state_out[(row() * kValueTiles + tile) * 32 + lane_];
+          float4 const o = args_.state_out[(state_row() * kValueTiles + tile) * 32 + lane_];
           o_[tile][0] = o.x, o_[tile][1] = o.y, o_[tile][2] = o.z, o_[tile][3] = o.w;
         }
       }
@@ -250,7 +260,7 @@ private:
   __device__ __forceinline__ float exponent(int i, float raw) const { return (raw - max_[i]) * unit_[i]; }
 
   __device__ __forceinline__ rope::Turns turns(int ahead, int kk) const {
-    int const further = position_ - kSiblings * ahead;
+    int const further = position_ - kSiblings * ahead * args_.rank_step;
     rope::Turns const* const row = args_.fragment_turns + ((further < 0 ? rightmost() : further) * (kK / 8) + tq_);
     uint4 const x = __ldg(reinterpret_cast<uint4 const*>(row + kk * 4));
     return *reinterpret_cast<rope::Turns const*>(&x);
@@ -268,7 +278,8 @@ private:
       for (int i = 0; i < kAhead; ++i) fetched_[buffer][i] = turns(ahead, step_at(i));
     }
     if constexpr (Cfg::kPass == Pass::kValues) {
-      if (args_.layer > 0) closed_ = args_.closed[cursor_ + (position_ < kSiblings * ahead ? 0 : ahead)];
+      int const step = ahead * args_.rank_step;
+      if (args_.layer > 0) closed_ = args_.closed[cursor_ + (position_ < kSiblings * step ? 0 : step)];
     }
   }
 
@@ -342,8 +353,8 @@ private:
   __device__ __forceinline__ int rightmost() const { return position_ & (kSiblings - 1); }
 
   __device__ __forceinline__ void advance(int parents) {
-    position_ -= parents * kSiblings;
-    cursor_ += parents;
+    position_ -= parents * kSiblings * args_.rank_step;
+    cursor_ += parents * args_.rank_step;
   }
 
   // At the bottom only what lies behind the query is closed.
@@ -524,14 +535,71 @@ private:
     }
   }
 
-  __device__ __forceinline__ void finish() {
+  __device__ __forceinline__ void finish(Ring<Cfg> const& ring) {
     if (!active_) return;
     if constexpr (Cfg::kPass == Pass::kNormaliser) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        sum_[i] *= raise(i, quad_max(max_[i]));
+        sum_[i] = quad_sum(sum_[i]);
+        right_[i] = quad_sum(right_[i]);
+      }
+      if (split()) merge_heads(ring);
       finish_normaliser();
     } else if constexpr (Cfg::kPass == Pass::kValues) {
       sum_[0] = quad_sum(sum_[0]);
       sum_[1] = quad_sum(sum_[1]);
-      args_.layer == 0 ? write_result() : write_state();
+      if (args_.layer > 0) {
+        write_state();
+      } else if (split()) {
+        merge_heads(ring);
+        write_merged_result(ring);
+      } else {
+        write_result();
+      }
+    }
+  }
+
+  __device__ __forceinline__ void sync_consumers() const {
+    barriers::named_sync(Cfg::kMergeBarrier, Cfg::kConsumers * 32);
+  }
+
+  // Maximum, sum and the rightmost candidate's score of both heads over all consumers, in the order of their ranks; O is
+  // rescaled to the maximum.
+  __device__ __forceinline__ void merge_heads(Ring<Cfg> const& ring) {
+    sync_consumers();  // nobody reads the ring any more
+    if (tq_ == 0) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint4 const mine = {__float_as_uint(max_[i]), __float_as_uint(sum_[i]), __float_as_uint(right_[i]), 0u};
+        ptx::store_shared_16B(ring.stages + (warp_ * 16 + head_row(i)) * 16, mine);
+      }
+    }
+    sync_consumers();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float largest = kNoLeaf;
+      float sum = 0.0f;
+      float right = 0.0f;
+#pragma unroll 1
+      for (int w = 0; w < Cfg::kConsumers; ++w) {
+        uint4 const other = ptx::load_shared_16B(ring.stages + (w * 16 + head_row(i)) * 16);
+        float const raised = fmaxf(largest, __uint_as_float(other.x));
+        sum = sum * ptx::exp2_movable((largest - raised) * unit_[i]) +
+              __uint_as_float(other.y) * ptx::exp2_movable((__uint_as_float(other.x) - raised) * unit_[i]);
+        right += __uint_as_float(other.z);
+        largest = raised;
+      }
+      float const factor = raise(i, largest);
+      sum_[i] = sum;
+      right_[i] = right;
+      if constexpr (Cfg::kReadsValues) {
+#pragma unroll
+        for (int tile = 0; tile < kValueTiles; ++tile) {
+          o_[tile][2 * i] *= factor;
+          o_[tile][2 * i + 1] *= factor;
+        }
+      }
     }
   }
 
@@ -540,13 +608,11 @@ private:
     float shift = kLargest;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float const row_largest = quad_max(max_[i]);
-      sum_[i] *= raise(i, row_largest);
-      log_sum_[i] = log2f(quad_sum(sum_[i]));
+      log_sum_[i] = log2f(sum_[i]);
       excess[i] = 0.0f;
       if (!args_.strict_causal) {
         // By how much the rightmost candidate raises the logarithm of the normaliser: log2(1 + 2^right).
-        float const right = fmaf(quad_sum(right_[i]) - row_largest, unit_[i], -log_sum_[i]);
+        float const right = fmaf(right_[i] - max_[i], unit_[i], -log_sum_[i]);
         float const raised = fmaxf(right, 0.0f) + log2f(1.0f + ptx::exp2_approx(-fabsf(right)));
         excess[i] = raised > kLargest ? kLargest : raised;  // infinity - infinity is NaN
         if (head_row(i) < args_.G) shift = fminf(shift, excess[i]);
@@ -556,7 +622,7 @@ private:
     // keeps the largest above 2^-13.
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) shift = fminf(shift, __shfl_xor_sync(kFullWarp, shift, lanes));
-    if (tq_ == 0) {
+    if (tq_ == 0 && query() == warp_) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (!args_.strict_causal) log_sum_[i] += excess[i] - shift;
@@ -570,38 +636,77 @@ private:
     if (tq_ == 0) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        args_.state_sum[row() * 16 + head_row(i)] = {max_[i], sum_[i]};
+        args_.state_sum[state_row() * 16 + head_row(i)] = {max_[i], sum_[i]};
       }
     }
 #pragma unroll
     for (int tile = 0; tile < kValueTiles; ++tile) {
-      args_.state_out[(row() * kValueTiles + tile) * 32 + lane_] = {o_[tile][0], o_[tile][1], o_[tile][2], o_[tile][3]};
+      args_.state_out[(state_row() * kValueTiles + tile) * 32 + lane_] = {o_[tile][0], o_[tile][1], o_[tile][2],
+                                                                          o_[tile][3]};
     }
   }
 
-  // Where the query is, looked up again: it would occupy registers throughout the loop.
-  __device__ __forceinline__ void write_result() {
+  // The query's first head in the outputs. Where the query is, is looked up again: it would occupy registers throughout
+  // the loop.
+  __device__ __forceinline__ std::int64_t first_head() const {
     QueryBlock const block(args_.blocks, ptx::block_index());
     std::int64_t const b = block.bh / args_.H_kv;
     std::int64_t const h_kv = block.bh % args_.H_kv;
-    std::int64_t const first_head = ((b * args_.blocks.T_q + block.first + warp_) * args_.H_kv + h_kv) * args_.G;
+    return ((b * args_.blocks.T_q + block.first + query()) * args_.H_kv + h_kv) * args_.G;
+  }
+
+  __device__ __forceinline__ void write_tile(std::int64_t first, int tile, float const (&o)[4]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (head_row(i) >= args_.G) continue;
       float const inverse = 1.0f / sum_[i];
-      uint32_t* const out =
-          reinterpret_cast<uint32_t*>(static_cast<Element*>(args_.out) + (first_head + head_row(i)) * kV) + tq_;
-#pragma unroll
-      for (int tile = 0; tile < kValueTiles; ++tile) {
-        out[4 * tile] =
-            Pairs<Element>::pack(infinite_to_nan(o_[tile][2 * i] * inverse), infinite_to_nan(o_[tile][2 * i + 1] * inverse));
-      }
-      if (tq_ == 0) {
-        constexpr float kLogTwo = 0.693147180559945309f;
-        args_.lse[first_head + head_row(i)] =
-            infinite_to_nan(fmaf(max_[i], unit_[i] * kLogTwo, log2f(sum_[i]) * kLogTwo));
-      }
+      uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<Element*>(args_.out) + (first + head_row(i)) * kV);
+      out[4 * tile + tq_] =
+          Pairs<Element>::pack(infinite_to_nan(o[2 * i] * inverse), infinite_to_nan(o[2 * i + 1] * inverse));
     }
+  }
+
+  __device__ __forceinline__ void write_lse(std::int64_t first) const {
+    constexpr float kLogTwo = 0.693147180559945309f;
+    if (tq_ != 0) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (head_row(i) >= args_.G) continue;
+      args_.lse[first + head_row(i)] = infinite_to_nan(fmaf(max_[i], unit_[i] * kLogTwo, log2f(sum_[i]) * kLogTwo));
+    }
+  }
+
+  __device__ __forceinline__ void write_result() const {
+    std::int64_t const first = first_head();
+#pragma unroll
+    for (int tile = 0; tile < kValueTiles; ++tile) write_tile(first, tile, o_[tile]);
+    write_lse(first);
+  }
+
+  // After merge_heads: O summed over the consumers in the order of their ranks, each consumer some tiles.
+  __device__ __forceinline__ void write_merged_result(Ring<Cfg> const& ring) const {
+    auto const at = [&](int consumer, int tile) {
+      return ring.stages + Cfg::kMergeHeadBytes + ((consumer * kValueTiles + tile) * 32 + lane_) * 16;
+    };
+#pragma unroll
+    for (int tile = 0; tile < kValueTiles; ++tile) {
+      ptx::store_shared_16B(at(warp_, tile), {__float_as_uint(o_[tile][0]), __float_as_uint(o_[tile][1]),
+                                              __float_as_uint(o_[tile][2]), __float_as_uint(o_[tile][3])});
+    }
+    sync_consumers();
+    std::int64_t const first = first_head();
+#pragma unroll 1
+    for (int tile = warp_; tile < kValueTiles; tile += Cfg::kConsumers) {
+      float o[4] = {};
+#pragma unroll 1
+      for (int w = 0; w < Cfg::kConsumers; ++w) {
+        uint4 const other = ptx::load_shared_16B(at(w, tile));
+        o[0] += __uint_as_float(other.x), o[1] += __uint_as_float(other.y);
+        o[2] += __uint_as_float(other.z), o[3] += __uint_as_float(other.w);
+      }
+      write_tile(first, tile, o);
+    }
+    if (warp_ == 0) write_lse(first);
   }
 
   Args const& args_;

@@ -268,6 +268,7 @@ layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
   args.G = static_cast<int>(p.G);
   args.scale = score_scale(p.scale);
   args.strict_causal = p.strict_causal;
+  args.rank_step = p.T_q == 1 ? kBlockQueries : 1;
   args.layers = plan.layers;
   args.top_k = static_cast<int>(p.top_k);
   args.closed = plan.closed;

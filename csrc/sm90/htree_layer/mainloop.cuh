@@ -86,6 +86,7 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
       next_node = args.union_nodes[list + entry];
       next_mask = args.union_masks[list + entry];
     }
+    if (args.rank_step != 1) next_mask = entry < count ? 1u << entry % args.rank_step : 0u;
   };
 
   RingPosition<Cfg::kStages> at;
