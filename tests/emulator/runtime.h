@@ -552,13 +552,12 @@ struct Thread {
   }
   template <class T, class Action>
   T atomic_shared(uint64_t address, Action action) {
-    uint32_t const offset = static_cast<uint32_t>(address);
-    char* const at = at_shared(offset, sizeof(T));
-    shared_access(offset, sizeof(T), true);  // may yield: before the update, which is one step
-    T old;
+    char* const at = at_shared(static_cast<uint32_t>(address), sizeof(T));
+    shared_access(static_cast<uint32_t>(address), sizeof(T), true);
+    T old;  // nothing yields from here on
     std::memcpy(&old, at, sizeof(T));
-    T const updated = action(old);
-    std::memcpy(at, &updated, sizeof(T));
+    T const now = action(old);
+    std::memcpy(at, &now, sizeof(T));
     return old;
   }
   template <class T, class Action>
