@@ -27,9 +27,9 @@ struct Source {
 struct Args {
   Source k;
   Source v;
-  char* packed;                   // [B, H_kv, parents, block_bytes]
+  char* packed;                   // [B, H_kv, parents, block_bytes]; by_node: tiles of kTileParents blocks
   std::int64_t block_bytes;
-  std::int64_t parents_per_head;
+  std::int64_t parents_per_head;  // by_node: a multiple of kTileParents
   std::int64_t blocks;            // B * H_kv * parents_per_head
   std::int64_t N;                 // nodes of the layer to pack, from its first
   int H_kv;

@@ -6,8 +6,9 @@
 //   pairs         a consumer takes two of its parents at a time where a stage holds two, so that the latencies of one
 //                 hide behind the other; the arithmetic is that of one after the other, bit for bit
 //   slot          one parent: 16 keys (fp16, turned by their node or place), their scales, 16 values, as smxx/tree_pack
-//                 laid them out in global memory; one bulk copy
-//   stage         four slots and their query masks, one full and one empty mbarrier
+//                 laid them out in global memory; kBelow: one bulk copy
+//   stage         four slots and their query masks, one full and one empty mbarrier; kFirst: one tile of tree_pack, whose
+//                 keys are panels of 64 rows for WGMMA; one bulk copy
 //   order         the producer streams the union of the block's parents, ascending; a consumer takes those it selected
 //                 and counts its own rank j; below its first layer that gives the RoPE position n - 1 - 16 j
 //   one query     a call with a single query has one block of it a head, and splits it: consumer w takes the parents of
@@ -60,15 +61,19 @@ struct Config {
   static constexpr int kKeyBytes = kSiblings * kKeyRowBytes;
   static constexpr int kValueRowBytes = 2 * kV;
   static constexpr int kValueBytes = kReadsValues ? kSiblings * kValueRowBytes : 0;
-  static constexpr int kCopyBytes = kScaleBytes + kKeyBytes + kValueBytes;
-  // Rows begin at multiples of 256 bytes, so that swizzled addresses come from one exclusive or.
-  static constexpr int kKeyOffset = 256;
-  static constexpr int kScaleOffset = kKeyOffset - kScaleBytes;
-  static constexpr int kValueOffset = kKeyOffset + kKeyBytes;
-  static constexpr int kSlotBytes = kKeyOffset + kKeyBytes + kValueBytes;
-  static constexpr int kStageBytes = kStageSlots * kSlotBytes;
-  static_assert(kK % 32 == 0 && kK >= 64 && kV % 16 == 0 && kV >= 64, "rows are at least eight 16-byte chunks");
-  static_assert(kCopyBytes % 16 == 0 && kSlotBytes % 256 == 0);
+  // Slots that are copied at once. Rows begin at multiples of 256 bytes, so that swizzled addresses come from one exclusive
+  // or, and panels at multiples of 1024.
+  static constexpr int kCopySlots = kWalk == Walk::kFirst ? kTileParents : 1;
+  static constexpr int kCopyBytes = kCopySlots * (kScaleBytes + kKeyBytes + kValueBytes);
+  static constexpr int kKeyOffset = kWalk == Walk::kFirst ? 1024 : 256;
+  static constexpr int kKeyPanelBytes = kCopySlots * kSiblings * 128;
+  static constexpr int kScaleOffset = kKeyOffset - kCopySlots * kScaleBytes;
+  static constexpr int kValueOffset = kKeyOffset + kCopySlots * kKeyBytes;
+  static constexpr int kSlotBytes = kKeyOffset + kCopySlots * (kKeyBytes + kValueBytes);  // of slots copied at once
+  static constexpr int kStageBytes = kStageSlots / kCopySlots * kSlotBytes;
+  static_assert(kStageSlots % kCopySlots == 0 && kKeyOffset >= kCopySlots * kScaleBytes);
+  static_assert(kK % 64 == 0 && kV % 64 == 0, "rows are panels of eight 16-byte chunks");
+  static_assert(kCopyBytes % 16 == 0 && kSlotBytes % (kWalk == Walk::kFirst ? 1024 : 256) == 0);
 
   static constexpr int kMaskBytes = 4 * kConsumers;   // a word a query; bit i: it takes slot i
   static constexpr int kControlBytes = 16 + kMaskBytes;  // of a stage: full, empty, masks
@@ -89,7 +94,7 @@ struct Config {
 // the state has a row for every consumer.
 struct Args {
   QueryBlocks blocks;
-  char const* packed;             // the layer: [B, H_kv, parents] blocks of block_bytes, keys as the walk wants them
+  char const* packed;             // the layer: [B, H_kv, parents] blocks of block_bytes, as the walk wants them
   std::int64_t parents_per_head;
   std::int64_t block_bytes;
   float2 const* turns;                 // [positions, K / 2]; kFirst

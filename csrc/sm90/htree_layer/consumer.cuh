@@ -1,4 +1,5 @@
-// The consumer warps of the layer kernel: one query against the parents that it takes.
+// What every consumer warp of the layer kernel does with its query, whichever way it walks: load it, account for the
+// scores of a parent, and write the result.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -52,11 +53,12 @@ __device__ __forceinline__ float quad_sum(float x) {
 // What an infinite input reached is NaN, whatever its sign and weight.
 __device__ __forceinline__ float infinite_to_nan(float x) { return fmaf(x, 0.0f, x); }
 
-// One query: 16 heads (rows lane / 4 and lane / 4 + 8 in this thread) against the parents it takes. Scores are `raw`
+// One query: 16 heads (rows lane / 4 and lane / 4 + 8 in this thread) and the parents it takes. Scores are `raw`
 // (device/rope.cuh) until they are exponentiated relative to a maximum that is raw too: the difference of the maximum
 // and itself is exactly zero however large it is, where that of products rounded apart is not.
 template <class Cfg>
 class Consumer {
+protected:
   using Element = typename Cfg::Element;
   static constexpr int kK = Cfg::kK;
   static constexpr int kV = Cfg::kV;
@@ -70,11 +72,7 @@ class Consumer {
   // The maximum before the first leaf: whatever score comes raises it, and what is summed up to then is zero.
   static constexpr float kNoLeaf = -kLargest;
   static constexpr float kInfinity = __builtin_huge_valf();
-  // kBelow: turns that are loaded ahead, in ranks and in k-steps of one; registers decide.
-  static constexpr int kFetched = Cfg::kReadsValues ? 1 : 2;
-  static constexpr int kAhead = Cfg::kReadsValues && kK == 128 && kV == 128 ? kHalf / 2 : kHalf;
 
-public:
   __device__ explicit Consumer(Args const& args)
       : args_(args),
         lane_(threadIdx.x % 32),
@@ -90,50 +88,26 @@ public:
     if (active_) {
       load_query(block);
       begin_state();
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSteps * 4; ++i) q_[i / 4][i % 4] = half2{};
     }
     if (split()) {
       position_ -= kSiblings * warp_;  // negative where this consumer has no parent
       cursor_ += warp_;
     }
-    // Lanes 0 .. 15 name rows 0 .. 7, the others rows 8 .. 15; the chunks of each eight lanes alternate.
-    int const named_row = lane_ % 8 + lane_ / 16 * 8;
-    int const named_chunk = (lane_ / 8 % 2 ^ named_row % 8) << 4;
-    key_lane_ = Cfg::kKeyOffset + named_row * Cfg::kKeyRowBytes + named_chunk;
-    value_lane_ = Cfg::kValueOffset + named_row * Cfg::kValueRowBytes + named_chunk;
+    value_lane_ = lane_offset(Cfg::kValueRowBytes);
   }
 
-  __device__ void run(Ring<Cfg> const& ring) {
-    RingPosition<Cfg::kStages> at;
-    if (active_ && position_ >= 0) {
-#pragma unroll
-      for (int i = 0; i < kFetched; ++i) fetch(i, i);
-    }
-    for (int group = 0; group < groups_; ++group) {
-      ring.barriers.wait_full(at, "htree_layer consumer: full");
-      uint32_t mine = active_ ? ptx::load_shared_4B(ring.masks + at.slot * Cfg::kMaskBytes + 4 * warp_) : 0u;
-      uint32_t const stage = ring.stages + at.slot * Cfg::kStageBytes;
-#pragma unroll 1
-      while (mine != 0) {
-        uint32_t const first = stage + (__ffs(mine) - 1) * Cfg::kSlotBytes;
-        mine &= mine - 1;
-        if (mine != 0) {
-          two_parents(first, stage + (__ffs(mine) - 1) * Cfg::kSlotBytes);
-          mine &= mine - 1;
-        } else {
-          one_parent(first);
-        }
-      }
-      __syncwarp();
-      if (lane_ == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
-      at = at.ahead(1);
-    }
-    finish(ring);
-  }
-
-private:
   // One query over all consumers of the block; nobody has two parents of one stage then.
   __device__ __forceinline__ bool split() const { return args_.rank_step != 1; }
   __device__ __forceinline__ uint32_t query() const { return split() ? 0 : warp_; }
+  // Where this lane points ldmatrix in 16 rows: lanes 0 .. 15 name rows 0 .. 7, the others rows 8 .. 15, and the chunks of
+  // each eight lanes alternate.
+  __device__ __forceinline__ uint32_t lane_offset(int row_bytes) const {
+    int const row = lane_ % 8 + lane_ / 16 * 8;
+    return row * row_bytes + ((lane_ / 8 % 2 ^ row % 8) << 4);
+  }
   __device__ __forceinline__ int head_row(int i) const { return g_ + 8 * i; }
   __device__ __forceinline__ std::int64_t row() const {
     return static_cast<int>(ptx::block_index()) * kBlockQueries + query();
@@ -259,76 +233,22 @@ private:
 
   __device__ __forceinline__ float exponent(int i, float raw) const { return (raw - max_[i]) * unit_[i]; }
 
-  __device__ __forceinline__ rope::Turns turns(int ahead, int kk) const {
-    int const further = position_ - kSiblings * ahead * args_.rank_step;
-    rope::Turns const* const row = args_.fragment_turns + ((further < 0 ? rightmost() : further) * (kK / 8) + tq_);
-    uint4 const x = __ldg(reinterpret_cast<uint4 const*>(row + kk * 4));
-    return *reinterpret_cast<rope::Turns const*>(&x);
+  // Which candidates of the parent `ahead` ranks further are closed; the last parent's where there is none.
+  __device__ __forceinline__ void fetch_closed(int ahead) {
+    int const step = ahead * args_.rank_step;
+    if (args_.layer > 0) closed_ = args_.closed[cursor_ + (position_ < kSiblings * step ? 0 : step)];
   }
 
-  // k-steps in the order in which scores take them: the first half of them touches every 128-byte line of a row of
-  // turns, so that the others, loaded when they are needed, come from L1.
-  static constexpr int step_at(int i) { return kHalf == 4 ? (i % 2) * 2 + i / 2 : i; }
-
-  // What the parent `ahead` ranks further needs: the query's turns, and which of its candidates are closed; the last
-  // parent's where there is none.
-  __device__ __forceinline__ void fetch(int buffer, int ahead) {
-    if constexpr (kBelow) {
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) fetched_[buffer][i] = turns(ahead, step_at(i));
-    }
-    if constexpr (Cfg::kPass == Pass::kValues) {
-      int const step = ahead * args_.rank_step;
-      if (args_.layer > 0) closed_ = args_.closed[cursor_ + (position_ < kSiblings * step ? 0 : step)];
-    }
-  }
-
-  // raw[tile][e]: column 8 tile + 2 tq + e % 2 of row e / 2. Two chains of products where registers allow: their
-  // latency is what these passes wait for; beside O, the products of the parent before fill the gaps of one. Returns
-  // whether some value of the parent is not finite, the same in every lane.
-  __device__ __forceinline__ bool scores(uint32_t slot, int ahead, float (&raw)[2][4]) {
-    constexpr bool kTwoChains = Cfg::kPass != Pass::kValues;
-    float second[2][4];
-    float(&upper)[2][4] = kTwoChains ? second : raw;
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) raw[tile][e] = second[tile][e] = 0.0f;
-    }
-    rope::Turns late[kHalf - kAhead + 1];
-    if constexpr (kBelow) {
-#pragma unroll
-      for (int i = kAhead; i < kHalf; ++i) late[i - kAhead] = turns(ahead, step_at(i));
-    }
-    uint32_t const keys = slot + key_lane_;
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-      int const kk = step_at(i);
-      half2 lo[4], hi[4];
-      if constexpr (kBelow) {
-        rope::turn_fragments(lo, hi, q_[kk], q_[kk + kHalf],
-                             i < kAhead ? fetched_[ahead % kFetched][i] : late[i - kAhead]);
-      }
-      auto const& a_lo = reinterpret_cast<uint32_t const(&)[4]>(kBelow ? lo : q_[kk]);
-      auto const& a_hi = reinterpret_cast<uint32_t const(&)[4]>(kBelow ? hi : q_[kk + kHalf]);
-      uint32_t b[4];
-      ptx::load_matrix_x4(b, keys ^ (kk << 5));
-      ptx::mma_fp16(raw[0], a_lo, b[0], b[1]);
-      ptx::mma_fp16(raw[1], a_lo, b[2], b[3]);
-      ptx::load_matrix_x4(b, keys ^ ((kk + kHalf) << 5));
-      ptx::mma_fp16(upper[0], a_hi, b[0], b[1]);
-      ptx::mma_fp16(upper[1], a_hi, b[2], b[3]);
-    }
+  // raw[tile][e]: column 8 tile + 2 tq + e % 2 of row e / 2, products before and scores after. scales: the keys' scales.
+  // Returns whether some value of the parent is not finite, the same in every lane.
+  __device__ __forceinline__ bool apply_scales(uint32_t scales, float (&raw)[2][4]) const {
     bool infinite_values = false;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      float2 const scale = ptx::load_shared_8B(slot + Cfg::kScaleOffset + tile * 32 + tq_ * 8);
+      float2 const scale = ptx::load_shared_8B(scales + tile * 32 + tq_ * 8);
       infinite_values = scale.x < 0.0f;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if constexpr (kTwoChains) raw[tile][e] += second[tile][e];
-        raw[tile][e] *= fabsf(e % 2 ? scale.y : scale.x);
-      }
+      for (int e = 0; e < 4; ++e) raw[tile][e] *= fabsf(e % 2 ? scale.y : scale.x);
     }
     return infinite_values;
   }
@@ -361,52 +281,6 @@ private:
   __device__ __forceinline__ uint32_t closed(bool last) const {
     if (args_.layer > 0) return closed_;
     return last ? 0xffffu & ~((2u << rightmost()) - 1u) : 0u;
-  }
-
-  __device__ __forceinline__ void one_parent(uint32_t slot) {
-    bool const last = position_ < kSiblings;
-    float raw[2][4];
-    bool const infinite = scores(slot, 0, raw);
-    if constexpr (Cfg::kPass == Pass::kValues) {
-      uint32_t const dead = closed(last);
-      fetch(0, 1);
-      uint32_t p[4];
-      exponentials(raw, dead, p);
-      add_values(slot, p, 0, last, infinite);
-    } else {
-      if constexpr (kBelow) {
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) fetched_[0][i] = fetched_[1][i];
-        fetch(1, 2);
-      }
-      consider(raw, 0, last);
-    }
-    advance(1);
-  }
-
-  __device__ __forceinline__ void two_parents(uint32_t slot, uint32_t next_slot) {
-    bool const last = position_ < 2 * kSiblings;
-    float raw[2][4], next[2][4];
-    bool const infinite = scores(slot, 0, raw);
-    if constexpr (Cfg::kPass == Pass::kValues) {
-      uint32_t const dead = closed(false);
-      fetch(0, 1);
-      uint32_t p[4];
-      exponentials(raw, dead, p);
-      bool const next_infinite = scores(next_slot, 1, next);  // between the products of the first
-      add_values(slot, p, 0, false, infinite);
-      uint32_t const next_dead = closed(last);
-      fetch(0, 2);
-      exponentials(next, next_dead, p);
-      add_values(next_slot, p, 1, last, next_infinite);
-    } else {
-      scores(next_slot, 1, next);
-      fetch(0, 2);
-      fetch(1, 3);
-      consider(raw, 0, false);
-      consider(next, 1, last);
-    }
-    advance(2);
   }
 
   __device__ __forceinline__ void consider(float (&raw)[2][4], int ahead, bool last) {
@@ -511,21 +385,21 @@ private:
   // 0 * NaN is NaN: closed rows that may not be finite become zeros on the way to the product. They are in a query's last
   // parent, which may hold later tokens, and in parents with a mean that overflowed. Rare, so which rows are closed is
   // looked up again rather than kept in a register.
-  __device__ __forceinline__ void add_values(uint32_t slot, uint32_t const (&p)[4], int ahead, bool last,
+  __device__ __forceinline__ void add_values(uint32_t parent, uint32_t const (&p)[4], int ahead, bool last,
                                              bool infinite) {
-    if (!last && !infinite) return weighted_values(slot, p, ~0u, ~0u);
+    if (!last && !infinite) return weighted_values(parent, p, ~0u, ~0u);
     uint32_t const dead = args_.layer > 0 ? args_.closed[cursor_ + ahead] : closed(last);
     uint32_t const mine = dead >> (2 * tq_);
     auto const rows = [&](int first) {
       return (mine >> first & 1u ? 0u : 0x0000ffffu) | (mine >> (first + 1) & 1u ? 0u : 0xffff0000u);
     };
-    weighted_values(slot, p, rows(0), rows(8));
+    weighted_values(parent, p, rows(0), rows(8));
   }
 
-  __device__ __forceinline__ void weighted_values(uint32_t slot, uint32_t const (&p)[4], uint32_t keep_low,
+  // parent: where its values begin.
+  __device__ __forceinline__ void weighted_values(uint32_t parent, uint32_t const (&p)[4], uint32_t keep_low,
                                                   uint32_t keep_high) {
-    // Where the rows are equally long, one register holds both addresses.
-    uint32_t const values = slot + (kK == kV ? key_lane_ + Cfg::kKeyBytes : value_lane_);
+    uint32_t const values = parent + value_lane_;
 #pragma unroll
     for (int step = 0; step < kValueTiles / 2; ++step) {
       uint32_t b[4];
@@ -718,10 +592,8 @@ private:
   bool active_;   // the query exists, and walks this layer in this way
   int position_;  // of the query as the parent at hand sees it: n - 1 - 16 rank; below 16 in the last parent
   int cursor_;    // of that parent in a row of importance or closed masks
-  uint32_t key_lane_;
   uint32_t value_lane_;
   uint32_t closed_ = 0;  // of the rank that was fetched last
-  rope::Turns fetched_[kFetched][kAhead];
   half2 q_[kSteps][4];
   float unit_[2];
   float max_[2];      // running maximum, raw; kImportance: the normaliser's

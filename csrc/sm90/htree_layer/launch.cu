@@ -144,8 +144,8 @@ struct Plan {
     take(k_tree, base, heads * M * p.K * 2);
     take(v_tree, base, heads * M * p.V * 2);
     for (int l = 0; l <= most_first; ++l) {
-      if (l >= least_first) take_packed(first[l], std::min(N[l], p.top_k * kSiblings), heads, base);
-      if (l < most_first) take_packed(below[l], N[l], heads, base);
+      if (l >= least_first) take_packed(first[l], std::min(N[l], p.top_k * kSiblings), kTileParents, heads, base);
+      if (l < most_first) take_packed(below[l], N[l], 1, heads, base);
     }
     chunk_blocks = std::min(blocks, kMaxBlocks);
     if (layers == 1) return;
@@ -176,9 +176,9 @@ private:
     bytes += ceil_div(count * static_cast<std::int64_t>(sizeof(T)), 256) * 256;
   }
 
-  void take_packed(Packed& packed, std::int64_t nodes, std::int64_t heads, char* base) {
+  void take_packed(Packed& packed, std::int64_t nodes, int together, std::int64_t heads, char* base) {
     packed.nodes = nodes;
-    packed.parents = ceil_div(nodes, kSiblings);
+    packed.parents = ceil_div(nodes, kSiblings * together) * together;
     take(packed.blocks, base, heads * packed.parents * block_bytes);
   }
 

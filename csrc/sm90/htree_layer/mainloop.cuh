@@ -107,12 +107,14 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
         taken |= (__shfl_sync(kFullWarp, mask, group * Cfg::kStageSlots + i) >> lane & 1u) << i;
       }
       if (lane < Cfg::kConsumers) ptx::store_shared_4B(ring.masks + at.slot * Cfg::kMaskBytes + 4 * lane, taken);
-      int const copies = min(count - base - group * Cfg::kStageSlots, Cfg::kStageSlots);
+      int const slots = min(count - base - group * Cfg::kStageSlots, Cfg::kStageSlots);
+      int const copies = (slots + Cfg::kCopySlots - 1) / Cfg::kCopySlots;  // a tile is whole in global memory
       __syncwarp();
       if (lane == 0) barriers::mbarrier_arrive_expect_bytes(ring.barriers.full_at(at.slot), copies * Cfg::kCopyBytes);
       __syncwarp();
-      if (mine && exists) {
-        ptx::bulk_load(ring.stages + at.slot * Cfg::kStageBytes + slot * Cfg::kSlotBytes + Cfg::kScaleOffset,
+      if (mine && exists && slot % Cfg::kCopySlots == 0) {
+        int const copy = slot / Cfg::kCopySlots;
+        ptx::bulk_load(ring.stages + at.slot * Cfg::kStageBytes + copy * Cfg::kSlotBytes + Cfg::kScaleOffset,
                        packed + node * args.block_bytes, Cfg::kCopyBytes, ring.barriers.full_at(at.slot));
       }
       at = at.ahead(1);

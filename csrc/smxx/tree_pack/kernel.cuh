@@ -2,9 +2,13 @@
 //
 //   [scales 16 x float | keys 16 x K fp16 | values 16 x V]
 //
-// in which one bulk copy finds everything about 16 siblings. Keys are turned by their place c among the siblings or by
-// the node's index (RoPE in float32), normalised by a power of two, their scale, and rounded once to fp16; values are
-// copied. Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8), so that ldmatrix reads them without bank conflicts.
+// in which one bulk copy finds everything about 16 siblings. `by_node`, for queries that walk all parents, four of them
+// lie together,
+//
+//   [scales 64 x float | keys K / 64 panels of 64 x 64 fp16 | values 64 x V]
+//
+// the panels as WGMMA takes them. Keys are turned by their place c among the siblings, or by the node's index (RoPE in
+// float32), normalised by a power of two, their scale, and rounded once to fp16; values are copied. Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8), so that ldmatrix reads them without bank conflicts.
 // Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score
 // is NaN whatever the query. Where any value of a parent is not finite (the mean of finite ones may overflow) all its
 // scales are negative: a warning to who multiplies values by probabilities of zero. Memory bound: a warp a parent,
@@ -55,9 +59,19 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   std::int64_t const h = bh % args.H_kv;
   std::int64_t const first = block % args.parents_per_head * kSiblings;
   int const children = static_cast<int>(min(args.N - first, static_cast<std::int64_t>(kSiblings)));
-  char* const packed = args.packed + block * args.block_bytes;
-  char* const keys = packed + kSiblings * 4;
-  char* const values = keys + kSiblings * kK * 2;
+  // Where this parent's part of its tile is, and how its keys are spread there.
+  int const together = args.by_node ? kTileParents : 1;
+  int const slot = static_cast<int>(block % together);
+  int const key_bytes = kSiblings * kK * 2;
+  int const row_bytes = args.by_node ? 128 : 2 * kK;
+  int const panel_bytes = args.by_node ? kTileParents * kSiblings * 128 : 128;
+  char* const tile = args.packed + (block - slot) * args.block_bytes;
+  float* const scales = reinterpret_cast<float*>(tile) + slot * kSiblings;
+  char* const keys = tile + together * kSiblings * 4 + slot * kSiblings * row_bytes;
+  char* const values = tile + together * (kSiblings * 4 + key_bytes) + slot * kSiblings * args.v.dim * 2;
+  auto const key_chunk = [&](int c, int chunk) {
+    return reinterpret_cast<uint4*>(keys + chunk / 8 * panel_bytes + c * row_bytes) + (chunk % 8 ^ c % 8);
+  };
   auto const row_of = [&](Source const& x, int c) {
     return static_cast<Element const*>(x.in) + b * x.stride_b + (first + c) * x.stride_n + h * x.stride_h;
   };
@@ -114,10 +128,9 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       turned_lo[i] = __float2half_rn(finite ? x * turn.x - y * turn.y : nan);
       turned_hi[i] = __float2half_rn(finite ? x * turn.y + y * turn.x : nan);
     }
-    uint4* const out = reinterpret_cast<uint4*>(keys + c * kK * 2);
-    out[chunk ^ (c % 8)] = *reinterpret_cast<uint4 const*>(turned_lo);
-    out[(chunk + kLanesPerRow) ^ (c % 8)] = *reinterpret_cast<uint4 const*>(turned_hi);
-    if (chunk == 0) reinterpret_cast<float*>(packed)[c] = finite_values ? scale.scale : -scale.scale;
+    *key_chunk(c, chunk) = *reinterpret_cast<uint4 const*>(turned_lo);
+    *key_chunk(c, chunk + kLanesPerRow) = *reinterpret_cast<uint4 const*>(turned_hi);
+    if (chunk == 0) scales[c] = finite_values ? scale.scale : -scale.scale;
   }
 }
 
