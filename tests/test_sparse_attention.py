@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import htree_cuda
 from htree_cuda import UnsupportedError
@@ -407,7 +408,7 @@ def test_compile_fullgraph_with_dynamic_sizes():
         return out.square().sum() + lse.sum()
 
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     counted = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
     for s_q, s_kv, topk in ((5, 40, 12), (7, 33, 9), (12, 70, 31)):
         q, kv, indices = problem(s_q=s_q, s_kv=s_kv, topk=topk, grad=True)
