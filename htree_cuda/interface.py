@@ -247,7 +247,8 @@ def sparse_attention(
         sm_scale: finite float, natural score scale; default d_qk ** -0.5.
         q_start, k_stride, topk_length: which slots count, as in `attn_dist`; default: all.
         attn_sink: [h_q] float32 (float64 where q is), natural units, any value: ``exp(attn_sink)`` is added to the
-            softmax denominator of ``out``, never to ``lse``. -inf has no effect, +inf gives zeros. Default None.
+            softmax denominator of ``out``, never to ``lse``. -inf has no effect, +inf gives zeros, NaN gives NaN.
+            Default None.
         return_lse: bool; False returns ``out`` alone.
         lse_base: 2 or math.e, the base of ``lse``; default 2, that of `attn_dist`.
         backend: "auto" or "torch", as in `forward`. There is no kernel yet: CUDA tensors need "torch".

@@ -279,6 +279,8 @@ def test_empty_sizes(s_q, topk, s_kv, B):
         assert loss.shape == (logits.shape[:-1] if reduction == "none" else ()) and (loss == 0).all()
         (gradient,) = torch.autograd.grad(loss.sum(), logits)
         assert (gradient == 0).all() and gradient.shape == logits.shape
+    losses, counts = definition.indexer_loss(logits, dist.sum(-3), indices, s_kv=s_kv, q_start=3)
+    assert losses.shape == logits.shape[:-1] and not counts.any()
 
 
 def test_batches_and_a_start_for_each():

@@ -454,7 +454,8 @@ def indexer_loss(
             )
             for b, start in enumerate(batch_starts(q_start, logits.shape[0]))
         ]  # fmt: skip
-        return torch.stack([loss for loss, _ in rows]), torch.stack([counts for _, counts in rows])
+        losses = torch.stack([loss for loss, _ in rows]) if rows else logits.sum(-1, dtype=compute_dtype)
+        return losses, torch.tensor([counts.tolist() for _, counts in rows], dtype=torch.bool)
     rule = {"s_kv": s_kv, "q_start": q_start, "k_stride": k_stride, "topk_length": topk_length}
     losses, counts = [], []
     for s in range(logits.shape[0]):
@@ -467,4 +468,5 @@ def indexer_loss(
                 loss = loss + t * (t.log() - log_prob)
         losses.append(loss)
         counts.append(bool(slots))
-    return torch.stack(losses), torch.tensor(counts)
+    losses = torch.stack(losses) if losses else logits.sum(-1, dtype=compute_dtype)
+    return losses, torch.tensor(counts, dtype=torch.bool)
