@@ -18,7 +18,7 @@ Measure. Recall on held-out contexts: the share of the top_k keys with the most 
          untrained indexer, for keys drawn at random and for the most recent keys. Mass: the attention that the chosen
          keys have.
 
-Writes indexer_distillation.json and .png into the folder of --out.
+Writes every number as JSON and the curves as PNG.
 """
 
 from __future__ import annotations
@@ -188,12 +188,12 @@ def train(arguments: argparse.Namespace) -> dict:
         loss.backward()
         optimiser.step()
         schedule.step()
-        losses.append(float(loss.detach()))
+        losses.append(round(float(loss.detach()), 5))
         if step % arguments.every == 0 or step == arguments.steps:
             curve.append(measure(step))
     return {
         **identity("cpu"),
-        "settings": {**vars(arguments), "out": str(arguments.out)},
+        "settings": {k: v for k, v in vars(arguments).items() if not isinstance(v, Path)},
         "contexts": {"training": len(training), "held out": len(held_out), "length": T},
         "baselines": baselines,
         "untrained": curve[0],
@@ -201,7 +201,7 @@ def train(arguments: argparse.Namespace) -> dict:
         "best": evaluate(truth, truth, top_k),
         "curve": curve,
         "losses": losses,
-        "seconds": time.perf_counter() - started,
+        "seconds": round(time.perf_counter() - started, 1),
     }
 
 
@@ -233,22 +233,23 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=400, help="training steps")
+    parser.add_argument("--steps", type=int, default=800, help="training steps")
     parser.add_argument("--context", type=int, default=1024, help="words in a context")
     parser.add_argument("--top-k", type=int, default=64, help="keys that the indexer chooses for a query")
     parser.add_argument("--lr", type=float, default=1e-2, help="largest learning rate")
     parser.add_argument("--every", type=int, default=20, help="steps between measurements")
     parser.add_argument("--max-tokens", type=int, default=1 << 19, help="the text is cut after so many tokens")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for the JSON and the PNG")
+    for kind in ("json", "png"):
+        parser.add_argument(f"--{kind}", type=Path, default=Path("demo_out") / f"indexer_distillation.{kind}")
     arguments = parser.parse_args(argv)
     try:
         if not 1 <= 4 * arguments.top_k <= arguments.context:
             raise DemoError(f"--top-k must lie in 1 .. context / 4 ({arguments.context // 4}), got {arguments.top_k}")
         report = train(arguments)
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "indexer_distillation.json").write_text(json.dumps(report, indent=1) + "\n")
-        picture = arguments.out / "indexer_distillation.png"
+        for path in (arguments.json, arguments.png):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
         rows = {
             **report["baselines"], "untrained indexer": report["untrained"], "trained indexer": report["trained"],
             "the attention": report["best"],
@@ -257,10 +258,10 @@ def main(argv: list[str] | None = None) -> int:
         for name, row in rows.items():
             print(f"{name:<20}{row['recall']:>8.1%}{row['mass']:>8.1%}")
         try:
-            draw(report, picture)
+            draw(report, arguments.png)
         except ModuleNotFoundError as error:
             raise DemoError(f"no picture: {error.name} is not installed (pip install 'htree_cuda[demo]')") from None
-        print(f"\n{report['seconds']:.0f} s. Curve: {picture}; all numbers: {picture.with_suffix('.json')}")
+        print(f"\n{report['seconds']:.0f} s. Curves: {arguments.png}; all numbers: {arguments.json}")
     except DemoError as error:
         print(f"indexer_distillation: {error}", file=sys.stderr)
         return 2

@@ -24,12 +24,16 @@ def example():
         yield module
 
 
+def run(example, out: Path) -> dict:
+    files = out / "new" / "curve.json", out / "new" / "curve.png"
+    assert example.main([*SMALL, "--steps", "50", "--json", str(files[0]), "--png", str(files[1])]) == 0
+    assert files[1].read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    return json.loads(files[0].read_text())
+
+
 @pytest.fixture(scope="module")
 def report(example, tmp_path_factory):
-    out = tmp_path_factory.mktemp("distillation")
-    assert example.main([*SMALL, "--steps", "50", "--out", str(out)]) == 0
-    assert (out / "indexer_distillation.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    return json.loads((out / "indexer_distillation.json").read_text())
+    return run(example, tmp_path_factory.mktemp("distillation"))
 
 
 def test_the_indexer_learns(report):
@@ -49,8 +53,7 @@ def test_the_measure_is_what_it_says(report):
 
 
 def test_it_repeats(example, report, tmp_path):
-    assert example.main([*SMALL, "--steps", "50", "--out", str(tmp_path)]) == 0
-    again = json.loads((tmp_path / "indexer_distillation.json").read_text())
+    again = run(example, tmp_path)
     assert again["losses"] == report["losses"] and again["curve"] == report["curve"]
 
 
@@ -74,10 +77,10 @@ def test_features_are_causal_means(example):
             torch.testing.assert_close(means[t], x[max(0, t - count + 1) : t + 1].mean(0))
 
 
-def test_what_cannot_work_is_one_line(example, tmp_path, capsys):
+def test_what_cannot_work_is_one_line(example, capsys):
     for arguments, words in (
         (["--top-k", "300"], "--top-k must lie in 1 .. context / 4 (256), got 300"),
         (["--max-tokens", "500"], "are no 5 contexts of 1024"),
     ):
-        assert example.main([*arguments, "--out", str(tmp_path)]) == 2
+        assert example.main(arguments) == 2
         assert words in capsys.readouterr().err

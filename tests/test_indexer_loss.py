@@ -215,6 +215,16 @@ def test_zero_targets_count_in_the_mean_and_empty_rows_do_not():
     assert (gradient[[2, 3]] == 0).all() and (gradient[[0, 1, 4]] != 0).all()
 
 
+def test_no_step_of_the_backward_makes_a_nan():
+    """A query without a valid slot has no softmax; anomaly detection stops at a NaN that a later step would hide."""
+    logits, dist, indices = problem()
+    indices[2] = -1
+    dist[:, 3] = 0.0
+    with torch.autograd.set_detect_anomaly(True):
+        htree_cuda.indexer_loss(logits, dist, indices, s_kv=20).backward()
+    assert logits.grad.isfinite().all()
+
+
 def test_no_valid_slot_at_all_is_zero():
     logits, dist, indices = problem()
     for reduction in ("mean", "sum"):

@@ -211,19 +211,28 @@ def test_duplicates_count_once_per_slot():
     torch.testing.assert_close(torch.exp2(lse - once_lse), 1 + p)
 
 
-def test_empty_rows_are_zeros_without_gradient():
+@pytest.mark.parametrize("sink", [None, [0.0, -math.inf, math.inf, -800.0, 3.0, 80.0]])
+def test_empty_rows_are_zeros_without_gradient(sink):
+    """Whatever comes back for them: NaN for out, and for lse the -inf of a square's derivative."""
     q, kv, indices = problem(grad=True)
     indices[2] = -1
-    for sink in (None, torch.tensor([0.0, -math.inf, math.inf, math.nan, 3.0, 80.0], dtype=torch.float64)):
-        out, lse = htree_cuda.sparse_attention(q, kv, indices, d_v=5, attn_sink=sink)
-        assert (out[2] == 0).all() and (lse[2] == -math.inf).all()
-        assert lse[[0, 1, 3, 4]].isfinite().all()
-        only_row = torch.zeros_like(out)
-        only_row[2] = math.nan
-        dq, dkv = torch.autograd.grad((out, lse), (q, kv), (only_row, lse.square().detach().masked_fill(lse > 0, 0.0)))
-        assert (dq[2] == 0).all() and dq[sink is not None :].nan_to_num().isfinite().all()
-        if sink is None:
-            assert dq.isfinite().all() and dkv.isfinite().all()
+    inputs = [q, kv] if sink is None else [q, kv, torch.tensor(sink, dtype=torch.float64, requires_grad=True)]
+    out, lse = htree_cuda.sparse_attention(q, kv, indices, d_v=5, attn_sink=inputs[2] if sink else None)
+    assert (out[2] == 0).all() and (lse[2] == -math.inf).all() and lse[[0, 1, 3, 4]].isfinite().all()
+    d_out, d_lse = torch.randn_like(out), 2 * lse.detach()
+    d_out[2] = math.nan
+    mine = torch.autograd.grad((out, lse), inputs, (d_out, d_lse), retain_graph=True)
+    d_out[2], d_lse[2] = 0.0, 0.0
+    assert (mine[0][2] == 0).all()
+    for x, y in zip(mine, torch.autograd.grad((out, lse), inputs, (d_out, d_lse)), strict=True):
+        assert x.isfinite().all() and torch.equal(x, y)
+
+
+def test_an_empty_row_is_zero_beside_a_nan_sink():
+    q, kv, indices = problem()
+    indices[2] = -1
+    out, _ = check(q, kv, indices, attn_sink=torch.full((6,), math.nan, dtype=torch.float64))
+    assert (out[2] == 0).all() and out[[0, 1, 3, 4]].isnan().all()
 
 
 @pytest.mark.parametrize("k_stride", [1, 4])
@@ -557,6 +566,10 @@ def test_backward_op_checks_what_it_is_given():
             torch.ops.htree_cuda.sparse_attention_backward(
                 x["dout"], x["dlse"], q, kv, indices, None, None, x["out"], x["lse"], **NUMBERS
             )
+    for device in ("cpu", "meta"):  # the real and the fake implementation
+        args = [x.to(device) for x in (out, lse, q, kv, indices.long(), out, lse)]
+        with pytest.raises(ValueError, match=r"sparse_attention_backward: indices must be int32, got torch.int64"):
+            torch.ops.htree_cuda.sparse_attention_backward(*args[:5], None, None, *args[5:], **NUMBERS)
 
 
 def test_without_a_kernel_the_way_out_is_named():

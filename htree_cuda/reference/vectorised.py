@@ -662,7 +662,7 @@ def sparse_attention_backward(
         delta = (do * out[b, rows].to(acc)).sum(2, keepdim=True)
         weights = P
         if attn_sink is not None:
-            weights = (P * torch.sigmoid(row_lse - attn_sink[:, None])).masked_fill_(invalid, 0.0)
+            weights = P * torch.sigmoid(row_lse - attn_sink[:, None])
             to_sink = torch.sigmoid(attn_sink[:, None] - row_lse) * delta
             dsink -= to_sink.masked_fill_(~valid.any(1)[:, None, None], 0.0).sum((0, 2))
         dS = torch.bmm(do, keys[:, :, :d_v].transpose(1, 2)).sub_(delta).mul_(weights)
