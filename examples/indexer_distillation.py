@@ -1,6 +1,6 @@
 """Trains a lightning indexer against real attention on real text: sparse_attention -> attn_dist -> indexer_loss.
 
-python examples/indexer_distillation.py            2 CPU cores, under three minutes
+python examples/indexer_distillation.py            one CPU core, under three minutes
 python examples/indexer_distillation.py --help
 
 Text.    The language reference inside every CPython, content words only, cut into contexts; every fifth is held out.
@@ -269,4 +269,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(
+        1
+    )  # the same bits on any number of cores, and no waiting for each other where they are shared
     sys.exit(main())
