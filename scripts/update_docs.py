@@ -155,6 +155,25 @@ def first_run() -> str:
     )
 
 
+def indexer_distillation() -> str:
+    report = load("indexer_distillation")
+    settings, trained = report["settings"], report["trained"]
+    chosen = {
+        "drawn at random": report["baselines"]["random"],
+        "the most recent": report["baselines"]["most recent"],
+        "by the untrained indexer": report["untrained"],
+        "by the trained indexer": trained,
+        "those with the most attention": report["best"],
+    }
+    rows = [[name, f"{row['recall']:.1%}", f"{row['mass']:.1%}"] for name, row in chosen.items()]
+    contexts = report["contexts"]
+    return (
+        f"{settings['steps']} steps on {contexts['training']} contexts of {contexts['length']:,} words, measured on "
+        f"{contexts['held out']} others; {report['seconds']:.0f} s on {report['cores']} CPU cores "
+        f"({_cpu(report)}):\n\n" + markdown([f"{settings['top_k']} keys chosen", "recall", "attention on them"], rows)
+    )
+
+
 def measured() -> str:
     """The README's short version of every result."""
     parts = []
@@ -192,6 +211,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "forward_cpu": forward_cpu,
     "forward_gpu": forward_gpu,
     "first_run": first_run,
+    "indexer_distillation": indexer_distillation,
     "measured": measured,
 }
 
