@@ -3,7 +3,7 @@
 //
 //   CTA           12 consumer warps (3 warpgroups), one query each: consecutive queries of one (b, h_kv);
 //                 a producer warp in a fourth warpgroup, whose other warps idle
-//   pairs         a consumer takes two of its parents at a time where a stage holds two, so that the latencies of one
+//   pairs         kBelow: a consumer takes two of its parents at a time where a stage holds two, so that latencies of one
 //                 hide behind the other; the arithmetic is that of one after the other, bit for bit
 //   slot          one parent: 16 keys (fp16, turned by their node or place), their scales, 16 values, as smxx/tree_pack
 //                 laid them out in global memory; kBelow: one bulk copy

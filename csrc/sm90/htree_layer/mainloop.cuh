@@ -3,10 +3,13 @@
 //   barrier        arrives                        waits           makes visible / frees
 //   full[stage]    producer, once, and the bytes   12 consumers    four parents and their masks
 //   empty[stage]   each consumer warp, once        producer        the stage may be overwritten
+//   kMergeBarrier  12 consumers (named barrier)    the same        a split query, after the last stage: the ring is free;
+//                                                                  maxima and sums; O
 //
 // Both sides walk the same number of groups, ceil(count / 4): consumers release groups that hold nothing of theirs, so
-// every phase is passed whatever the masks say. What a consumer computes depends on its own query alone: its own rank,
-// its own running maximum; the union decides only when a parent passes by.
+// every phase is passed whatever the masks say, and the four warps of a warpgroup multiply together (first.cuh). What a
+// consumer computes depends on its own query alone: its own rank, its own running maximum; the union decides only when a
+// parent passes by.
 #pragma once
 
 #include <cuda_runtime.h>
