@@ -126,18 +126,21 @@ class Preset:
 
 PRESETS = {
     "cpu": Preset(
-        name="cpu", d_model=128, n_layers=2, n_heads=4, n_kv_heads=1, head_dim=32, qk_norm=False,
-        rope_base=10000.0, compression_rate=4, top_k=8,
-        text=Task((Stage(512, 8, 300),), lr=3e-3, eval_every=25, eval_batches=8),
+        name="cpu", d_model=64, n_layers=2, n_heads=4, n_kv_heads=1, head_dim=16, qk_norm=True, rope_base=1e6,
+        compression_rate=4, top_k=16,
+        text=Task((Stage(1024, 2, 300),), lr=4e-3, eval_every=25, eval_batches=16),
         recall=Task(
-            (Stage(64, 32, 200), Stage(128, 16, 100), Stage(256, 16, 60), Stage(512, 8, 40), Stage(1024, 8, 40)),
-            lr=2e-3, eval_every=20, eval_batches=4,
+            (
+                Stage(32, 64, 100), Stage(64, 32, 50), Stage(128, 16, 50), Stage(256, 8, 50), Stage(512, 4, 40),
+                Stage(1024, 4, 30),
+            ),
+            lr=4e-3, eval_every=20, eval_batches=8,
         ),
-        n_keys=8, n_values=16, n_filler=32, autocast=False,
+        n_keys=8, n_values=8, n_filler=1, autocast=False,
     ),
     "gpu": Preset(
-        name="gpu", d_model=512, n_layers=4, n_heads=8, n_kv_heads=1, head_dim=64, qk_norm=False,
-        rope_base=10000.0, compression_rate=16, top_k=64,
+        name="gpu", d_model=512, n_layers=4, n_heads=8, n_kv_heads=1, head_dim=64, qk_norm=True,
+        rope_base=1e6, compression_rate=16, top_k=64,
         text=Task((Stage(32768, 1, 1200),), lr=1e-3, eval_every=100, eval_batches=16),
         recall=Task(
             (
