@@ -310,12 +310,11 @@ class Recall:
 
 
 def learning_rate(task: Task, step: int) -> float:
-    """Linear warm-up over the first 5% of the steps, then a cosine down to a tenth."""
-    warm_up = max(1, task.steps // 20)
-    if step < warm_up:
-        return task.lr * (step + 1) / warm_up
-    done = (step - warm_up) / max(1, task.steps - warm_up)
-    return task.lr * (0.55 + 0.45 * math.cos(math.pi * done))
+    """Warm-up over the first 5% of the steps, then constant, so that no stage of a curriculum is favoured; over the
+    last quarter linearly down to a tenth."""
+    warm_up, decay = max(1, task.steps // 20), max(1, task.steps // 4)
+    left = (task.steps - step) / decay
+    return task.lr * min(1.0, (step + 1) / warm_up, 0.1 + 0.9 * left)
 
 
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor, autocast: bool) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,8 @@ from .reference.vectorised import TreeParams
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 BACKENDS = ("auto", "torch")
-SAVE_SELECTION = (True, False, "auto")
+# What a caller says, and what the op is told.
+SAVE_SELECTION = {True: "always", False: "never", "auto": "auto"}
 MAX_INT32 = 2**31 - 1
 MAX_POWER = 2**30  # of compression_rate and top_k: far beyond use, and no product of sizes overflows
 MAX_FLOAT64 = int(sys.float_info.max)
@@ -88,7 +89,12 @@ def backend_name(op: str, value: Any) -> None:
 def save_selection(op: str, value: Any) -> None:
     # 1 == True: an int is no answer to this question.
     if not isinstance(value, (bool, str)) or value not in SAVE_SELECTION:
-        raise ValueError(f"{op}: save_selection must be one of {', '.join(map(repr, SAVE_SELECTION))}, got {value!r}")
+        _fail(op, f"save_selection must be one of {', '.join(map(repr, SAVE_SELECTION))}", repr(value))
+
+
+def save_mode(op: str, value: str) -> None:
+    if value not in SAVE_SELECTION.values():
+        _fail(op, f"save_selection must be one of {', '.join(map(repr, SAVE_SELECTION.values()))}", repr(value))
 
 
 # ----------------------------------------------------------------------------------------------------- shared pieces

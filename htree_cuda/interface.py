@@ -126,9 +126,9 @@ def forward(
         checks.backward_kernel(op, q=q.requires_grad, k=k.requires_grad, v=v.requires_grad)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    save = {True: "always", False: "never", "auto": "auto"}[save_selection] if needs_grad else "never"
+    save_mode = checks.SAVE_SELECTION[save_selection if needs_grad else False]
     out, lse, selection = torch.ops.htree_cuda.forward(
-        q, k, v, need_selection=return_selection, **tree, deterministic=deterministic, save_selection=save
+        q, k, v, need_selection=return_selection, **tree, deterministic=deterministic, save_selection=save_mode
     )
     extra = ([lse] if return_lse else []) + ([selection] if return_selection else [])
     return (out, *extra) if extra else out

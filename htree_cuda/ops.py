@@ -87,6 +87,7 @@ def _layers(k: Tensor, params) -> int:
 def _keeps_selection(q: Tensor, k: Tensor, v: Tensor, params, save_selection: str) -> bool:
     """Whether the backward's copy is kept. "auto": where it takes no more bytes than q and out, which are kept anyway;
     counted for one token, so the rule depends on neither B nor T_q, and on T through the number of layers alone."""
+    checks.save_mode("forward", save_selection)
     if save_selection != "auto":
         return save_selection == "always"
     kept = 4 * (_layers(k, params) - 1) * k.shape[2] * params.top_k
@@ -121,7 +122,7 @@ def forward(
     backward's; the forward always is.
     """
     params = checks.forward(q, k, v, backend=backend, **tree)
-    need_selection = need_selection or _keeps_selection(q, k, v, params, save_selection)
+    need_selection = _keeps_selection(q, k, v, params, save_selection) or need_selection
     if _use_torch("forward", q, backend):
         return vectorised.forward(q, k, v, params, need_selection=need_selection)
     from . import kernels
@@ -137,7 +138,7 @@ def forward(
 @forward.register_fake
 def _(q, k, v, *, need_selection, backend, deterministic=False, save_selection="never", **tree):
     params = checks.forward(q, k, v, backend=backend, **tree)
-    return _empty_results(q, k, v, params, need_selection or _keeps_selection(q, k, v, params, save_selection))
+    return _empty_results(q, k, v, params, _keeps_selection(q, k, v, params, save_selection) or need_selection)
 
 
 @torch.library.custom_op(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +156,63 @@ def first_run() -> str:
     )
 
 
+def _spread(values: list[float], form: str) -> str:
+    return f"{statistics.fmean(values):{form}} ({min(values):{form}} .. {max(values):{form}})"
+
+
+def training_table(report: dict) -> str:
+    """One row an arm; mean (least .. greatest) over the seeds."""
+    tasks = report["tasks"]
+    finals = {
+        name: {arm: [run["final"] for run in task["runs"] if run["arm"] == arm] for arm in ("dense", "htree", "window")}
+        for name, task in tasks.items()
+    }
+    speed = {run["arm"]: [] for run in tasks["text"]["runs"]}
+    for run in tasks["text"]["runs"]:
+        speed[run["arm"]].append(run["tokens_per_s"])
+    dense = statistics.fmean(final["loss"] for final in finals["text"]["dense"])
+    rows = []
+    for arm in ("dense", "htree", "window"):
+        losses = [final["loss"] for final in finals["text"][arm]]
+        rows.append([
+            arm if arm != "window" else f"window ({tasks['text']['window']} tokens)",
+            _spread(losses, ".3f"),
+            f"{100 * (statistics.fmean(losses) / dense - 1):+.1f}%",
+            _spread([final["accuracy"] for final in finals["recall"][arm]], ".1%"),
+            f"{statistics.median(speed[arm]):,.0f}",
+        ])  # fmt: skip
+    text, recall = tasks["text"], tasks["recall"]
+    header = [
+        "arm", "text: held-out loss, nats per byte", "to dense", f"recall (chance {recall['data']['chance']:.1%})",
+        "tokens per second, text",
+    ]  # fmt: skip
+    return (
+        f"{len(report['seeds'])} seeds, mean (least .. greatest); text at T = {text['tree']['T']:,}, recall at T = "
+        f"{recall['tree']['T']:,} ({text['tree']['layers']} and {recall['tree']['layers']} layers). The last query of "
+        f"a text visits {text['tree']['candidates_last']} candidates, {text['tree']['share_last']:.1%} of T "
+        f"(on average over the queries {text['tree']['candidates_mean']:.0f}):\n\n" + markdown(header, rows)
+    )
+
+
+def training() -> str:
+    report = load("train_cpu")
+    preset = report["preset"]
+    stages = ", ".join(f"{s['T']:,} x {s['batch']} ({s['steps']})" for s in preset["recall"]["stages"])
+    text = preset["text"]["stages"][0]
+    return (
+        f"CPU preset ({_cpu(report)}): d_model {preset['d_model']}, {preset['n_layers']} blocks, {preset['n_heads']} "
+        f"query heads on {preset['n_kv_heads']} KV head of {preset['head_dim']}, compression_rate "
+        f"{preset['compression_rate']}, top_k {preset['top_k']}. Text: {text['steps']} steps of {text['batch']} x "
+        f"{text['T']:,} bytes. Recall: {preset['n_keys']} keys, {preset['n_values']} values, kinds of filler: "
+        f"{preset['n_filler']}; stages T x batch (steps): {stages}.\n\n" + training_table(report)
+    )
+
+
+def training_short() -> str:
+    report = load("train_cpu")
+    return f"CPU preset ({_cpu(report)}), " + training_table(report)
+
+
 def measured() -> str:
     """The README's short version of every result."""
     parts = []
@@ -193,6 +251,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "forward_gpu": forward_gpu,
     "first_run": first_run,
     "measured": measured,
+    "training": training,
+    "training_short": training_short,
 }
 
 

@@ -241,6 +241,8 @@ def test_the_op_finds_a_selection_that_was_not_needed():
         out, _, _ = torch.ops.htree_cuda.forward(q, k, v, **TREE, need_selection=need_selection, backend="auto")
         grads.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
     assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
+    with pytest.raises(ValueError, match="save_selection must be one of 'always', 'never', 'auto', got 'no'"):
+        torch.ops.htree_cuda.forward(q, k, v, **TREE, need_selection=False, backend="auto", save_selection="no")
 
 
 def test_compile_with_gradients_and_dynamic_length():
