@@ -13,8 +13,8 @@ Arms, equal in everything but the attention (parameters, their initial values, d
 Tasks:
 
     text    the next byte of the CPython standard library's sources and documentation, found in the running Python
-    recall  pairs of a key and a value lie in the first half of a sequence of filler, each in one token; queries at the
-            end name a key and ask for its value. Lengths grow from stage to stage. Every pair is farther from every
+    recall  pairs of a key and a value lie in the first quarter of a sequence of filler, each in one token; queries at
+            the end name a key and ask for its value. Lengths grow from stage to stage. Every pair is farther from every
             query than the window arm can see through all its layers.
 
 A run is a pure function of preset, task, arm and seed: batches are drawn from (seed, step), so an interrupted run that
@@ -128,12 +128,9 @@ PRESETS = {
     "cpu": Preset(
         name="cpu", d_model=64, n_layers=2, n_heads=4, n_kv_heads=1, head_dim=16, qk_norm=True, rope_base=1e6,
         compression_rate=4, top_k=16,
-        text=Task((Stage(1024, 2, 300),), lr=4e-3, eval_every=25, eval_batches=16),
+        text=Task((Stage(1024, 2, 400),), lr=4e-3, eval_every=40, eval_batches=24),
         recall=Task(
-            (
-                Stage(32, 64, 100), Stage(64, 32, 50), Stage(128, 16, 50), Stage(256, 8, 50), Stage(512, 4, 40),
-                Stage(1024, 4, 30),
-            ),
+            (Stage(32, 64, 100), Stage(64, 32, 40), Stage(128, 16, 40), Stage(256, 8, 40), Stage(512, 8, 120)),
             lr=4e-3, eval_every=20, eval_batches=8,
         ),
         n_keys=8, n_values=8, n_filler=1, autocast=False,
@@ -148,7 +145,7 @@ PRESETS = {
             ),
             lr=1e-3, eval_every=100, eval_batches=16,
         ),
-        n_keys=8, n_values=16, n_filler=32, autocast=True,
+        n_keys=8, n_values=8, n_filler=1, autocast=True,
     ),
 }  # fmt: skip
 
@@ -285,7 +282,7 @@ class Recall:
 
     def distance(self, T: int) -> int:
         """The least number of tokens between a pair and its query."""
-        return T // 2 - self.preset.n_keys
+        return T - T // 4 - self.preset.n_keys
 
     def batch(self, part: str, stage: Stage, seed: int, step: int) -> tuple[Tensor, Tensor]:
         p, g = self.preset, generator(seed, step, part == "train")
@@ -294,7 +291,7 @@ class Recall:
         filler = values + p.n_values
         tokens = torch.randint(filler, filler + p.n_filler, (B, T), generator=g)
         targets = torch.full((B, T), IGNORE)
-        room = T // 2 // p.n_keys
+        room = T // 4 // p.n_keys
         place = torch.randint(0, room, (B, p.n_keys), generator=g) + room * torch.rand(
             B, p.n_keys, generator=g
         ).argsort(1)
@@ -311,8 +308,8 @@ class Recall:
 
 def learning_rate(task: Task, step: int) -> float:
     """Warm-up over the first 5% of the steps, then constant, so that no stage of a curriculum is favoured; over the
-    last quarter linearly down to a tenth."""
-    warm_up, decay = max(1, task.steps // 20), max(1, task.steps // 4)
+    last eighth linearly down to a tenth."""
+    warm_up, decay = max(1, task.steps // 20), max(1, task.steps // 8)
     left = (task.steps - step) / decay
     return task.lr * min(1.0, (step + 1) / warm_up, 0.1 + 0.9 * left)
 

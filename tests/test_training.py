@@ -122,9 +122,9 @@ def test_recall_batches_hold_what_they_ask_for():
     asked = tokens[:, -n:] - n * values
     assert torch.equal(asked.sort(1).values, torch.arange(n).expand(16, n)), "every key once"
     for row, keys, wanted in zip(tokens, asked, targets[:, -n:] - n * values - n):
-        pairs = {int(x) // values: int(x) % values for x in row[:32] if x < n * values}
+        pairs = {int(x) // values: int(x) % values for x in row[:16] if x < n * values}
         assert len(pairs) == n and [pairs[int(key)] for key in keys] == wanted.tolist()
-        assert (row[32:-n] >= n * values + n + values).all(), "nothing but filler between"
+        assert (row[16:-n] >= n * values + n + values).all(), "nothing but filler between"
     assert (targets[:, :-n] == example.IGNORE).all()
 
 
