@@ -128,7 +128,7 @@ PRESETS = {
     "cpu": Preset(
         name="cpu", d_model=64, n_layers=2, n_heads=4, n_kv_heads=1, head_dim=16, qk_norm=True, rope_base=1e6,
         compression_rate=4, top_k=16,
-        text=Task((Stage(1024, 2, 400),), lr=4e-3, eval_every=40, eval_batches=24),
+        text=Task((Stage(1024, 2, 200),), lr=4e-3, eval_every=40, eval_batches=16),
         recall=Task(
             (Stage(32, 64, 100), Stage(64, 32, 40), Stage(128, 16, 40), Stage(256, 8, 40), Stage(512, 8, 120)),
             lr=4e-3, eval_every=20, eval_batches=8,
@@ -329,8 +329,10 @@ class Run:
     def __init__(self, preset: Preset, task_name: str, arm: str, seed: int, data, device: torch.device, backend: str):
         self.preset, self.arm, self.seed, self.data, self.device = preset, arm, seed, data, device
         self.task: Task = getattr(preset, task_name)
+        model = {name: value for name, value in dataclasses.asdict(preset).items() if name not in TASKS}
         self.settings = {
-            "preset": dataclasses.asdict(preset), "task": task_name, "arm": arm, "seed": seed, "data": data.about
+            "preset": model, "task": task_name, "schedule": dataclasses.asdict(self.task), "arm": arm, "seed": seed,
+            "data": data.about,
         }  # fmt: skip
         T = self.task.stages[-1].T
         torch.manual_seed(seed)
