@@ -29,7 +29,8 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _cpu(report: dict) -> str:
-    return f"{report['cpu']}, {report['threads']} threads, torch {report['torch']}, {report['date']}"
+    threads = f"{report['threads']} thread{'s' * (report['threads'] > 1)}"
+    return f"{report['cpu']}, {threads}, torch {report['torch']}, {report['date']}"
 
 
 def _gpu(report: dict) -> str:
@@ -167,31 +168,31 @@ def training_table(report: dict) -> str:
         name: {arm: [run["final"] for run in task["runs"] if run["arm"] == arm] for arm in ("dense", "htree", "window")}
         for name, task in tasks.items()
     }
-    speed = {run["arm"]: [] for run in tasks["text"]["runs"]}
-    for run in tasks["text"]["runs"]:
-        speed[run["arm"]].append(run["tokens_per_s"])
     dense = statistics.fmean(final["loss"] for final in finals["text"]["dense"])
     rows = []
     for arm in ("dense", "htree", "window"):
         losses = [final["loss"] for final in finals["text"][arm]]
         rows.append([
-            arm if arm != "window" else f"window ({tasks['text']['window']} tokens)",
+            arm,
             _spread(losses, ".3f"),
             f"{100 * (statistics.fmean(losses) / dense - 1):+.1f}%",
             _spread([final["accuracy"] for final in finals["recall"][arm]], ".1%"),
-            f"{statistics.median(speed[arm]):,.0f}",
         ])  # fmt: skip
     text, recall = tasks["text"], tasks["recall"]
     header = [
-        "arm", "text: held-out loss, nats per byte", "to dense", f"recall (chance {recall['data']['chance']:.1%})",
-        "tokens per second, text",
+        "arm", "text: held-out loss, nats per byte", "to dense", f"recall (chance {recall['data']['chance']:.1%})"
     ]  # fmt: skip
     return (
-        f"{len(report['seeds'])} seeds, mean (least .. greatest); text at T = {text['tree']['T']:,}, recall at T = "
-        f"{recall['tree']['T']:,} ({text['tree']['layers']} and {recall['tree']['layers']} layers). The last query of "
-        f"a text visits {text['tree']['candidates_last']} candidates, {text['tree']['share_last']:.1%} of T "
-        f"(on average over the queries {text['tree']['candidates_mean']:.0f}):\n\n" + markdown(header, rows)
+        f"{len(report['seeds'])} seeds, mean (least .. greatest). Text at T = {text['tree']['T']:,}, recall at T = "
+        f"{recall['tree']['T']:,}, {text['tree']['layers']} and {recall['tree']['layers']} layers; a query visits "
+        f"{text['tree']['candidates_mean']:.0f} and {recall['tree']['candidates_mean']:.0f} candidates on average, the "
+        f"width of the window; the last one {text['tree']['share_last']:.1%} and {recall['tree']['share_last']:.1%} "
+        "of T.\n\n" + markdown(header, rows)
     )
+
+
+def _study(report: dict) -> str:
+    return f"CPU preset ({report['cores']} CPU cores, {_cpu(report)})"
 
 
 def training() -> str:
@@ -200,7 +201,7 @@ def training() -> str:
     stages = ", ".join(f"{s['T']:,} x {s['batch']} ({s['steps']})" for s in preset["recall"]["stages"])
     text = preset["text"]["stages"][0]
     return (
-        f"CPU preset ({_cpu(report)}): d_model {preset['d_model']}, {preset['n_layers']} blocks, {preset['n_heads']} "
+        f"{_study(report)}: d_model {preset['d_model']}, {preset['n_layers']} blocks, {preset['n_heads']} "
         f"query heads on {preset['n_kv_heads']} KV head of {preset['head_dim']}, compression_rate "
         f"{preset['compression_rate']}, top_k {preset['top_k']}. Text: {text['steps']} steps of {text['batch']} x "
         f"{text['T']:,} bytes. Recall: {preset['n_keys']} keys, {preset['n_values']} values, kinds of filler: "
@@ -210,7 +211,7 @@ def training() -> str:
 
 def training_short() -> str:
     report = load("train_cpu")
-    return f"CPU preset ({_cpu(report)}), " + training_table(report)
+    return f"{_study(report)}, " + training_table(report)
 
 
 def measured() -> str:
