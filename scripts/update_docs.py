@@ -116,8 +116,8 @@ def attn_dist_table(report: dict) -> str:
     first = report["timings"][0]
     of = f"{report['of'].capitalize()}: " if "of" in report else ""
     return (
-        f"{of}s_q {first['s_q']:,}, topk {first['topk']:,}, d_qk {first['d_qk']}, {first['dtype']}, one {report['gpu']} "
-        f"(driver {report['driver']}), {report['date'][:10]}, back to back:\n\n"
+        f"{of}s_q {first['s_q']:,}, topk {first['topk']:,}, d_qk {first['d_qk']}, {first['dtype']}, "
+        f"one {report['gpu']} (driver {report['driver']}), {report['date'][:10]}, back to back:\n\n"
         + markdown(["h_q", "s_kv", "median, ms", "p90, ms", "TFLOP/s", "gathered TB/s"], rows)
     )
 
