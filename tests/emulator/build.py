@@ -65,7 +65,7 @@ def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> None:
         lines.extend(["  depfile = $out.d", "  deps = gcc"] if depfile else [])
         lines.append("")
 
-    def edge(name: str, target: Path, inputs: list[Path], implicit: list[Path] = ()) -> None:
+    def edge(name: str, target: Path, inputs: list[Path], implicit: Sequence[Path] = ()) -> None:
         after = f" | {' '.join(map(ninja.escape_path, implicit))}" if implicit else ""
         inputs = " ".join(map(ninja.escape_path, inputs))
         lines.extend([f"build {ninja.escape_path(target)}: {name} {inputs}{after}", ""])
@@ -85,8 +85,8 @@ def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> None:
         runtime_objects.append(OUT / f"{name}.o")
         edge("runtime", runtime_objects[-1], [HERE / f"{name}.cpp"])
 
-    def kernel(source: Path, stem: Path) -> Path:
-        edge("ptx", stem.with_suffix(".ptx"), [source])
+    def kernel(source: Path, stem: Path, headers: Sequence[Path] = ()) -> Path:
+        edge("ptx", stem.with_suffix(".ptx"), [source], headers)
         translator = [HERE / "translate.py", HERE / "instructions.py"]
         edge("translate", stem.with_suffix(".cpp"), [stem.with_suffix(".ptx")], translator)
         edge("kernel", stem.with_suffix(".o"), [stem.with_suffix(".cpp")], [HERE / "runtime.h"])
@@ -101,7 +101,7 @@ def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> None:
     for source in tree.KERNEL_SOURCES:
         objects.append((kernels_dir / "obj" / source).with_suffix(".o"))  # its launchers; the code for the GPU rests
         if not only or any(text in source for text in only):
-            objects.append(kernel(ROOT / source, OUT / "kernel" / source))
+            objects.append(kernel(ROOT / source, OUT / "kernel" / source, ninja.headers_of(ROOT, source)))
     edge("library", OUT / LIBRARY, objects)
     edge("module", OUT / ninja.module_name(), [ROOT / "csrc" / "bindings.cpp"], [OUT / LIBRARY])
     path = OUT / "build.ninja"
