@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 OUT = ROOT / "build" / "emulator"
 LIBRARY = "libhtree_cuda_emulated.so"
 FAULTS = "libfaults.so"
+BENCHMARKS = ["benchmarks/cpp/forward.cu"]
 # Contraction would change the rounding of what PTX spells out; the translated code is long, so -O1.
 USUAL = ["attn_dist/inst/bf16_576", "attn_dist/inst/bf16_128", "htree_layer/inst/bf16_64_", "smxx"]  # in every test run
 CXX_FLAGS = ["-std=c++20", "-mavx2", "-mf16c", "-mfma", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-w"]
@@ -97,6 +98,22 @@ def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> None:
     edge("host", OUT / "faults_host.o", [HERE / "faults.cu"])
     edge("library", OUT / FAULTS, [*runtime_objects, OUT / "faults_host.o", kernel(HERE / "faults.cu", OUT / "faults")])
 
+    # A C++ benchmark: its own kernels, and the emulated library.
+    benchmark = [tools.nvcc, *flags, "-I", str(ROOT / "benchmarks" / "cpp")]
+    rule("benchmark_host", [*benchmark, "-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out"], depfile=True)
+    rule("benchmark_ptx", [*benchmark, "-MD", "-MF", "$out.d", "--ptx", "$in", "-o", "$out"], depfile=True)
+    program = [tools.cxx, "-o", "$out", "$in", f"-L{OUT}", "-lhtree_cuda_emulated", "-Wl,-rpath,$ORIGIN/..", "-ldl"]
+    rule("program", [*program, "-pthread"])
+    for source in BENCHMARKS:
+        stem = (OUT / "kernel" / source).with_suffix("")
+        edge("benchmark_host", stem.with_suffix(".host.o"), [ROOT / source])
+        edge("benchmark_ptx", stem.with_suffix(".ptx"), [ROOT / source])
+        translator = [HERE / "translate.py", HERE / "instructions.py"]
+        edge("translate", stem.with_suffix(".cpp"), [stem.with_suffix(".ptx")], translator)
+        edge("kernel", stem.with_suffix(".o"), [stem.with_suffix(".cpp")], [HERE / "runtime.h"])
+        parts = [stem.with_suffix(".host.o"), stem.with_suffix(".o")]
+        edge("program", OUT / "bin" / stem.name, parts, [OUT / LIBRARY])
+
     objects = [*runtime_objects]
     for source in tree.KERNEL_SOURCES:
         objects.append((kernels_dir / "obj" / source).with_suffix(".o"))  # its launchers; the code for the GPU rests
@@ -132,6 +149,11 @@ def _build(only: tuple[str, ...], target: str) -> Path:
 def build(only: Sequence[str] = ()) -> Path:
     """Builds, and returns the Python module; `only` selects the kernels that are translated (none: all)."""
     return _build(tuple(only), setup().ninja.module_name())
+
+
+def build_benchmark(name: str) -> Path:
+    """Builds a program of benchmarks/cpp over the emulated library, with the usual kernels."""
+    return _build(tuple(USUAL), f"bin/{name}")
 
 
 def build_faults() -> Path:
