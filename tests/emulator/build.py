@@ -9,6 +9,7 @@ import argparse
 import fcntl
 import functools
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -38,8 +39,8 @@ def setup():
 @functools.cache
 def why_not() -> str:
     """Why the emulator cannot be built here; empty where it can."""
-    if os.uname().machine != "x86_64":
-        return "the emulator runs on x86-64"
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return "the emulator runs on Linux on x86-64"
     with open("/proc/cpuinfo") as file:
         flags = next((line.split() for line in file if line.startswith("flags")), [])
     if not {"avx2", "f16c", "fma"} <= set(flags):
