@@ -23,6 +23,8 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 BACKENDS = ("auto", "torch")
 REDUCTIONS = ("mean", "sum", "none")
+# What a caller says, and what the op is told.
+SAVE_SELECTION = {True: "always", False: "never", "auto": "auto"}
 MAX_INT32 = 2**31 - 1
 MAX_POWER = 2**30  # of compression_rate and top_k: far beyond use, and no product of sizes overflows
 MAX_FLOAT64 = int(sys.float_info.max)
@@ -90,6 +92,17 @@ def process_group(op: str, name: str, value: Any) -> None:
 def backend_name(op: str, value: Any) -> None:
     if not isinstance(value, str) or value not in BACKENDS:
         raise ValueError(f"{op}: backend must be one of {', '.join(map(repr, BACKENDS))}, got {value!r}")
+
+
+def save_selection(op: str, value: Any) -> None:
+    # 1 == True: an int is no answer to this question.
+    if not isinstance(value, (bool, str)) or value not in SAVE_SELECTION:
+        _fail(op, f"save_selection must be one of {', '.join(map(repr, SAVE_SELECTION))}", repr(value))
+
+
+def save_mode(op: str, value: str) -> None:
+    if value not in SAVE_SELECTION.values():
+        _fail(op, f"save_selection must be one of {', '.join(map(repr, SAVE_SELECTION.values()))}", repr(value))
 
 
 # ----------------------------------------------------------------------------------------------------- shared pieces
@@ -184,6 +197,117 @@ def _key_value(op: str, k: Tensor, v: Tensor) -> None:
     _equal(op, "dimension 2 of v", v.shape[2], "H_kv of k", k.shape[2])
 
 
+def _even(op: str, what: str, head_dim: int) -> None:
+    if head_dim % 2:
+        _fail(op, f"{what} must be even: RoPE turns pairs", head_dim)
+
+
+def tree_options(
+    op: str,
+    *,
+    dtype: torch.dtype,
+    head_dim: int,
+    compression_rate: int,
+    top_k_per_layer: int,
+    max_top_nodes: int | None,
+    scale: float | None,
+    rope_base: float,
+) -> tuple[int, float]:
+    """Rules of the numbers that belong to no tensor; returns (max_top_nodes, scale) with their defaults resolved."""
+    _power_of_two(op, "compression_rate", compression_rate, 2)
+    _power_of_two(op, "top_k_per_layer", top_k_per_layer, 1)
+    if max_top_nodes is None:
+        max_top_nodes = top_k_per_layer * compression_rate
+    elif not top_k_per_layer <= max_top_nodes <= top_k_per_layer * compression_rate:
+        low, high = top_k_per_layer, top_k_per_layer * compression_rate
+        _fail(op, f"max_top_nodes must lie in top_k .. top_k * compression_rate ({low} .. {high})", max_top_nodes)
+    if scale is None:
+        scale = float(head_dim) ** -0.5
+    else:
+        _scale(op, "scale", scale, dtype)
+    if not (math.isfinite(rope_base) and rope_base > 0):
+        _fail(op, "rope_base must be finite and greater than 0", rope_base)
+    return max_top_nodes, scale
+
+
+def tree_option_types(op: str, options: dict[str, Any]) -> None:
+    """Python types of `forward`'s options that are no tensors and no return flags."""
+    integer(op, "compression_rate", options["compression_rate"])
+    integer(op, "top_k_per_layer", options["top_k_per_layer"])
+    integer(op, "max_top_nodes", options["max_top_nodes"], optional=True)
+    number(op, "scale", options["scale"], optional=True)
+    number(op, "rope_base", options["rope_base"])
+    boolean(op, "strict_causal", options["strict_causal"])
+    backend_name(op, options["backend"])
+    if options["deterministic"] is not None:
+        boolean(op, "deterministic", options["deterministic"])
+    save_selection(op, options["save_selection"])
+
+
+def attention_module(
+    *,
+    d_model: int,
+    n_heads: int,
+    n_kv_heads: int,
+    head_dim: int | None,
+    v_head_dim: int | None,
+    dropout: float,
+    dtype: torch.dtype,
+    flags: dict[str, bool],
+    options: dict[str, Any],
+) -> tuple[int, int]:
+    """Rules of ``HTreeAttention``'s arguments; returns (head_dim, v_head_dim) with their defaults resolved."""
+    op = "HTreeAttention"
+    for name, value in (("d_model", d_model), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
+        integer(op, name, value)
+        _size(op, name, value)
+    if n_heads % n_kv_heads:
+        _fail(op, f"n_heads must be a multiple of n_kv_heads ({n_kv_heads})", n_heads)
+    integer(op, "head_dim", head_dim, optional=True)
+    integer(op, "v_head_dim", v_head_dim, optional=True)
+    if head_dim is None:
+        if d_model % n_heads:
+            _fail(op, f"d_model must be a multiple of n_heads ({n_heads}) where head_dim is not given", d_model)
+        head_dim = d_model // n_heads
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    _size(op, "head_dim", head_dim)
+    _size(op, "v_head_dim", v_head_dim)
+    _even(op, "head_dim", head_dim)
+    for name, flag in flags.items():
+        boolean(op, name, flag)
+    number(op, "dropout", dropout)
+    if dropout != 0:
+        _fail(op, "dropout must be 0: attention probabilities are never stored, so none can be dropped", dropout)
+    if dtype not in FLOAT_DTYPES:
+        _fail(op, "dtype must be float16, bfloat16, float32 or float64", dtype)
+    tree_option_types(op, options)
+    tree = ("compression_rate", "top_k_per_layer", "max_top_nodes", "scale", "rope_base")
+    tree_options(op, dtype=dtype, head_dim=head_dim, **{name: options[name] for name in tree})
+    return head_dim, v_head_dim
+
+
+def attention_module_input(
+    x: Tensor, past: tuple[Tensor, Tensor] | None, *, d_model: int, n_kv_heads: int, head_dim: int, v_head_dim: int
+) -> None:
+    """Rules of what ``HTreeAttention`` is called with; the rest is found by ``htree_cuda::forward``."""
+    op = "HTreeAttention"
+    tensor(op, "x", x)
+    _shape(op, "x", x, ("B", "T_q", "d_model"))
+    _equal(op, "dimension 2 of x", x.shape[2], "d_model", d_model)
+    if past is None:
+        return
+    if not isinstance(past, (tuple, list)) or len(past) != 2:
+        raise TypeError(f"{op}: past must be a pair (k, v) of tensors or None, got {type(past).__name__}")
+    for name, part, dim in (("k of past", past[0], head_dim), ("v of past", past[1], v_head_dim)):
+        tensor(op, name, part)
+        _shape(op, name, part, ("B", "T", "n_kv_heads", "head_dim" if name[0] == "k" else "v_head_dim"))
+        _equal(op, f"dimension 0 of {name}", part.shape[0], "B of x", x.shape[0])
+        _equal(op, f"dimension 2 of {name}", part.shape[2], "n_kv_heads", n_kv_heads)
+        _equal(op, f"dimension 3 of {name}", part.shape[3], "the head dimension", dim)
+        _same_device(op, "x", x, **{name: part})
+    _equal(op, "dimension 1 of v of past", past[1].shape[1], "T of k of past", past[0].shape[1])
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -211,8 +335,7 @@ def forward(
     T, H_kv = k.shape[1], k.shape[2]
     _equal(op, "dimension 0 of k", k.shape[0], "B of q", B)
     _equal(op, "dimension 3 of k", k.shape[3], "K of q", K)
-    if K % 2:
-        _fail(op, "K (dimension 3 of q) must be even: RoPE turns pairs", K)
+    _even(op, "K (dimension 3 of q)", K)
     if H_kv > H or H % H_kv:
         _fail(op, f"H (dimension 2 of q) must be a positive multiple of H_kv ({H_kv})", H)
     if T_q > T:
@@ -221,19 +344,10 @@ def forward(
         q_start = T - T_q
     elif not 0 <= q_start <= T - T_q:
         _fail(op, f"q_start must lie in 0 .. T - T_q ({T - T_q})", q_start)
-    _power_of_two(op, "compression_rate", compression_rate, 2)
-    _power_of_two(op, "top_k_per_layer", top_k_per_layer, 1)
-    if max_top_nodes is None:
-        max_top_nodes = top_k_per_layer * compression_rate
-    elif not top_k_per_layer <= max_top_nodes <= top_k_per_layer * compression_rate:
-        low, high = top_k_per_layer, top_k_per_layer * compression_rate
-        _fail(op, f"max_top_nodes must lie in top_k .. top_k * compression_rate ({low} .. {high})", max_top_nodes)
-    if scale is None:
-        scale = float(K) ** -0.5
-    else:
-        _scale(op, "scale", scale, q.dtype)
-    if not (math.isfinite(rope_base) and rope_base > 0):
-        _fail(op, "rope_base must be finite and greater than 0", rope_base)
+    max_top_nodes, scale = tree_options(
+        op, dtype=q.dtype, head_dim=K, compression_rate=compression_rate, top_k_per_layer=top_k_per_layer,
+        max_top_nodes=max_top_nodes, scale=scale, rope_base=rope_base,
+    )  # fmt: skip
     return TreeParams(q_start, compression_rate, top_k_per_layer, max_top_nodes, scale, rope_base, strict_causal)
 
 

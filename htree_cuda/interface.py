@@ -46,6 +46,8 @@ def forward(
     return_lse: bool = False,
     return_selection: bool = False,
     backend: str = "auto",
+    deterministic: bool | None = None,
+    save_selection: bool | str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
     """Hierarchical-tree sparse causal attention.
 
@@ -74,6 +76,11 @@ def forward(
         return_selection: bool; also return the selected nodes.
         backend: "auto": CPU tensors use PyTorch operations, CUDA tensors the Hopper kernels or an error;
             "torch": PyTorch operations on any device.
+        deterministic: bool; True: gradients are bitwise repeatable; default None: what
+            ``torch.are_deterministic_algorithms_enabled()`` says at the call.
+        save_selection: True keeps the selection for the backward, False has the backward find it again by running the
+            forward once more, to the bit; "auto" keeps it where it takes no more bytes than q and out together:
+            ``4 (L-1) H_kv top_k <= H (K + V) * itemsize``.
 
     Returns:
         out [B, T_q, H, V] in the dtype of q; or a tuple (out[, lse][, selection]).
@@ -90,9 +97,10 @@ def forward(
     Notes:
         Gradients: out and lse are differentiable with respect to q, k, v (the selection is a constant) by the torch
         backend; the kernels have no backward yet, so a CUDA call with backend "auto" that needs gradients raises. The
-        backward walks the tree again from the selection, which is kept: 4 (L-1) B T_q H_kv top_k bytes. Second
-        derivatives raise. On CUDA, the torch backend's dk and dv use atomic additions unless
-        ``torch.use_deterministic_algorithms(True)``; everything else is bitwise repeatable.
+        backward walks the tree again from the selection, 4 (L-1) B T_q H_kv top_k bytes, kept or found again as
+        save_selection says; the gradients are the same to the bit. With return_selection it is kept in any case: it is
+        an output. Second derivatives raise. On CUDA, the torch backend's dk and dv use atomic additions unless
+        deterministic; everything else is bitwise repeatable.
         Memory: the torch backend holds the tree (1 + 1/r + ... times k and v), plus a bounded chunk of temporaries; the
         kernels hold the tree, packed, and at most 192 MiB.
         Support: what the kernels cover is the table in the README.
@@ -107,31 +115,30 @@ def forward(
     Source: docs/algorithm.md; the algorithm comes from github.com/skywong14/htree.
     """
     op = "forward"
-    checks.backend_name(op, backend)
+    options = {
+        "compression_rate": compression_rate, "top_k_per_layer": top_k_per_layer, "max_top_nodes": max_top_nodes,
+        "scale": scale, "rope_base": rope_base, "strict_causal": strict_causal, "backend": backend,
+        "deterministic": deterministic, "save_selection": save_selection,
+    }  # fmt: skip
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.tensor(op, name, x)
     checks.integer(op, "q_start", q_start, optional=True)
-    checks.integer(op, "compression_rate", compression_rate)
-    checks.integer(op, "top_k_per_layer", top_k_per_layer)
-    checks.integer(op, "max_top_nodes", max_top_nodes, optional=True)
-    checks.number(op, "scale", scale, optional=True)
-    checks.number(op, "rope_base", rope_base)
-    for name, flag in (
-        ("strict_causal", strict_causal), ("return_lse", return_lse), ("return_selection", return_selection)
-    ):  # fmt: skip
+    checks.tree_option_types(op, options)
+    for name, flag in (("return_lse", return_lse), ("return_selection", return_selection)):
         checks.boolean(op, name, flag)
     q, k, v = _autocast(q, k, v)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    options = {
-        "q_start": q_start, "compression_rate": compression_rate, "top_k_per_layer": top_k_per_layer,
-        "max_top_nodes": max_top_nodes, "scale": scale, "rope_base": rope_base, "strict_causal": strict_causal,
-        "backend": backend,
-    }  # fmt: skip
+    tree = {name: x for name, x in options.items() if name not in ("deterministic", "save_selection")}
+    tree["q_start"] = q_start
     if needs_grad and q.is_cuda and backend == "auto":
-        checks.forward(q, k, v, **options)  # what is wrong with the call comes before what is not supported
+        checks.forward(q, k, v, **tree)  # what is wrong with the call comes before what is not supported
         checks.backward_kernel(op, q=q.requires_grad, k=k.requires_grad, v=v.requires_grad)
-    need_selection = return_selection or needs_grad
-    out, lse, selection = torch.ops.htree_cuda.forward(q, k, v, need_selection=need_selection, **options)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    save_mode = checks.SAVE_SELECTION[save_selection if needs_grad else False]
+    out, lse, selection = torch.ops.htree_cuda.forward(
+        q, k, v, need_selection=return_selection, **tree, deterministic=deterministic, save_selection=save_mode
+    )
     extra = ([lse] if return_lse else []) + ([selection] if return_selection else [])
     return (out, *extra) if extra else out
 

@@ -80,10 +80,23 @@ def _(k, v, *, compression_rate, max_top_nodes, backend):
 # ---------------------------------------------------------------------------------------------------------- forward
 
 
+def _layers(k: Tensor, params) -> int:
+    return len(layer_sizes(k.shape[1], params.compression_rate, params.max_top_nodes))
+
+
+def _keeps_selection(q: Tensor, k: Tensor, v: Tensor, params, save_selection: str) -> bool:
+    """Whether the backward's copy is kept. "auto": where it takes no more bytes than q and out, which are kept anyway;
+    counted for one token, so the rule depends on neither B nor T_q, and on T through the number of layers alone."""
+    checks.save_mode("forward", save_selection)
+    if save_selection != "auto":
+        return save_selection == "always"
+    kept = 4 * (_layers(k, params) - 1) * k.shape[2] * params.top_k
+    return kept <= q.shape[2] * (q.shape[3] + v.shape[3]) * q.element_size()
+
+
 def _empty_results(q: Tensor, k: Tensor, v: Tensor, params, need_selection: bool) -> tuple[Tensor, Tensor, Tensor]:
     B, T_q, H, _ = q.shape
-    layers = len(layer_sizes(k.shape[1], params.compression_rate, params.max_top_nodes))
-    kept = layers - 1 if need_selection else 0
+    kept = _layers(k, params) - 1 if need_selection else 0
     return (
         q.new_empty(B, T_q, H, v.shape[3]),
         q.new_empty(B, T_q, H, dtype=accumulation_dtype(q.dtype)),
@@ -94,13 +107,22 @@ def _empty_results(q: Tensor, k: Tensor, v: Tensor, params, need_selection: bool
 @torch.library.custom_op(
     "htree_cuda::forward",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, *, {_TREE_SCHEMA}, bool need_selection, str backend)"
-    " -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, *, {_TREE_SCHEMA}, bool need_selection, str backend, "
+    'bool deterministic=False, str save_selection="never") -> (Tensor, Tensor, Tensor)',
 )
 @_without_autocast
-def forward(q: Tensor, k: Tensor, v: Tensor, *, need_selection: bool, backend: str, **tree):
-    """(out, lse, selection); selection has size 0 in its first dimension unless needed. See `interface.forward`."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, need_selection: bool, backend: str, deterministic: bool = False,
+    save_selection: str = "never", **tree,
+):  # fmt: skip
+    """(out, lse, selection); selection has size 0 in its first dimension unless kept. See `interface.forward`.
+
+    It is kept where it is needed as an output, or for the backward as save_selection says: "always", "never" or "auto"
+    (`_keeps_selection`). The gradients are the same: a backward without it runs this op again. deterministic is the
+    backward's; the forward always is.
+    """
     params = checks.forward(q, k, v, backend=backend, **tree)
+    need_selection = _keeps_selection(q, k, v, params, save_selection) or need_selection
     if _use_torch("forward", q, backend):
         return vectorised.forward(q, k, v, params, need_selection=need_selection)
     from . import kernels
@@ -114,44 +136,48 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, need_selection: bool, backend: s
 
 
 @forward.register_fake
-def _(q, k, v, *, need_selection, backend, **tree):
-    return _empty_results(q, k, v, checks.forward(q, k, v, backend=backend, **tree), need_selection)
+def _(q, k, v, *, need_selection, backend, deterministic=False, save_selection="never", **tree):
+    params = checks.forward(q, k, v, backend=backend, **tree)
+    return _empty_results(q, k, v, params, _keeps_selection(q, k, v, params, save_selection) or need_selection)
 
 
 @torch.library.custom_op(
     "htree_cuda::backward",
     mutates_args=(),
     schema="(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor selection, *, "
-    f"{_TREE_SCHEMA}, str backend) -> (Tensor, Tensor, Tensor)",
+    f"{_TREE_SCHEMA}, str backend, bool deterministic=False) -> (Tensor, Tensor, Tensor)",
 )
 @_without_autocast
-def backward(dout, dlse, q, k, v, out, lse, selection, *, backend: str, **tree):
+def backward(dout, dlse, q, k, v, out, lse, selection, *, backend: str, deterministic: bool = False, **tree):
     """(dq, dk, dv) of `forward`, walked again from the selection chunk by chunk: nothing is taped."""
     params = checks.forward(q, k, v, backend=backend, op="backward", **tree)
     checks.backward(dout, dlse, q, k, v, out, lse, selection, params)
     if not _use_torch("backward", q, backend):
         checks.backward_kernel()
-    return vectorised.backward(dout, dlse, q, k, v, out, lse, selection, params)
+    return vectorised.backward(dout, dlse, q, k, v, out, lse, selection, params, deterministic=deterministic)
 
 
 @backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, selection, *, backend, **tree):
+def _(dout, dlse, q, k, v, out, lse, selection, *, backend, deterministic=False, **tree):
     checks.forward(q, k, v, backend=backend, op="backward", **tree)
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
 def _save_for_backward(ctx, inputs, keyword_only_inputs, output):
     ctx.save_for_backward(*inputs, *output)
-    ctx.tree = {name: x for name, x in keyword_only_inputs.items() if name != "need_selection"}
-    ctx.has_selection = keyword_only_inputs["need_selection"]
+    others = ("need_selection", "save_selection")
+    ctx.options = {name: x for name, x in keyword_only_inputs.items() if name not in others}
+    q, k, v = inputs
+    tree = {name: x for name, x in ctx.options.items() if name != "deterministic"}
+    ctx.has_selection = output[2].shape[0] == _layers(k, checks.forward(q, k, v, **tree)) - 1
     ctx.mark_non_differentiable(output[2])
 
 
 def _run_backward(ctx, dout, dlse, _dselection):
     q, k, v, out, lse, selection = ctx.saved_tensors
     if not ctx.has_selection:
-        raise RuntimeError("forward: gradients need the selection; call the op with need_selection=True")
-    return torch.ops.htree_cuda.backward(dout, dlse, q, k, v, out, lse, selection, **ctx.tree)
+        selection = torch.ops.htree_cuda.forward(q, k, v, need_selection=True, **ctx.options)[2]
+    return torch.ops.htree_cuda.backward(dout, dlse, q, k, v, out, lse, selection, **ctx.options)
 
 
 def _no_double_backward(op: str) -> Callable:

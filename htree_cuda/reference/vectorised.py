@@ -214,7 +214,9 @@ class _LowerLayer(_Layer):
     keys: [BH, N_l, K], values: [BH, N_l, V] in the input dtype; parents: [rows, P] ascending, padded with anything.
     """
 
-    def __init__(self, layer: int, n: Tensor, t: Tensor, parents: Tensor, keys, values, cos, sin, r: int, scratch):
+    def __init__(
+        self, layer: int, n: Tensor, t: Tensor, parents: Tensor, keys, values, cos, sin, r: int, scratch, deterministic
+    ):
         width = parents.shape[1] * r
         super().__init__(layer, n, width)
         self.cos, self.sin = cos[:width], sin[:width]
@@ -224,7 +226,7 @@ class _LowerLayer(_Layer):
         rows_per_bh = n.shape[0] // BH
         first = torch.arange(BH, device=n.device).repeat_interleave(rows_per_bh) * N
         self.flat = (self.node + first[:, None]).flatten()
-        self.scratch, self.acc = scratch, accumulation_dtype(keys.dtype)
+        self.scratch, self.acc, self.deterministic = scratch, accumulation_dtype(keys.dtype), deterministic
         gathered = self._gather(keys, "gathered")
         self.keys_rot = _rotate(gathered, self.cos, self.sin, out=self._buffer("keys", gathered.shape[2]))
         self.values = self._gather(values, "values")
@@ -238,6 +240,15 @@ class _LowerLayer(_Layer):
         rows = self.scratch.get(name, (self.flat.shape[0], x.shape[2]), x.dtype)
         torch.index_select(x.flatten(0, 1), 0, self.flat, out=rows)
         return rows.view(*self.node.shape, x.shape[2])
+
+    def _add_rows(self, total: Tensor, rows: Tensor) -> None:
+        """Adds rows [rows, width, D] to their nodes of total [BH, N_l, D]."""
+        total, rows = total.flatten(0, 1), rows.flatten(0, 1)
+        if self.deterministic and total.is_cuda:
+            # On CUDA index_add_ adds atomically, in any order; index_put_ sorts stably first and adds in that order.
+            total.index_put_((self.flat,), rows, accumulate=True)
+        else:
+            total.index_add_(0, self.flat, rows)
 
     def nodes(self) -> Tensor:
         return self.node
@@ -259,10 +270,10 @@ class _LowerLayer(_Layer):
         dk_rot = torch.bmm(dS.transpose(1, 2), q_rot, out=self._buffer("products", q_rot.shape[2]))
         dk_rot.masked_fill_(not_leaf, 0.0)
         rows = _rotate(dk_rot, self.cos, self.sin, sign=-1, out=self._buffer("turned", q_rot.shape[2]))
-        dk.flatten(0, 1).index_add_(0, self.flat, rows.flatten(0, 1))
+        self._add_rows(dk, rows)
         rows = torch.bmm(P.transpose(1, 2), dout, out=self._buffer("products", dout.shape[2]))
         rows.masked_fill_(not_leaf, 0.0)
-        dv.flatten(0, 1).index_add_(0, self.flat, rows.flatten(0, 1))
+        self._add_rows(dv, rows)
 
 
 # --------------------------------------------------------------------------------------------------------------- walk
@@ -276,7 +287,8 @@ def _bad(x: Tensor) -> Tensor | None:
 class _Walk:
     """What every chunk of one call shares: the tree, the tables, the rotated keys of the top layer."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, params: TreeParams):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, params: TreeParams, *, deterministic: bool = False):
+        self.deterministic = deterministic
         # With more children than tokens there is one node anyway: tables and gathers need not be wider.
         r = min(params.compression_rate, max(2, 1 << (k.shape[1] - 1).bit_length()))
         params = dataclasses.replace(params, compression_rate=r)
@@ -346,7 +358,7 @@ class _Walk:
         r, layer = self.params.compression_rate, above.layer - 1
         n = (above.n.clamp(max=self.params.top_k) - 1) * r + t // r**layer % r + 1
         keys, values = self.tree_k[layer][bh], self.tree_v[layer][bh]
-        return _LowerLayer(layer, n, t, parents, keys, values, self.cos, self.sin, r, self.scratch)
+        return _LowerLayer(layer, n, t, parents, keys, values, self.cos, self.sin, r, self.scratch, self.deterministic)
 
     def query_at(self, q: Tensor, layer: _Layer, sign: int = 1) -> Tensor:
         """q [rows, G, K] rotated to each query's own position n - 1 (sign -1: rotated back)."""
@@ -452,9 +464,14 @@ def backward(
     lse: Tensor,
     selection: Tensor,
     params: TreeParams,
+    *,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the dtype of the inputs. dlse [B,T_q,H]; out, lse, selection as `forward` returned them."""
-    walk = _Walk(q, k, v, params)
+    """dq, dk, dv in the dtype of the inputs. dlse [B,T_q,H]; out, lse, selection as `forward` returned them.
+
+    deterministic: no atomic additions, on a device that has them.
+    """
+    walk = _Walk(q, k, v, params, deterministic=deterministic)
     finite = _bad(q) is None and _bad(dout) is None
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dtree_k = [torch.zeros(x.shape, dtype=walk.acc, device=x.device) for x in walk.tree_k]

@@ -49,6 +49,7 @@ struct KernelParams {
   float scale_log2;          // sm_scale * log2(e)
   float lse_scale;           // to base 2
   bool causal;
+  bool bulk_store;           // rows of `out` are multiples of 16 bytes
 };
 
 // How the two consumer warpgroups share the work.
@@ -116,6 +117,7 @@ struct Config {
     alignas(16) float partial[kConsumers][2][kWarps][4][kTileKeys];
     alignas(8) float2 negative_lse[kConsumers][128];  // of each thread's two rows of scores
     OutputRow rows[kConsumers][kWarps];  // a warp's own
+    alignas(16) float staging[kConsumers][kWarps][kTileKeys / kWarps];  // 16 sums on their way to global memory
     uint64_t full[kStages];
     uint64_t empty[kStages];
   };

@@ -5,14 +5,15 @@
 //   flight), rows l / 4 and l / 4 + 8 added at once; a transposing reduction over the eight lanes of a column, 14
 //   shuffles, leaves lane l with columns 2 l and 2 l + 1 of the warp's 16 heads, which go to the warp's own slot in
 //   shared memory; a tile later, when the warps have met, each adds the four slots of 16 columns in the order of the
-//   warps, zeroes the invalid slots and stores 64 bytes
+//   warps, zeroes the invalid slots and stores 64 bytes by a bulk copy (plain stores where rows are not multiples of 16
+//   bytes)
 //
-// The four warps do the same: WGMMAs wait for the slowest of them, so a bulk store of the 256 bytes by one warp in turn,
-// with its proxy fence, cost more than it saved.
+// The four warps do the same, because WGMMAs wait for the slowest of them.
 //
 // The order of every addition is fixed: results are the same bits each time.
 #pragma once
 
+#include <cfloat>
 #include <cstdint>
 
 #include "../device/barriers.cuh"
@@ -38,9 +39,7 @@ public:
       int const head = group * C::kGroupHeads + warp_ * 16 + lane() / 4 + 8 * i;
       lse[i] = head < p_.h_q ? __ldg(p_.lse + static_cast<int64_t>(g.row) * p_.h_q + head) : INFINITY;
     }
-    // Minus infinity marks a head that contributes nothing.
-    ptx::store_shared_8B(lse_address(), {isinf(lse[0]) ? -INFINITY : -lse[0] * p_.lse_scale,
-                                         isinf(lse[1]) ? -INFINITY : -lse[1] * p_.lse_scale});
+    ptx::store_shared_8B(lse_address(), {negative(lse[0]), negative(lse[1])});
     if (lane() == 0) {
       OutputRow& row = shared_.rows[warpgroup_][warp_];
       int64_t const out_row = (static_cast<int64_t>(g.b) * p_.groups + group) * p_.s_q + g.s;
@@ -64,7 +63,7 @@ public:
   // What is left of the tile before (`stored`: there is one), then the reduction of this tile,
   // which began at `slot`, in slices for the main loop to put among its WGMMAs. The meeting comes first: it also tells
   // that the sums which this tile's overwrite have been read. kMasked: some head of the group contributes nothing.
-  static constexpr int kSlices = 6;
+  static constexpr int kSlices = 7;
 
   template <bool kMasked, int kSlice>
   __device__ __forceinline__ void slice(float const (&acc)[wgmma::kAccumulators], int slot, bool stored) {
@@ -73,17 +72,19 @@ public:
       store(slot - C::kTileKeys, stored);
     } else if constexpr (kSlice <= 4) {
       reduce<kMasked, kSlice - 1>(acc);
-    } else {
+    } else if constexpr (kSlice == 5) {
       half_ ^= 1;
       fetch(slot);
+    } else {
+      send(slot - C::kTileKeys, stored);
     }
   }
 
-  // Asks for the index of this lane's slot of the tile at `first_slot`: lanes 0 .. 15 have 16 slots a warp.
+  // Asks for the index of this lane's slot of the tile at `first_slot`: 16 slots a warp, two lanes each.
   __device__ __forceinline__ void fetch(int first_slot) {
     OutputRow const& row = shared_.rows[warpgroup_][warp_];
-    int const slot = first_slot + 16 * warp_ + lane();
-    index_ = ptx::load_global_if(lane() < 16 && slot < row.length, row.indices + slot, -1);
+    int const slot = first_slot + 16 * warp_ + lane() % 16;
+    index_ = ptx::load_global_if(slot < row.length, row.indices + slot, -1);
   }
 
   // After a meeting: the sums of the tile reduced last. Two lanes a column, each adds two of four slots a warp.
@@ -99,10 +100,37 @@ public:
     sum += __shfl_xor_sync(0xffffffffu, sum, 16);
     bool const valid = static_cast<unsigned>(index_) < static_cast<unsigned>(row.visible);
     int const slot = first_slot + column;
-    ptx::store_global_if(wanted && lane() < 16 && slot < p_.topk, row.out + slot, valid ? sum : 0.f);
+    float const value = valid ? sum : 0.f;
+    ptx::store_global_if(wanted && !p_.bulk_store && lane() < 16 && slot < p_.topk, row.out + slot, value);
+    // No branch around this: see multiply() in mainloop.cuh. Lanes l and l + 16 hold and write the same.
+    finish_stores();
+    __syncwarp();
+    ptx::store_shared_4B(staging() + 4 * (lane() % 16), __float_as_uint(value));
   }
 
+  // The bulk copy of what store() has staged. Apart from it, because the fence takes long.
+  __device__ __forceinline__ void send(int first_slot, bool wanted) const {
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    OutputRow const& row = shared_.rows[warpgroup_][warp_];
+    int const first = first_slot + 16 * warp_;
+    int const count = min(p_.topk - first, 16);
+    ptx::bulk_store_if(wanted && p_.bulk_store && lane() == 0 && count > 0, row.out + first, staging(), 4 * count);
+    ptx::bulk_commit();
+  }
+
+  // Until this warp's bulk stores have read what they store.
+  __device__ __forceinline__ void finish_stores() const { ptx::bulk_wait_read<0>(); }
+
 private:
+  // An lse as the exponent takes it, in base 2. Minus infinity marks a head that contributes nothing; the change of base
+  // must not make one of a finite lse.
+  __device__ __forceinline__ float negative(float lse) const {
+    if (isinf(lse)) return -INFINITY;
+    float const exponent = -lse * p_.lse_scale;
+    return exponent < -FLT_MAX ? -FLT_MAX : exponent;
+  }
+
   // Blocks (of eight columns) kPair and kPair + 4: exponentials, rows added, the halves of the warp added. Then lane l
   // holds columns 2 (l % 4) + 0..1 of block kPair + 4 (l / 16), of four heads a slot l / 4 % 4.
   template <bool kMasked, int kPair>
@@ -136,6 +164,10 @@ private:
 
   __device__ __forceinline__ uint32_t lse_address() const {
     return ptx::shared_address(&shared_.negative_lse[warpgroup_][threadIdx.x % 128]);
+  }
+
+  __device__ __forceinline__ uint32_t staging() const {
+    return ptx::shared_address(&shared_.staging[warpgroup_][warp_][0]);
   }
 
   // Column `column` of slot `slot` of warp `warp`'s partial sums.

@@ -54,10 +54,12 @@ void check(AttnDistParams const& p) {
     require(size <= 1 || (stride >= 0 && stride % 8 == 0 && stride < (std::int64_t{1} << 39)),
             std::string(name) + " stride must be a multiple of 16 bytes (8 elements), got " + number(stride));
   }
+  // Heads past h_q must read zeros, which a tensor map with one head for all cannot say.
+  require(p.h_q == 1 || p.q_stride_h > 0, "q's head stride must not be 0 (heads expanded from one)");
 }
 
 // Q as (d, head, query, batch), boxes of 64 columns of 64 heads: heads past h_q read zero, not the next query's. A
-// dimension of size 1 or stride 0 becomes one element whose coordinate is always 0.
+// dimension of size 1 or stride 0 (an expanded view) becomes one element whose coordinate is always 0.
 CUtensorMap encode_q(AttnDistParams const& p, KernelParams& kernel) {
   static auto const encode =
       driver_entry_point<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled", 12000);
@@ -141,6 +143,7 @@ void launch_chunk(AttnDistParams const& p, bool one_start, int processors, cudaS
     kernel.q_start_step = one_start ? 0 : 1;
     std::copy_n(p.q_start, one_start ? 1 : p.B, kernel.q_start);
   }
+  kernel.bulk_store = p.topk % 4 == 0;
   CUtensorMap const map = encode_q(p, kernel);
   // Passes of 128 heads share each gather between the consumers; a remainder of at most 64 heads has nothing to share.
   std::int64_t const remainder = p.h_q % kPassHeads;

@@ -152,6 +152,7 @@ public:
         pipelined_tiles<false>(g.tile * C::kTileKeys, g.live);
       }
     }
+    epilogue_.finish_stores();
   }
 
 private:
@@ -309,6 +310,7 @@ private:
     finish_slices<kMasked, 0>(acc, slot, stored);
     epilogue_.meet();
     epilogue_.store(slot, true);
+    epilogue_.send(slot, true);
   }
 
   template <bool kMasked, int kSlice>

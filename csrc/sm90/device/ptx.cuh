@@ -180,10 +180,17 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, void const* global, u
                : "memory");
 }
 
-// `bytes` contiguous bytes from shared to global memory; both addresses and the count are multiples of 16.
-__device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
-               : "memory");
+// Where `wanted`, without a branch: `bytes` contiguous bytes from shared to global memory; both addresses and the count are
+// multiples of 16.
+__device__ __forceinline__ void bulk_store_if(bool wanted, void* global, uint32_t shared, uint32_t bytes) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %3, 0;\n"
+      "@wanted cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+      "}\n" ::"l"(global),
+      "r"(shared), "r"(bytes), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
 }
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
