@@ -17,14 +17,14 @@ __host__ __device__ constexpr uint32_t swizzled_offset(uint32_t row, uint32_t ch
   return row * kPanelBytesPerRow + ((chunk ^ (row & 7u)) * kChunkBytes);
 }
 
-// One warp copies kRows rows. Eight neighbouring lanes cover the 128 bytes of a row's panel (one L2 line), so an
-// instruction reads four whole lines and writes four rows without bank conflicts.
-template <int kRows>
+// One warp copies kRows of the kPanelRows rows of panels. Eight neighbouring lanes cover the 128 bytes of a row's panel
+// (one L2 line), so an instruction reads four whole lines and writes four rows without bank conflicts.
+template <int kRows, int kPanelRows = kRows>
 class WarpGather {
 public:
   static constexpr int kRowsPerLane = kRows / 32;
-  static constexpr int kPanelBytes = kRows * kPanelBytesPerRow;
-  static_assert(kRows % 32 == 0);
+  static constexpr int kPanelBytes = kPanelRows * kPanelBytesPerRow;
+  static_assert(kRows % 32 == 0 && kPanelRows >= kRows);
 
   // Row numbers as loaded, one coalesced load for 32: lane l has those of rows l, l + 32, ...; negative: zeros.
   struct Rows {
@@ -39,7 +39,8 @@ public:
   // Where in a panel's 128 bytes this lane reads.
   __device__ __forceinline__ int chunk_offset() const { return lane_ % kChunksPerRow * kChunkBytes; }
 
-  // kPanels neighbouring panels of the rows; `base` is the first panel of row 0 plus chunk_offset().
+  // kPanels neighbouring panels of the rows, the first of them at `shared`; `base` is the first panel of row 0 plus
+  // chunk_offset().
   template <int kPanels>
   __device__ __forceinline__ void copy(uint32_t shared, char const* base, uint64_t row_stride,
                                        Rows const& rows) const {
