@@ -39,9 +39,11 @@ public:
   // Scores of a tile of this consumer to probabilities, in the fragments of WGMMA's A operand.
   __device__ __forceinline__ void exponentiate(float (&scores)[wgmma::kAccumulators],
                                                uint32_t (&probabilities)[C::kTileSteps][4]) {
+    // An infinite score becomes NaN, as in the definition, and its row with it: minus infinity would pass as a slot that
+    // does not count.
 #pragma unroll
     for (int i = 0; i < wgmma::kAccumulators; ++i) {
-      scores[i] *= p_.scale_log2;
+      scores[i] = fmaf(scores[i], p_.scale_log2, scores[i] * 0.f);
     }
     mask(scores);
     float largest[2] = {-INFINITY, -INFINITY};
