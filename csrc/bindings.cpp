@@ -93,7 +93,7 @@ ForwardParams forward_params(Strided const& q, Strided const& k, Strided const& 
 }
 
 void bind_forward(py::module_& module) {
-  py::class_<ForwardParams>(module, "ForwardParams", "q, k, v: (pointer, stride_b, stride_t, stride_h) in elements")
+  py::class_<ForwardParams>(module, "ForwardParams", py::module_local(), "q, k, v: (pointer, stride_b, stride_t, stride_h) in elements")
       .def(py::init(&forward_params), py::kw_only(), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("B"),
            py::arg("T"), py::arg("T_q"), py::arg("q_start"), py::arg("H_kv"), py::arg("G"), py::arg("K"), py::arg("V"),
            py::arg("top_k"), py::arg("scale"), py::arg("rope_base"), py::arg("strict_causal"), py::arg("dtype"));
@@ -223,7 +223,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("params_hash") = HTREE_CUDA_PARAMS_HASH;
   module.def("runtime_version", &runtime_version, "CUDA version of the library, 13000 for 13.0");
   module.def("driver_version", &driver_version, "newest CUDA version that the driver runs; 0 without a driver");
-  py::enum_<DType>(module, "DType")
+  py::enum_<DType>(module, "DType", py::module_local())
       .value("bfloat16", DType::kBFloat16)
       .value("float16", DType::kFloat16)
       .value("float32", DType::kFloat32);

@@ -1,0 +1,130 @@
+"""Builds the emulated library and its Python module into build/emulator, incrementally.
+
+python -m tests.emulator.build [--only TEXT ...]    translate only the .cu files whose path holds one of the texts
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+HERE = Path(__file__).resolve().parent
+OUT = ROOT / "build" / "emulator"
+LIBRARY = "libhtree_cuda_emulated.so"
+# Contraction would change the rounding of what PTX spells out; the translated code is long, so -O1.
+CXX_FLAGS = ["-std=c++20", "-mavx2", "-mf16c", "-mfma", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-w"]
+
+
+@functools.cache
+def setup():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        from build_inplace import load_setup
+    finally:
+        sys.path.pop(0)
+    return load_setup()
+
+
+def why_not() -> str:
+    """Why the emulator cannot be built here; empty where it can."""
+    if os.uname().machine != "x86_64":
+        return "the emulator runs on x86-64"
+    with open("/proc/cpuinfo") as file:
+        flags = next((line.split() for line in file if line.startswith("flags")), [])
+    if not {"avx2", "f16c", "fma"} <= set(flags):
+        return "the emulator needs AVX2, F16C and FMA"
+    tree = setup()
+    try:
+        tree.build.resolve(tree.build.plan({**os.environ, "HTREE_CUDA_KERNELS": "on"}))
+        tree.ninja.cxx_flags(ROOT)
+    except (tree.build.Missing, tree.build.BuildError) as error:
+        return f"the emulator is made from what nvcc makes of the kernels: {error}"
+    return ""
+
+
+def write_ninja(only: list[str]) -> Path:
+    tree = setup()
+    tools = tree.build.resolve(tree.build.plan({**os.environ, "HTREE_CUDA_KERNELS": "on"}))
+    ninja = tree.ninja
+    options = ninja.Options(ROOT, OUT, tree.KERNEL_SOURCES)
+    flags = [x for x in ninja.nvcc_flags(options, tools) if x != "-lineinfo"]
+    flags[flags.index("-gencode") + 1] = "arch=compute_90a,code=compute_90a"  # PTX is all that is looked at
+    python = os.path.realpath(sys.executable)
+    lines = ["ninja_required_version = 1.8", f"builddir = {ninja.escape_path(OUT)}", ""]
+
+    def rule(name: str, arguments: list[str], depfile: bool = False) -> None:
+        lines.extend([f"rule {name}", f"  command = {ninja.command(arguments)}", f"  description = {name} $out"])
+        lines.extend(["  depfile = $out.d", "  deps = gcc"] if depfile else [])
+        lines.append("")
+
+    def edge(name: str, target: Path, inputs: list[Path], implicit: list[Path] = ()) -> None:
+        after = f" | {' '.join(map(ninja.escape_path, implicit))}" if implicit else ""
+        lines.extend(
+            [f"build {ninja.escape_path(target)}: {name} {' '.join(map(ninja.escape_path, inputs))}{after}", ""]
+        )
+
+    rule("host", [tools.nvcc, *flags, "-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out"], depfile=True)
+    rule("ptx", [tools.nvcc, *flags, "-MD", "-MF", "$out.d", "--ptx", "$in", "-o", "$out"], depfile=True)
+    rule("translate", [python, str(HERE / "translate.py"), "$in", "$out"])
+    rule("kernel", [tools.cxx, *CXX_FLAGS, "-O1", "-I", str(HERE), "-c", "$in", "-o", "$out"])
+    host = ["-std=c++20", "-ccbin", tools.cxx, "-Xcompiler", ",".join(CXX_FLAGS[1:])]
+    runtime = [tools.nvcc, *host, "-O2", "-I", str(HERE), "-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out"]
+    rule("runtime", runtime, depfile=True)  # nvcc knows where the CUDA headers are
+    rule("library", [tools.cxx, "-shared", f"-Wl,-soname={LIBRARY}", "-Wl,--no-undefined", "-o", "$out", "$in"])
+    module_flags = [
+        *ninja.cxx_flags(ROOT),
+        "-MD",
+        "-MF",
+        "$out.d",
+        "-o",
+        "$out",
+        "$in",
+        f"-L{OUT}",
+        "-lhtree_cuda_emulated",
+    ]
+    rule("module", [tools.cxx, *module_flags, "-Wl,-rpath,$ORIGIN"], depfile=True)
+
+    objects = []
+    for name in ("runtime", "cudart"):
+        objects.append(OUT / f"{name}.o")
+        edge("runtime", objects[-1], [HERE / f"{name}.cpp"])
+    for source in tree.KERNEL_SOURCES:
+        objects.append((OUT / "host" / source).with_suffix(".o"))
+        edge("host", objects[-1], [ROOT / source])
+        if any(text in source for text in only) or not only:
+            stem = OUT / "kernel" / source
+            edge("ptx", stem.with_suffix(".ptx"), [ROOT / source])
+            edge("translate", stem.with_suffix(".cpp"), [stem.with_suffix(".ptx")], [HERE / "translate.py"])
+            objects.append(stem.with_suffix(".o"))
+            edge("kernel", objects[-1], [stem.with_suffix(".cpp")], [HERE / "runtime.h"])
+    edge("library", OUT / LIBRARY, objects)
+    edge("module", OUT / ninja.module_name(), [ROOT / "csrc" / "bindings.cpp"], [OUT / LIBRARY])
+    OUT.mkdir(parents=True, exist_ok=True)
+    path = OUT / "build.ninja"
+    text = "\n".join(lines)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    return OUT / ninja.module_name()
+
+
+def build(only: list[str] = ()) -> Path:
+    """Builds, and returns the Python module; `only` selects the kernels that are translated (none: all)."""
+    import ninja
+
+    module = write_ninja(list(only))
+    program = Path(ninja.BIN_DIR) / "ninja"
+    done = subprocess.run([str(program), "-C", str(OUT), str(module)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"building the emulator failed:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    return module
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="texts; all kernels when none is given")
+    print(build(parser.parse_args().only))

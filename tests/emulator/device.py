@@ -1,0 +1,85 @@
+"""CPU tensors through the CUDA path: the public functions run the emulated kernels inside `emulated()`."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Iterator
+
+import torch
+
+from htree_cuda import kernels, ops
+
+from . import build
+
+_LAUNCHERS = ("tree_pool", "forward", "attn_dist")
+_ALIGNMENT = 256  # of a CUDA allocation, which the launchers rely on for the workspace
+
+
+@functools.cache
+def module():
+    """The compiled bindings over the emulated library."""
+    path = build.OUT / build.setup().ninja.module_name()
+    spec = importlib.util.spec_from_file_location("_C", path)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    found = ctypes.CDLL(str(build.OUT / build.LIBRARY))
+    found.emulator_configure.argtypes = [ctypes.c_uint64, ctypes.c_int]
+    found.emulator_allow.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+    found.emulator_launch_count.restype = ctypes.c_uint64
+    return found
+
+
+def _allow(values) -> None:
+    for x in values:
+        if isinstance(x, torch.Tensor) and x.numel():
+            storage = x.untyped_storage()
+            library().emulator_allow(storage.data_ptr(), storage.nbytes())
+
+
+@contextlib.contextmanager
+def emulated(seed: int = 0, multiprocessors: int = 3) -> Iterator[ctypes.CDLL]:
+    """Inside, ops on CPU tensors take the way of CUDA tensors, and their kernels run here.
+
+    A kernel reads and writes the storages of the tensors that it was given and nothing else; `seed` decides how its
+    threads and asynchronous copies take turns (seed % 3: round robin, random, priorities that change).
+    """
+    compiled = module()
+    library().emulator_configure(seed, multiprocessors)
+    saved = {name: getattr(kernels, name) for name in (*_LAUNCHERS, "forward_workspace", "load", "_place")}
+    use_torch = ops._use_torch
+
+    def checked(name):
+        def run(*args, **options):
+            library().emulator_forget_allocations()
+            if name == "forward":
+                *args, workspace, params = args
+                skip = -workspace.data_ptr() % _ALIGNMENT
+                args = [*args, workspace[skip : workspace.numel() - _ALIGNMENT + skip].fill_(0xFF), params]
+            _allow(args)
+            _allow(options.values())
+            return saved[name](*args, **options)
+
+        return run
+
+    try:
+        for name in _LAUNCHERS:
+            setattr(kernels, name, checked(name))
+        kernels.load = lambda: compiled
+        kernels._place = lambda x: {"device": 0, "stream": 0}
+        kernels.forward_workspace = lambda q, k, v, params: (
+            compiled.forward_workspace(kernels._forward_params(q, k, v, params), device=0) + _ALIGNMENT
+        )
+        ops._use_torch = lambda op, x, backend: backend == "torch"
+        yield library()
+    finally:
+        for name, function in saved.items():
+            setattr(kernels, name, function)
+        ops._use_torch = use_torch
