@@ -221,8 +221,9 @@ def sparse_attention(
     attn_sink: Tensor | None,
     lse_base: float,
 ) -> None:
-    """Fills out [B, s_q, h_q, d_v] and lse [B, s_q, h_q] float32, contiguous, from q [B, s_q, h_q, d], kv [B, s_kv, 1, d]
-    (strided), and contiguous indices [B, s_q, 1, topk], topk_length [B, s_q], attn_sink [h_q]; q_start holds B numbers."""
+    """Fills out [B, s_q, h_q, d_v] and lse [B, s_q, h_q] float32, both contiguous, from q [B, s_q, h_q, d] and
+    kv [B, s_kv, 1, d] (strided), and contiguous indices [B, s_q, 1, topk], topk_length [B, s_q], attn_sink [h_q];
+    q_start holds B numbers."""
     B, s_q, h_q, d_qk = q.shape
     load().sparse_attention(
         q=_strided(q),
