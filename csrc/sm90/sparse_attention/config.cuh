@@ -25,13 +25,13 @@ struct KernelParams {
   float const* sink;         // [h_q] natural, or null
   char* out;                 // [B, s_q, h_q, 512] contiguous
   float* lse;                // [B, s_q, h_q] contiguous
-  int64_t units;             // B * s_q * groups: (query, group of 64 heads) in this order of nesting
   int64_t key_stride;        // tokens a key row stands for
   int64_t q_start[slots::kMaxStarts];
   int q_start_step;          // 1: one entry a batch; 0: q_start[0] for all
   int s_q;
   int s_kv;
   int h_q;
+  int rows;                  // B * s_q
   int groups;                // of 64 heads
   int topk;
   int q_coord_h;             // 0 where q's stride is 0 (the tensor map has one element there), else 1
@@ -77,15 +77,15 @@ struct Config {
   static constexpr int kConsumers = 2;  // warpgroups
   static constexpr int kWarps = 4;      // of a warpgroup
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kConsumerRegisters = 232;
-  static constexpr int kProducerRegisters = 40;
+  // Consumer 0 keeps the scores of the next unit beside the output of this one.
+  static constexpr int kConsumerRegisters[kConsumers] = {232, 224};
+  static constexpr int kProducerRegisters = 48;
   // What the launch grants: 65536 / 384 rounded down to a multiple of 8.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * kLaunchRegisters,
+  static_assert(kConsumerRegisters[0] + kConsumerRegisters[1] + kProducerRegisters <= (kConsumers + 1) * kLaunchRegisters,
                 "setmaxnreg would wait for ever");
-  static_assert(wgmma::kValueAccumulators + wgmma::kAccumulators + wgmma::kAccumulators / 2 + 16 * kRegPanels <=
-                    kConsumerRegisters - 36,
-                "output, scores, probabilities and a panel of Q share the consumer's registers");
+  static_assert(wgmma::kValueAccumulators + wgmma::kAccumulators + 16 * kRegPanels <= kConsumerRegisters[1] - 40,
+                "output, scores, which become probabilities, and a panel of Q share the consumer's registers");
 
   // ---- shared memory ----
   struct SharedStorage {

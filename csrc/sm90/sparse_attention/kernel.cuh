@@ -27,9 +27,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (warpgroup == C::kConsumers) {
     ptx::lower_registers<C::kProducerRegisters>();
     Producer<C>(params, q_map, shared, warp % C::kWarps).run();
+  } else if (warpgroup == 0) {
+    ptx::raise_registers<C::kConsumerRegisters[0]>();
+    Consumer<C, 0>(params, shared, warp % C::kWarps).run();
   } else {
-    ptx::raise_registers<C::kConsumerRegisters>();
-    Consumer<C>(params, shared, warpgroup, warp % C::kWarps).run();
+    ptx::raise_registers<C::kConsumerRegisters[1]>();
+    Consumer<C, 1>(params, shared, warp % C::kWarps).run();
   }
 }
 

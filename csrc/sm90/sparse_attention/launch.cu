@@ -48,11 +48,11 @@ void launch_chunk(SparseAttentionParams const& p, bool one_start, int processors
   kernel.lse = p.lse;
   kernel.h_q = static_cast<int>(p.h_q);
   kernel.groups = static_cast<int>(ceil_div(p.h_q, kGroupHeads));
-  kernel.units = p.B * p.s_q * kernel.groups;
+  kernel.rows = static_cast<int>(p.B * p.s_q);
   kernel.scale_log2 = static_cast<float>(p.sm_scale * request::kLog2E);
   kernel.lse_scale = static_cast<float>(1.0 / std::log2(p.lse_base));
   CUtensorMap const map = request::encode_q(p, kernel);
-  int const grid = static_cast<int>(std::min<std::int64_t>(processors, kernel.units));
+  int const grid = static_cast<int>(std::min<std::int64_t>(processors, p.B * p.s_q * kernel.groups));
   bool const bf16 = p.dtype == DType::kBFloat16;
   auto const launch = p.d_qk == 576 ? (bf16 ? sparse::launch<cutlass::bfloat16_t, 576> : sparse::launch<cutlass::half_t, 576>)
                                     : (bf16 ? sparse::launch<cutlass::bfloat16_t, 512> : sparse::launch<cutlass::half_t, 512>);

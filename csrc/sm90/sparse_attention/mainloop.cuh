@@ -108,12 +108,17 @@ public:
       if (u.tiles == 0) continue;
       if (warp_ == 0) load_q(u);
       char const* const base = p_.kv + u.b * p_.kv_stride_b + copy_.chunk_offset();
-      int index = load_index(u, 0);
+      // This lane's slot of the tile, and how many slots of the query's there are from it on.
+      int const* slot = p_.indices + static_cast<int64_t>(u.row) * p_.topk + first_row() + lane_;
+      int left = u.length - first_row() - lane_;
+      int index = left > 0 ? __ldg(slot) : -1;
 #pragma unroll 1
       for (int t = 0; t < u.tiles; ++t) {
         // Looked at no earlier than here, a tile after it was asked for.
         Rows const rows{static_cast<unsigned>(index) < static_cast<unsigned>(u.visible) ? index : -1};
-        if (t + 1 < u.tiles) index = load_index(u, t + 1);
+        slot += C::kTileKeys;
+        left -= C::kTileKeys;
+        index = left > 0 ? __ldg(slot) : -1;
         load_tile(t % 2, base, rows);
       }
     }
@@ -124,12 +129,6 @@ private:
   using Rows = typename Copy::Rows;
 
   __device__ __forceinline__ int first_row() const { return warp_ % 2 * C::kProducerRows; }
-
-  // The index in this lane's slot of tile t, -1 past the query's length.
-  __device__ __forceinline__ int load_index(Unit const& u, int t) const {
-    int const slot = t * C::kTileKeys + first_row() + lane_;
-    return slot < u.length ? __ldg(p_.indices + static_cast<int64_t>(u.row) * p_.topk + slot) : -1;
-  }
 
   __device__ __forceinline__ void load_tile(int buffer, char const* base, Rows const& rows) {
     bool const owners_half = warp_ < 2;
@@ -195,64 +194,105 @@ private:
 
 // ---- consumers -------------------------------------------------------------------------------------------------
 
-template <class C>
+// Consumer kMe adds the tiles to its output columns in ascending order, its own (kMe, kMe + 2, ...) and the other's in
+// turn.
+template <class C, int kMe>
 class Consumer {
 public:
-  __device__ __forceinline__ Consumer(KernelParams const& p, typename C::SharedStorage& shared, int warpgroup, int warp)
-      : p_(p), barriers_(shared), me_(warpgroup), keys_(ptx::shared_address(&shared.keys[0][0])),
+  __device__ __forceinline__ Consumer(KernelParams const& p, typename C::SharedStorage& shared, int warp)
+      : p_(p), barriers_(shared), keys_(ptx::shared_address(&shared.keys[0][0])),
         q_(ptx::shared_address(&shared.q[0])), probabilities_(ptx::shared_address(&shared.probabilities[0][0])),
-        softmax_(p, shared, warpgroup, warp), epilogue_(p, shared, warpgroup, warp), warp_(warp) {}
+        softmax_(p, shared, kMe, warp), epilogue_(p, shared, kMe, warp), warp_(warp) {}
 
   __device__ __forceinline__ void run() {
-    for (WorkList work(p_); !work.done(); work.next()) {
-      Unit const u = work.unit();
-      if (u.tiles == 0) {
-        epilogue_.store_empty(u);
-      } else {
-        attend(u);
+    WorkList work(p_);
+    Unit u;
+    if (!next_unit(work, u)) return;
+    float out[wgmma::kValueAccumulators];
+    load_q_panel(u);
+    wait_q();
+    if constexpr (kMe == 0) {
+      // The scores of a unit's first tile are multiplied while the output of the unit before is on its way out.
+      float scores[wgmma::kAccumulators];
+      multiply_keys(scores);
+      while (true) {
+        begin(out);
+        finish_tile<false>(out, scores, u.tiles <= 2);
+        own_tiles(out, 2, u.tiles);
+        Unit next;
+        bool const more = next_unit(work, next);
+        if (more) load_q_panel(next);
+        if (u.tiles % 2 == 0) last_tile_of_other(out);
+        if (!more) break;
+        wait_q();
+        multiply_keys(scores);
+        epilogue_.store(u, out, softmax_);
+        u = next;
+      }
+      epilogue_.store(u, out, softmax_);
+    } else {
+      while (true) {
+        begin(out);
+        if (u.tiles == 1) {
+          __syncwarp();  // every lane has seen Q's phase, which may now pass
+          release(barriers_.q_empty);
+        }
+        own_tiles(out, 1, u.tiles);
+        if (u.tiles % 2 == 1) last_tile_of_other(out);
+        epilogue_.store(u, out, softmax_);
+        if (!next_unit(work, u)) break;
+        load_q_panel(u);
+        wait_q();
       }
     }
   }
 
 private:
-  // Tiles in ascending order, those of this consumer and the other's in turn. Consumer 0 begins with its own first one,
-  // consumer 1 with the other's.
-  __device__ __forceinline__ void attend(Unit const& u) {
-    load_q_panel(u);
-    float out[wgmma::kValueAccumulators];
+  // The next unit with a tile; those without on the way are written. False when there is none.
+  __device__ __forceinline__ bool next_unit(WorkList& work, Unit& u) const {
+    for (; !work.done(); work.next()) {
+      u = work.unit();
+      if (u.tiles > 0) {
+        work.next();
+        return true;
+      }
+      epilogue_.store_empty(u);
+    }
+    return false;
+  }
+
+  __device__ __forceinline__ void begin(float (&out)[wgmma::kValueAccumulators]) {
 #pragma unroll
     for (int i = 0; i < wgmma::kValueAccumulators; ++i) {
       out[i] = 0.f;
     }
     softmax_.begin();
-    barriers::mbarrier_wait(barriers_.q_full, q_round_, "sparse_attention: Q");
-    q_round_ ^= 1;
-    if (u.tiles <= me_) release(barriers_.q_empty);
-    int t = me_;
-    if (t == 0) {
-      own_tile<false>(out, u.tiles <= 2);
-      t = 2;
-    }
-#pragma unroll 1
-    for (; t < u.tiles; t += 2) {
-      own_tile<true>(out, t + 2 >= u.tiles);
-    }
-    if (t - 1 < u.tiles) {
-      take_offsets(out);
-      multiply_values_of_other(out);
-      wgmma::wait<0>();
-      wgmma::pin(out);
-      release(barriers_.keys_empty(1 - me_, me_));
-    }
-    epilogue_.store(u, out, softmax_);
   }
 
-  // The next tile of this consumer, behind the other's before it (kBehindOther). While the tensor cores multiply the
-  // probabilities of that one with its values, this one's scores become probabilities. `last`: of this unit.
+  // Its tiles from `t` on, each behind one of the other's.
+  __device__ __forceinline__ void own_tiles(float (&out)[wgmma::kValueAccumulators], int t, int tiles) {
+#pragma unroll 1
+    for (; t < tiles; t += 2) {
+      float scores[wgmma::kAccumulators];
+      multiply_keys(scores);
+      finish_tile<true>(out, scores, t + 2 >= tiles);
+    }
+  }
+
+  __device__ __forceinline__ void last_tile_of_other(float (&out)[wgmma::kValueAccumulators]) {
+    take_offsets(out);
+    multiply_values_of_other(out);
+    wgmma::wait<0>();
+    wgmma::pin(out);
+    release(barriers_.keys_empty(kOther, kMe));
+  }
+
+  // The tile of this consumer whose scores are being multiplied, behind the other's before it (kBehindOther): while the
+  // tensor cores multiply the probabilities of that one with its values, this one's scores become probabilities.
+  // `last`: of this unit.
   template <bool kBehindOther>
-  __device__ __forceinline__ void own_tile(float (&out)[wgmma::kValueAccumulators], bool last) {
-    float scores[wgmma::kAccumulators];
-    multiply_keys(scores);
+  __device__ __forceinline__ void finish_tile(float (&out)[wgmma::kValueAccumulators],
+                                              float (&scores)[wgmma::kAccumulators], bool last) {
     if constexpr (kBehindOther) {
       take_offsets(out);
       multiply_values_of_other(out);
@@ -261,34 +301,34 @@ private:
       wgmma::wait<0>();
     }
     wgmma::pin(scores);
-    if (C::kKeyPanels > 0) release(barriers_.keys_empty(me_, 2));
+    if (C::kKeyPanels > 0) release(barriers_.keys_empty(kMe, 2));
     if (last) release(barriers_.q_empty);
     uint32_t probabilities[C::kTileSteps][4];
     softmax_.exponentiate(scores, probabilities);
     softmax_.publish(probabilities);
     // Each of the writing threads has fenced.
-    release(barriers_.probabilities_full(me_));
+    release(barriers_.probabilities_full(kMe));
     if constexpr (kBehindOther) {
       wgmma::wait<0>();
       wgmma::pin(out);
-      release(barriers_.keys_empty(1 - me_, me_));
+      release(barriers_.keys_empty(kOther, kMe));
     }
-    softmax_.rescale(out);
+    if (softmax_.raised()) softmax_.rescale(out);
     multiply_values(out, probabilities);
     wgmma::wait<0>();
     wgmma::pin(out);
-    release(barriers_.keys_empty(me_, me_));
+    release(barriers_.keys_empty(kMe, kMe));
   }
 
   // scores = Q K^T of this consumer's tile, in the order in which its columns land: those that it frees itself first. A
   // group of WGMMAs a quarter.
   __device__ __forceinline__ void multiply_keys(float (&scores)[wgmma::kAccumulators]) {
-    int const mine = 2 * me_;
-    int const others = 2 - mine;
+    constexpr int mine = 2 * kMe;
+    constexpr int others = 2 * kOther;
     wait_keys(mine);
     multiply_quarter<true>(scores, mine);
     if constexpr (C::kRegPanels > 0) {
-      wgmma::Descriptor const keys(uniform(keys_ + me_ * C::kTileBytes + C::kSharedPanels * C::kPanelBytes));
+      wgmma::Descriptor const keys(uniform(keys_ + kMe * C::kTileBytes + C::kSharedPanels * C::kPanelBytes));
 #pragma unroll
       for (int step = 0; step < C::kPanelSteps; ++step) {
         wgmma::mma_rs<typename C::Element>(scores, q_panel_[step], keys.at(step * 32), true);
@@ -308,13 +348,13 @@ private:
   }
 
   __device__ __forceinline__ void wait_keys(int quarter) const {
-    barriers::mbarrier_wait(barriers_.keys_full(me_, quarter), keys_round_, "sparse_attention: a quarter of the keys");
+    barriers::mbarrier_wait(barriers_.keys_full(kMe, quarter), keys_round_, "sparse_attention: a quarter of the keys");
   }
 
   template <bool kFirst>
   __device__ __forceinline__ void multiply_quarter(float (&scores)[wgmma::kAccumulators], int quarter) const {
     wgmma::Descriptor const q(uniform(q_ + quarter * C::kQuarterBytes));
-    wgmma::Descriptor const keys(uniform(keys_ + me_ * C::kTileBytes + quarter * C::kQuarterBytes));
+    wgmma::Descriptor const keys(uniform(keys_ + kMe * C::kTileBytes + quarter * C::kQuarterBytes));
     // In the block of the WGMMAs: after a branch ptxas would else insert its own and serialise them (C7520).
     wgmma::fence();
 #pragma unroll
@@ -324,19 +364,23 @@ private:
     }
   }
 
-  // Waits for the other consumer's probabilities; the output takes over their offsets.
+  // Waits for the other consumer's probabilities; the output takes over their offsets. Raising one is rare enough to wait
+  // for the scores in flight: ptxas would else see an output that WGMMAs may be writing, and wait each time (C7517).
   __device__ __forceinline__ void take_offsets(float (&out)[wgmma::kValueAccumulators]) {
-    barriers::mbarrier_wait(barriers_.probabilities_full(1 - me_), other_round_,
+    barriers::mbarrier_wait(barriers_.probabilities_full(kOther), other_round_,
                             "sparse_attention: probabilities of the other consumer");
     other_round_ ^= 1;
     softmax_.take_offsets();
-    softmax_.rescale(out);
+    if (softmax_.raised()) {
+      wgmma::wait<0>();
+      softmax_.rescale(out);
+    }
   }
 
   // out += P V on this consumer's columns of the other's tile, P in shared memory; a group of its own.
   __device__ __forceinline__ void multiply_values_of_other(float (&out)[wgmma::kValueAccumulators]) const {
-    wgmma::Descriptor const probabilities(uniform(probabilities_ + (1 - me_) * C::kPanelBytes));
-    Values const values(uniform(keys_ + (1 - me_) * C::kTileBytes + me_ * C::kHalfBytes));
+    wgmma::Descriptor const probabilities(uniform(probabilities_ + kOther * C::kPanelBytes));
+    Values const values(uniform(keys_ + kOther * C::kTileBytes + kMe * C::kHalfBytes));
     wgmma::fence();
 #pragma unroll
     for (int step = 0; step < C::kTileSteps; ++step) {
@@ -348,13 +392,18 @@ private:
   // The same of its own tile, P in registers.
   __device__ __forceinline__ void multiply_values(float (&out)[wgmma::kValueAccumulators],
                                                   uint32_t const (&probabilities)[C::kTileSteps][4]) const {
-    Values const values(uniform(keys_ + me_ * C::kTileBytes + me_ * C::kHalfBytes));
+    Values const values(uniform(keys_ + kMe * C::kTileBytes + kMe * C::kHalfBytes));
     wgmma::fence();
 #pragma unroll
     for (int step = 0; step < C::kTileSteps; ++step) {
       wgmma::mma_rs<typename C::Element>(out, probabilities[step], values.at(step * kValueStep), true);
     }
     wgmma::commit();
+  }
+
+  __device__ __forceinline__ void wait_q() {
+    barriers::mbarrier_wait(barriers_.q_full, q_round_, "sparse_attention: Q");
+    q_round_ ^= 1;
   }
 
   // The columns of Q that are a register operand, straight from global memory: fragments in the order of ldmatrix.x4,
@@ -384,12 +433,12 @@ private:
     if (threadIdx.x % 32 == 0) barriers::mbarrier_arrive(barrier);
   }
 
+  static constexpr int kOther = 1 - kMe;
   using Values = wgmma::ValueDescriptor<C::kPanelBytes>;
   static constexpr int kValueStep = wgmma::kDepth * gather::kPanelBytesPerRow;
 
   KernelParams const& p_;
   Barriers<C> const barriers_;
-  int const me_;
   uint32_t const keys_, q_, probabilities_;
   Softmax<C> softmax_;
   Epilogue<C> epilogue_;

@@ -101,14 +101,17 @@ public:
     }
   }
 
-  // To the offset that was last raised. A factor of one changes no bit, so skipping a warp without others does not make
-  // a row depend on its neighbours.
+  // Whether a row of the warp has left the offset to which the output is relative. A factor of one changes no bit, so
+  // skipping the others does not make a row depend on its neighbours.
+  __device__ __forceinline__ bool raised() const {
+    return __any_sync(0xffffffffu, factor_[0] != 1.f || factor_[1] != 1.f);
+  }
+
+  // From the offset before to the latest.
   __device__ __forceinline__ void rescale(float (&out)[wgmma::kValueAccumulators]) const {
-    if (__any_sync(0xffffffffu, factor_[0] != 1.f || factor_[1] != 1.f)) {
 #pragma unroll
-      for (int i = 0; i < wgmma::kValueAccumulators; ++i) {
-        out[i] *= factor_[i / 2 % 2];
-      }
+    for (int i = 0; i < wgmma::kValueAccumulators; ++i) {
+      out[i] *= factor_[i / 2 % 2];
     }
   }
 
@@ -124,7 +127,8 @@ private:
   }
 
   __device__ __forceinline__ void raise(int i, float offset) {
-    factor_[i] = ptx::exp2_movable(offset_[i] - offset);
+    // Before the first valid slot there is only zero to scale.
+    factor_[i] = offset_[i] == kNone ? 1.f : ptx::exp2_movable(offset_[i] - offset);
     sum_[i] *= factor_[i];
     offset_[i] = offset;
   }

@@ -22,16 +22,16 @@ struct Unit {
 
 class WorkList {
 public:
-  __device__ __forceinline__ explicit WorkList(KernelParams const& p) : p_(p), unit_(blockIdx.x) {}
+  __device__ __forceinline__ explicit WorkList(KernelParams const& p) : p_(p), row_(0), group_(0) { advance(blockIdx.x); }
 
-  __device__ __forceinline__ bool done() const { return unit_ >= p_.units; }
-  __device__ __forceinline__ void next() { unit_ += gridDim.x; }
+  // The launcher keeps B * s_q below 2^31.
+  __device__ __forceinline__ bool done() const { return row_ >= static_cast<unsigned>(p_.rows); }
+  __device__ __forceinline__ void next() { advance(gridDim.x); }
 
   __device__ __forceinline__ Unit unit() const {
     Unit u;
-    // The launcher keeps B * s_q below 2^31.
-    u.row = uniform(static_cast<int>(unit_ / p_.groups));
-    u.group = uniform(static_cast<int>(unit_ - static_cast<int64_t>(u.row) * p_.groups));
+    u.row = uniform(static_cast<int>(row_));
+    u.group = uniform(static_cast<int>(group_));
     u.b = uniform(u.row / p_.s_q);
     u.s = u.row - u.b * p_.s_q;
     u.length = slots::length(p_, u.row);
@@ -41,8 +41,18 @@ public:
   }
 
 private:
+  __device__ __forceinline__ void advance(unsigned units) {
+    unsigned const groups = p_.groups;
+    row_ += units / groups;
+    group_ += units % groups;
+    if (group_ >= groups) {
+      group_ -= groups;
+      ++row_;
+    }
+  }
+
   KernelParams const& p_;
-  int64_t unit_;
+  unsigned row_, group_;
 };
 
 }  // namespace htree_cuda::sparse
