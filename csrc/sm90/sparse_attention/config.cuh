@@ -59,7 +59,7 @@ struct Config {
 
   // A tile lands in quarters of its value columns, so that its scores begin with the first, and is freed in halves: a
   // consumer holds the outputs of one half of the value columns and is the last to read that half. The columns past the
-  // values (a panel of 576) are free as soon as the scores are computed.
+  // values (a panel of 576) come and go with the first quarter and the half of the tile's owner.
   static constexpr int kQuarterPanels = kValueDim / kPanelCols / 4;
   static constexpr int kQuarterBytes = kQuarterPanels * kPanelBytes;
   static constexpr int kHalfBytes = 2 * kQuarterBytes;
@@ -96,7 +96,7 @@ struct Config {
     float row_sum[2][kConsumers][kGroupHeads];  // each consumer's part of the denominator, two units deep
     uint32_t valid[2][2];                       // slots of a tile that count, a bit each
     uint64_t keys_full[2][4];                   // [buffer][quarter]
-    uint64_t keys_empty[2][3];                  // [buffer][half; columns past the values]
+    uint64_t keys_empty[2][2];                  // [buffer][half]
     uint64_t q_full;
     uint64_t q_empty;
     uint64_t probabilities_full[kConsumers];

@@ -11,9 +11,9 @@
 //                                                                               consumer learns of all of them through
 //                                                                               probabilities_full
 //   keys_empty[buffer][half]   one lane of each warp of    the producer warps   consumer `half` has multiplied with
-//                              consumer `half`             that fill it next    these values, so everybody with the keys
-//   keys_empty[buffer][2]      the same of the owner       producer warps 0, 1  the columns past the values: the scores
-//                                                                               are computed
+//                              consumer `half`             that fill it next    these values, so everybody with the
+//                                                                               keys; the owner's: and with the columns
+//                                                                               past the values
 //   q_full                     one lane of producer warp   both consumers       Q of the unit (TMA)
 //                              0, with TMA bytes
 //   q_empty                    one lane of each of the 8   producer warp 0      every score of the unit is computed
@@ -58,7 +58,7 @@ public:
       barriers::mbarrier_init(keys_full_ + 8 * i, C::kFullArrivals);
     }
 #pragma unroll
-    for (int i = 0; i < 6; ++i) {
+    for (int i = 0; i < 4; ++i) {
       barriers::mbarrier_init(keys_empty_ + 8 * i, C::kWarps);
     }
     barriers::mbarrier_init(q_full, 1);
@@ -72,8 +72,8 @@ public:
   __device__ __forceinline__ uint32_t keys_full(int buffer, int quarter) const {
     return keys_full_ + 32 * buffer + 8 * quarter;
   }
-  __device__ __forceinline__ uint32_t keys_empty(int buffer, int part) const {
-    return keys_empty_ + 24 * buffer + 8 * part;
+  __device__ __forceinline__ uint32_t keys_empty(int buffer, int half) const {
+    return keys_empty_ + 16 * buffer + 8 * half;
   }
   __device__ __forceinline__ uint32_t probabilities_full(int consumer) const {
     return probabilities_full_ + 8 * consumer;
@@ -133,13 +133,12 @@ private:
   __device__ __forceinline__ void load_tile(int buffer, char const* base, Rows const& rows) {
     bool const owners_half = warp_ < 2;
     int const half = owners_half ? buffer : 1 - buffer;
-    uint32_t const parity = (rounds_ >> buffer & 1) ^ 1;
+    barriers::mbarrier_wait(barriers_.keys_empty(buffer, half), (rounds_ >> buffer & 1) ^ 1,
+                            "sparse_attention: a free half of a tile");
     rounds_ ^= 1u << buffer;
     if (C::kKeyPanels > 0 && owners_half) {
-      barriers::mbarrier_wait(barriers_.keys_empty(buffer, 2), parity, "sparse_attention: room past the values");
       copy_panels<C::kKeyPanels>(buffer, 4 * C::kQuarterPanels, base, rows);
     }
-    barriers::mbarrier_wait(barriers_.keys_empty(buffer, half), parity, "sparse_attention: a free half of a tile");
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       copy_panels<C::kQuarterPanels>(buffer, (2 * half + i) * C::kQuarterPanels, base, rows);
@@ -301,7 +300,6 @@ private:
       wgmma::wait<0>();
     }
     wgmma::pin(scores);
-    if (C::kKeyPanels > 0) release(barriers_.keys_empty(kMe, 2));
     if (last) release(barriers_.q_empty);
     uint32_t probabilities[C::kTileSteps][4];
     softmax_.exponentiate(scores, probabilities);
