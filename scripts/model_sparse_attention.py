@@ -118,7 +118,7 @@ def cycles_per_tile(schedule: Schedule, latency: float, width: float) -> float:
     landed = {(t, name): Event(clock) for t in range(TILES) for name in names}
     freed = {(t, name): Event(clock) for t in range(TILES) for name in names}
     probabilities = [Event(clock) for _ in range(TILES)]
-    size = {name: 32768 // schedule.parts for name in near + far} | {"keys": 8192}
+    size = dict.fromkeys(near + far, 32768 // schedule.parts) | {"keys": 8192}
     pipe_free = [0.0]
     finished = {}
 
