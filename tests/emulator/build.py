@@ -18,9 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
 OUT = ROOT / "build" / "emulator"
 LIBRARY = "libhtree_cuda_emulated.so"
+FAULTS = "libfaults.so"
 USUAL = [  # in every test run
     "attn_dist/inst/bf16_576",
-    "attn_dist/inst/fp16_128",
+    "attn_dist/inst/bf16_128",
     "htree_layer/inst/bf16_64_",
     "smxx",
     "sparse_attention/inst/bf16_576",
@@ -58,7 +59,7 @@ def why_not() -> str:
     return ""
 
 
-def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> Path:
+def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> None:
     tree = setup()
     ninja = tree.ninja
     flags = [x for x in ninja.nvcc_flags(ninja.Options(ROOT, OUT, []), tools) if x != "-lineinfo"]
@@ -86,48 +87,63 @@ def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> Path:
     module = [*ninja.cxx_flags(ROOT), "-MD", "-MF", "$out.d", "-o", "$out", "$in", f"-L{OUT}", "-lhtree_cuda_emulated"]
     rule("module", [tools.cxx, *module, "-Wl,-rpath,$ORIGIN"], depfile=True)
 
-    objects = []
-    for name in ("runtime", "cudart"):
-        objects.append(OUT / f"{name}.o")
-        edge("runtime", objects[-1], [HERE / f"{name}.cpp"])
+    runtime_objects = []
+    for name in ("scheduler", "memory", "warp", "barriers", "products", "cudart"):
+        runtime_objects.append(OUT / f"{name}.o")
+        edge("runtime", runtime_objects[-1], [HERE / f"{name}.cpp"])
+
+    def kernel(source: Path, stem: Path) -> Path:
+        edge("ptx", stem.with_suffix(".ptx"), [source])
+        translator = [HERE / "translate.py", HERE / "instructions.py"]
+        edge("translate", stem.with_suffix(".cpp"), [stem.with_suffix(".ptx")], translator)
+        edge("kernel", stem.with_suffix(".o"), [stem.with_suffix(".cpp")], [HERE / "runtime.h"])
+        return stem.with_suffix(".o")
+
+    # The kernels of test_emulator.py.
+    rule("host", [tools.nvcc, *flags, "-c", "$in", "-o", "$out"])
+    edge("host", OUT / "faults_host.o", [HERE / "faults.cu"])
+    edge("library", OUT / FAULTS, [*runtime_objects, OUT / "faults_host.o", kernel(HERE / "faults.cu", OUT / "faults")])
+
+    objects = [*runtime_objects]
     for source in tree.KERNEL_SOURCES:
         objects.append((kernels_dir / "obj" / source).with_suffix(".o"))  # its launchers; the code for the GPU rests
         if not only or any(text in source for text in only):
-            stem = OUT / "kernel" / source
-            edge("ptx", stem.with_suffix(".ptx"), [ROOT / source])
-            edge("translate", stem.with_suffix(".cpp"), [stem.with_suffix(".ptx")], [HERE / "translate.py"])
-            objects.append(stem.with_suffix(".o"))
-            edge("kernel", objects[-1], [stem.with_suffix(".cpp")], [HERE / "runtime.h"])
+            objects.append(kernel(ROOT / source, OUT / "kernel" / source))
     edge("library", OUT / LIBRARY, objects)
     edge("module", OUT / ninja.module_name(), [ROOT / "csrc" / "bindings.cpp"], [OUT / LIBRARY])
     path = OUT / "build.ninja"
     text = "\n".join(lines)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
-    return OUT / ninja.module_name()
 
 
 @functools.cache
-def _build(only: tuple[str, ...]) -> Path:
+def _build(only: tuple[str, ...], target: str) -> Path:
     tree = setup()
     tools = tree.build.resolve(tree.build.plan({**os.environ, "HTREE_CUDA_KERNELS": "on"}))
     kernels_dir = tree.in_place_build_dir(False)
     OUT.mkdir(parents=True, exist_ok=True)
     with open(OUT / "lock", "w") as lock:  # test processes side by side
         fcntl.flock(lock, fcntl.LOCK_EX)
-        tree.ninja.run_ninja(tree.ninja.Options(ROOT, kernels_dir, tree.KERNEL_SOURCES), tools, ["library"])
-        module = _write_ninja(only, tools, kernels_dir)
+        if target != FAULTS:
+            tree.ninja.run_ninja(tree.ninja.Options(ROOT, kernels_dir, tree.KERNEL_SOURCES), tools, ["library"])
+        _write_ninja(only, tools, kernels_dir)
         jobs = str(tree.build.max_jobs())
-        command = [tools.ninja, "-f", str(OUT / "build.ninja"), "-j", jobs, str(module)]
+        command = [tools.ninja, "-f", str(OUT / "build.ninja"), "-j", jobs, str(OUT / target)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"building the emulator failed:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
-    return module
+    return OUT / target
 
 
 def build(only: Sequence[str] = ()) -> Path:
     """Builds, and returns the Python module; `only` selects the kernels that are translated (none: all)."""
-    return _build(tuple(only))
+    return _build(tuple(only), setup().ninja.module_name())
+
+
+def build_faults() -> Path:
+    """Builds the library of small right and wrong kernels."""
+    return _build(tuple(USUAL), FAULTS)
 
 
 if __name__ == "__main__":

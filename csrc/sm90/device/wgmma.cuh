@@ -54,6 +54,7 @@ struct Atom<cutlass::half_t, kValueAccumulators> {
 struct Descriptor {
   uint32_t low;
 
+  Descriptor() = default;
   __device__ __forceinline__ explicit Descriptor(uint32_t shared_address)
       : low(((shared_address >> 4) & 0x3fffu) | (1u << 16)) {}
   __device__ __forceinline__ uint64_t at(int byte_offset) const {

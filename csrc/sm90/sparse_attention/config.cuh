@@ -78,7 +78,7 @@ struct Config {
   static constexpr int kWarps = 4;      // of a warpgroup
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // Consumer 0 keeps the scores of the next unit beside the output of this one.
-  static constexpr int kConsumerRegisters[kConsumers] = {232, 224};
+  static constexpr int kConsumerRegisters[kConsumers] = {240, 216};
   static constexpr int kProducerRegisters = 48;
   // What the launch grants: 65536 / 384 rounded down to a multiple of 8.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
@@ -94,7 +94,8 @@ struct Config {
     alignas(1024) uint8_t probabilities[kConsumers][kPanelBytes];  // of tiles of consumer c; then its output, staged
     float row_max[kConsumers][kGroupHeads];     // the offset of the exponentials in `probabilities`
     float row_sum[2][kConsumers][kGroupHeads];  // each consumer's part of the denominator, two units deep
-    uint32_t valid[2][2];                       // slots of a tile that count, a bit each
+    // Slots of a tile that count, a bit each: bit 4 j + i of word w is slot 8 j + 4 w + i (RowGather).
+    uint32_t valid[2][2];
     uint64_t keys_full[2][4];                   // [buffer][quarter]
     uint64_t keys_empty[2][2];                  // [buffer][half]
     uint64_t q_full;
@@ -104,8 +105,8 @@ struct Config {
   static constexpr int kSharedBytes = sizeof(SharedStorage);
   static_assert(kSharedBytes <= 232448, "shared memory of an SM90 CTA");
 
-  static constexpr int kProducerRows = 32;  // of a tile: two producer warps share each column
-  static constexpr int kFullArrivals = kTileKeys / kProducerRows;
+  static constexpr int kGatherThreads = 64;  // two warps share each column of a tile
+  static constexpr int kFullArrivals = kGatherThreads / 32;
 };
 
 // Named barrier where the consumers meet once a unit; 0 is __syncthreads'.

@@ -92,60 +92,56 @@ private:
 // ---- producer --------------------------------------------------------------------------------------------------
 
 // Warps 0 and 1 gather the half of each tile that its owner frees, which comes first, and the columns past the values;
-// warps 2 and 3 gather the other half; 32 rows each. So a warp that waits until its copies have landed keeps nobody from
-// issuing the next.
+// warps 2 and 3 gather the other half. So a warp that waits until its copies have landed keeps nobody from issuing the
+// next.
 template <class C>
 class Producer {
 public:
   __device__ __forceinline__ Producer(KernelParams const& p, CUtensorMap const& q_map,
                                       typename C::SharedStorage& shared, int warp)
-      : p_(p), q_map_(q_map), shared_(shared), barriers_(shared), warp_(warp), lane_(threadIdx.x % 32),
-        copy_(lane_) {}
+      : p_(p), q_map_(q_map), shared_(shared), barriers_(shared), warp_(warp),
+        gather_(threadIdx.x % C::kGatherThreads) {}
 
   __device__ __forceinline__ void run() {
     for (WorkList work(p_); !work.done(); work.next()) {
       Unit const u = work.unit();
       if (u.tiles == 0) continue;
       if (warp_ == 0) load_q(u);
-      char const* const base = p_.kv + u.b * p_.kv_stride_b + copy_.chunk_offset();
-      // This lane's slot of the tile, and how many slots of the query's there are from it on.
-      int const* slot = p_.indices + static_cast<int64_t>(u.row) * p_.topk + first_row() + lane_;
-      int left = u.length - first_row() - lane_;
-      int index = left > 0 ? __ldg(slot) : -1;
+      char const* const base = p_.kv + u.b * p_.kv_stride_b;
+      int index = load_index(u, 0);
 #pragma unroll 1
       for (int t = 0; t < u.tiles; ++t) {
         // Looked at no earlier than here, a tile after it was asked for.
-        Rows const rows{static_cast<unsigned>(index) < static_cast<unsigned>(u.visible) ? index : -1};
-        slot += C::kTileKeys;
-        left -= C::kTileKeys;
-        index = left > 0 ? __ldg(slot) : -1;
-        load_tile(t % 2, base, rows);
+        bool const valid = static_cast<unsigned>(index) < static_cast<unsigned>(u.visible);
+        gather_.point(valid ? index : -1, base, p_.kv_stride_s);
+        index = load_index(u, t + 1);
+        load_tile(t % 2, __ballot_sync(0xffffffffu, valid));
       }
     }
   }
 
 private:
-  using Copy = gather::WarpGather<C::kProducerRows, C::kTileKeys>;
-  using Rows = typename Copy::Rows;
+  // Of the row of tile t that this lane loads for its warp; -1 past the query's length.
+  __device__ __forceinline__ int load_index(Unit const& u, int t) const {
+    int const slot = t * C::kTileKeys + gather_.row_to_load();
+    return slot < u.length ? __ldg(p_.indices + static_cast<int64_t>(u.row) * p_.topk + slot) : -1;
+  }
 
-  __device__ __forceinline__ int first_row() const { return warp_ % 2 * C::kProducerRows; }
-
-  __device__ __forceinline__ void load_tile(int buffer, char const* base, Rows const& rows) {
+  // `valid`: a bit for each row that this warp's lanes loaded.
+  __device__ __forceinline__ void load_tile(int buffer, uint32_t valid) {
     bool const owners_half = warp_ < 2;
     int const half = owners_half ? buffer : 1 - buffer;
-    barriers::mbarrier_wait(barriers_.keys_empty(buffer, half), (rounds_ >> buffer & 1) ^ 1,
+    barriers::mbarrier_wait(barriers_.keys_empty(buffer, half), parity_before(buffer),
                             "sparse_attention: a free half of a tile");
-    rounds_ ^= 1u << buffer;
     if (C::kKeyPanels > 0 && owners_half) {
-      copy_panels<C::kKeyPanels>(buffer, 4 * C::kQuarterPanels, base, rows);
+      copy_panels<C::kKeyPanels>(buffer, 4 * C::kQuarterPanels);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      copy_panels<C::kQuarterPanels>(buffer, (2 * half + i) * C::kQuarterPanels, base, rows);
+      copy_panels<C::kQuarterPanels>(buffer, (2 * half + i) * C::kQuarterPanels);
       ptx::copy_async_commit();
     }
-    uint32_t const valid = __ballot_sync(0xffffffffu, rows[0] >= 0);
-    if (owners_half && lane_ == 0) shared_.valid[buffer][warp_] = valid;
+    if (owners_half && threadIdx.x % 32 == 0) shared_.valid[buffer][warp_] = valid;
     ptx::copy_async_wait<1>();
     hand_over(barriers_.keys_full(buffer, 2 * half));
     ptx::copy_async_wait<0>();
@@ -153,23 +149,21 @@ private:
   }
 
   template <int kCount>
-  __device__ __forceinline__ void copy_panels(int buffer, int first, char const* base, Rows const& rows) const {
-    uint32_t const shared = ptx::shared_address(&shared_.keys[buffer][0]) + first * C::kPanelBytes +
-                            first_row() * gather::kPanelBytesPerRow;
-    copy_.template copy<kCount>(shared, base + first * gather::kPanelBytesPerRow, p_.kv_stride_s, rows);
+  __device__ __forceinline__ void copy_panels(int buffer, int first) const {
+    uint32_t const shared = ptx::shared_address(&shared_.keys[buffer][0]) + first * C::kPanelBytes;
+    gather_.template copy<kCount>(shared, first * gather::kPanelBytesPerRow);
   }
 
   // What this warp copied and waited for.
   __device__ __forceinline__ void hand_over(uint32_t full) const {
     ptx::fence_proxy_async_shared();
     __syncwarp();
-    if (lane_ == 0) barriers::mbarrier_arrive(full);
+    if (threadIdx.x % 32 == 0) barriers::mbarrier_arrive(full);
   }
 
   __device__ __forceinline__ void load_q(Unit const& u) {
-    barriers::mbarrier_wait(barriers_.q_empty, q_round_ ^ 1, "sparse_attention: room for Q");
-    q_round_ ^= 1;
-    if (lane_ == 0) {
+    barriers::mbarrier_wait(barriers_.q_empty, parity_before(kQ), "sparse_attention: room for Q");
+    if (threadIdx.x % 32 == 0) {
       barriers::mbarrier_arrive_expect_bytes(barriers_.q_full, C::kSharedPanels * C::kPanelBytes);
 #pragma unroll 1
       for (int panel = 0; panel < C::kSharedPanels; ++panel) {
@@ -181,14 +175,20 @@ private:
     __syncwarp();
   }
 
+  // Of the phase in which what was loaded before is given back; on to the next.
+  __device__ __forceinline__ uint32_t parity_before(int what) {
+    rounds_ ^= 1u << what;
+    return rounds_ >> what & 1;
+  }
+
   KernelParams const& p_;
   CUtensorMap const& q_map_;
   typename C::SharedStorage& shared_;
   Barriers<C> const barriers_;
-  int const warp_, lane_;
-  Copy const copy_;
-  uint32_t rounds_ = 0;  // bit b: parity of the tiles gathered into buffer b
-  uint32_t q_round_ = 0;
+  int const warp_;
+  gather::RowGather<C::kTileKeys, C::kGatherThreads> gather_;
+  static constexpr int kQ = 2;
+  uint32_t rounds_ = 0;  // bit b: parity of the tiles gathered into buffer b; bit kQ: of the units whose Q was loaded
 };
 
 // ---- consumers -------------------------------------------------------------------------------------------------

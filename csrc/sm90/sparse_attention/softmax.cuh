@@ -135,17 +135,13 @@ private:
 
   // Minus infinity for the slots that do not count.
   __device__ __forceinline__ void mask(float (&scores)[wgmma::kAccumulators]) const {
-    uint32_t valid[2] = {ptx::load_shared_4B(valid_), ptx::load_shared_4B(valid_ + 4)};
+    uint32_t const valid[2] = {ptx::load_shared_4B(valid_), ptx::load_shared_4B(valid_ + 4)};
     if ((valid[0] & valid[1]) == 0xffffffffu) return;
-    // This thread's columns: 2 (lane % 4) + 0..1 of every eight.
+    // This thread's columns, 2 (lane % 4) + 0..1 of every eight, are bits 2 (lane % 2) + 0..1 of every four.
+    uint32_t const mine = (lane() & 2 ? valid[1] : valid[0]) >> (lane() % 2 * 2);
 #pragma unroll
-    for (int word = 0; word < 2; ++word) {
-      uint32_t const mine = valid[word] >> (lane() % 4 * 2);
-#pragma unroll
-      for (int i = 0; i < wgmma::kAccumulators / 2; ++i) {
-        float& score = scores[word * (wgmma::kAccumulators / 2) + i];
-        score = mine >> (i / 4 * 8 + i % 2) & 1 ? score : -INFINITY;
-      }
+    for (int i = 0; i < wgmma::kAccumulators; ++i) {
+      scores[i] = mine >> (i / 4 * 4 + i % 2) & 1 ? scores[i] : -INFINITY;
     }
   }
 
