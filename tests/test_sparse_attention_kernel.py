@@ -327,6 +327,15 @@ def test_usual_size():
     x.check()
 
 
+@pytest.mark.parametrize(("h_q", "topk", "d", "dtype"), [(65, 130, 576, torch.bfloat16), (3, 64, 512, torch.float16)])
+def test_sanitizer_shapes(h_q, topk, d, dtype):
+    """Odd and even counts of tiles, a query without slots, a partial group; every element of the outputs is read."""
+    x = problem(h_q, topk, d=d, dtype=dtype, s_q=5, seed=13)
+    x.indices[0, 3] = -1
+    out, lse = x.run()
+    assert out.isfinite().all() and lse.isfinite()[0, [0, 1, 2, 4]].all()
+
+
 @pytest.mark.hardware
 def test_more_queries_than_a_grid_has_rows():
     """s_q beyond 65535, and tensors of more than 2^31 elements."""

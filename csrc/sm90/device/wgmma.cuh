@@ -49,28 +49,16 @@ struct Atom<cutlass::half_t, kValueAccumulators> {
   using SS = cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>;
 };
 
-// Matrix descriptor of a K-major operand with the 128-byte swizzle: the start address in units of 16 bytes, 1024 bytes
-// between groups of eight rows, layout type 1. A step of kDepth elements moves the address by 32 bytes.
+// Matrix descriptor of an operand with the 128-byte swizzle: the start address in units of 16 bytes, 1024 bytes between
+// groups of eight rows, layout type 1. K-major: a step of kDepth elements moves the address by 32 bytes. MN-major: the
+// rows are what is contracted, a step of kDepth rows moves the address by 2048 bytes, and the panels of 64 columns lie
+// `panel_bytes` apart, a distance that a K-major operand does not use.
 struct Descriptor {
   uint32_t low;
 
   Descriptor() = default;
-  __device__ __forceinline__ explicit Descriptor(uint32_t shared_address)
-      : low(((shared_address >> 4) & 0x3fffu) | (1u << 16)) {}
-  __device__ __forceinline__ uint64_t at(int byte_offset) const {
-    constexpr uint64_t kHigh = (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
-    return kHigh | (low + static_cast<uint32_t>(byte_offset >> 4));
-  }
-};
-
-// The same of an MN-major operand: kPanelBytes between blocks of 64 columns, 1024 bytes between groups of eight rows,
-// which are what is contracted. A step of kDepth rows moves the address by 2048 bytes.
-template <int kPanelBytes>
-struct ValueDescriptor {
-  uint32_t low;
-
-  __device__ __forceinline__ explicit ValueDescriptor(uint32_t shared_address)
-      : low(((shared_address >> 4) & 0x3fffu) | (uint32_t{kPanelBytes >> 4} << 16)) {}
+  __device__ __forceinline__ explicit Descriptor(uint32_t shared_address, uint32_t panel_bytes = 16)
+      : low(((shared_address >> 4) & 0x3fffu) | (panel_bytes >> 4 << 16)) {}
   __device__ __forceinline__ uint64_t at(int byte_offset) const {
     constexpr uint64_t kHigh = (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
     return kHigh | (low + static_cast<uint32_t>(byte_offset >> 4));

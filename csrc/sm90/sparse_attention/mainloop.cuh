@@ -47,9 +47,9 @@ template <class C>
 class Barriers {
 public:
   __device__ __forceinline__ explicit Barriers(typename C::SharedStorage& shared)
-      : keys_full_(ptx::shared_address(&shared.keys_full[0][0])),
-        keys_empty_(ptx::shared_address(&shared.keys_empty[0][0])), q_full(ptx::shared_address(&shared.q_full)),
-        q_empty(ptx::shared_address(&shared.q_empty)),
+      : q_full(ptx::shared_address(&shared.q_full)), q_empty(ptx::shared_address(&shared.q_empty)),
+        keys_full_(ptx::shared_address(&shared.keys_full[0][0])),
+        keys_empty_(ptx::shared_address(&shared.keys_empty[0][0])),
         probabilities_full_(ptx::shared_address(&shared.probabilities_full[0])) {}
 
   __device__ __forceinline__ void init() const {
@@ -79,14 +79,10 @@ public:
     return probabilities_full_ + 8 * consumer;
   }
 
-private:
-  uint32_t const keys_full_, keys_empty_;
-
-public:
   uint32_t const q_full, q_empty;
 
 private:
-  uint32_t const probabilities_full_;
+  uint32_t const keys_full_, keys_empty_, probabilities_full_;
 };
 
 // ---- producer --------------------------------------------------------------------------------------------------
@@ -378,7 +374,7 @@ private:
   // out += P V on this consumer's columns of the other's tile, P in shared memory; a group of its own.
   __device__ __forceinline__ void multiply_values_of_other(float (&out)[wgmma::kValueAccumulators]) const {
     wgmma::Descriptor const probabilities(uniform(probabilities_ + kOther * C::kPanelBytes));
-    Values const values(uniform(keys_ + kOther * C::kTileBytes + kMe * C::kHalfBytes));
+    wgmma::Descriptor const values(uniform(keys_ + kOther * C::kTileBytes + kMe * C::kHalfBytes), C::kPanelBytes);
     wgmma::fence();
 #pragma unroll
     for (int step = 0; step < C::kTileSteps; ++step) {
@@ -390,7 +386,7 @@ private:
   // The same of its own tile, P in registers.
   __device__ __forceinline__ void multiply_values(float (&out)[wgmma::kValueAccumulators],
                                                   uint32_t const (&probabilities)[C::kTileSteps][4]) const {
-    Values const values(uniform(keys_ + kMe * C::kTileBytes + kMe * C::kHalfBytes));
+    wgmma::Descriptor const values(uniform(keys_ + kMe * C::kTileBytes + kMe * C::kHalfBytes), C::kPanelBytes);
     wgmma::fence();
 #pragma unroll
     for (int step = 0; step < C::kTileSteps; ++step) {
@@ -432,7 +428,6 @@ private:
   }
 
   static constexpr int kOther = 1 - kMe;
-  using Values = wgmma::ValueDescriptor<C::kPanelBytes>;
   static constexpr int kValueStep = wgmma::kDepth * gather::kPanelBytesPerRow;
 
   KernelParams const& p_;
