@@ -3,6 +3,7 @@
 //
 //   sparse_attention                             everything
 //   sparse_attention --check-only                correctness and repeats
+//   sparse_attention --check-only --small        a few small problems alone
 //   sparse_attention --time-only [h_q s_kv]...   timing, of these shapes alone
 //   sparse_attention --one h_q s_kv [n]          n launches (default 3) of one timed shape, for a profiler
 #include <cmath>
@@ -98,11 +99,11 @@ struct Problem {
     std::int64_t const rows = std::int64_t(s.B) * s.s_q;
     auto* const q = buffers.q.get<Element>(s.B * layout.q_b);
     auto* const kv = buffers.kv.get<Element>(s.B * layout.k_b);
-    fill_normal<<<1024, 256>>>(q, s.B * layout.q_b, seed);
-    fill_normal<<<1024, 256>>>(kv, s.B * layout.k_b, seed + 1);
-    if (s.strided) poison_gaps<<<256, 256>>>(q, kv, s, layout);
+    fill_normal<<<blocks(s.B * layout.q_b), 256>>>(q, s.B * layout.q_b, seed);
+    fill_normal<<<blocks(s.B * layout.k_b), 256>>>(kv, s.B * layout.k_b, seed + 1);
+    if (s.strided) poison_gaps<<<blocks(s.B * (layout.q_b + layout.k_b)), 256>>>(q, kv, s, layout);
     auto* const indices = buffers.indices.get<int>(rows * s.topk);
-    fill_indices<<<1024, 256>>>(indices, rows, s.topk, s.s_kv, s.slots, seed + 2);
+    fill_indices<<<blocks(rows * s.topk), 256>>>(indices, rows, s.topk, s.s_kv, s.slots, seed + 2);
     HTREE_CUDA_CHECK(cudaGetLastError());
     params.q = q;
     params.q_stride_b = layout.q_b;
@@ -171,21 +172,21 @@ Outcome check(Shape const& s, Buffers& buffers, std::uint64_t seed) {
   HTREE_CUDA_CHECK(cudaMemcpy(starts, problem.starts.data(), s.B * sizeof(std::int64_t), cudaMemcpyHostToDevice));
   auto const* const q = static_cast<Element const*>(problem.params.q);
   auto* const kv = static_cast<Element*>(const_cast<void*>(problem.params.kv));
-  reference_scores<<<2048, 256>>>(q, kv, problem.params.indices, problem.params.topk_length, starts, kStrideTokens, s,
-                                  problem.layout, scores, valid);
+  reference_scores<<<blocks(32 * heads * s.topk), 256>>>(q, kv, problem.params.indices, problem.params.topk_length,
+                                                         starts, kStrideTokens, s, problem.layout, scores, valid);
   reference_attention<<<unsigned(heads), 256>>>(scores, valid, problem.params.indices, kv, problem.params.attn_sink, s,
                                                 problem.layout, problem.params.sm_scale, exact_lse, exact, baseline);
   if (s.poison && s.s_kv > 0) {
     auto* const selected = buffers.selected.get<bool>(std::int64_t(s.B) * s.s_kv);
     HTREE_CUDA_CHECK(cudaMemset(selected, 0, std::int64_t(s.B) * s.s_kv));
-    mark_selected<<<256, 256>>>(problem.params.indices, valid, s, selected);
+    mark_selected<<<blocks(rows * s.topk), 256>>>(problem.params.indices, valid, s, selected);
     poison_unselected<<<unsigned(s.B * s.s_kv), 128>>>(kv, selected, s, problem.layout);
   }
   HTREE_CUDA_CHECK(cudaGetLastError());
   HTREE_CUDA_CHECK(cudaMemset(problem.params.out, 0x7b, count * sizeof(Element)));  // 1.3e36, 6.1e4
   HTREE_CUDA_CHECK(cudaMemset(problem.params.lse, 0x7b, heads * sizeof(float)));
   sparse_attention(problem.params, nullptr);
-  to_float<<<1024, 256>>>(static_cast<Element const*>(problem.params.out), count, floats);
+  to_float<<<blocks(count), 256>>>(static_cast<Element const*>(problem.params.out), count, floats);
   HTREE_CUDA_CHECK(cudaDeviceSynchronize());
 
   std::vector<float> got(count), base(count), got_lse(heads);
@@ -244,8 +245,8 @@ unsigned long long repeat(Shape const& s, int repeats, Buffers& buffers) {
     HTREE_CUDA_CHECK(cudaMemsetAsync(problem.params.out, 0xff, words * sizeof(unsigned), nullptr));
     HTREE_CUDA_CHECK(cudaMemsetAsync(problem.params.lse, 0xff, heads * sizeof(float), nullptr));
     sparse_attention(problem.params, nullptr);
-    count_differences<<<512, 256>>>(first, static_cast<unsigned const*>(problem.params.out), words, differences);
-    count_differences<<<512, 256>>>(first_lse, reinterpret_cast<unsigned const*>(problem.params.lse), heads,
+    count_differences<<<blocks(words), 256>>>(first, static_cast<unsigned const*>(problem.params.out), words, differences);
+    count_differences<<<blocks(heads), 256>>>(first_lse, reinterpret_cast<unsigned const*>(problem.params.lse), heads,
                                     differences);
   }
   unsigned long long total = 0;
@@ -315,6 +316,16 @@ struct Suite {
       run<Element>({3, 7, 1, 130, d, 66, Slots::kHostile});
     }
   }
+
+  void small() {
+    Shape s{2, 2, 70, 65, 576, 70, Slots::kHostile};
+    s.causal = s.lengths = s.strided = s.poison = s.odd = true;
+    run<__nv_bfloat16>(s);
+    run<__nv_bfloat16>({1, 5, 200, 3, 576, 130});
+    s.d = 512;
+    s.natural = true;
+    run<__half>(s);
+  }
 };
 
 // ---- timing ----------------------------------------------------------------------------------------------------
@@ -360,17 +371,24 @@ int run(int argc, char** argv) {
   std::printf("{\n  \"op\": \"sparse_attention\", ");
   print_machine(nvml);
   if (mode != "--time-only") {
+    bool const small = argc > 2 && std::string(argv[2]) == "--small";
     Suite suite;
-    suite.run_all<__nv_bfloat16>();
-    suite.run_all<__half>();
     unsigned long long differences = 0;
-    for (int h_q : {128, 64, 192}) {
-      Shape s{1, 300, 16384, h_q, 576, 512};
-      differences += repeat(s, 1000, suite.buffers);
+    int repeats = 0;
+    if (small) {
+      suite.small();
+      differences += repeat({1, 4, 100, 64, 576, 70}, repeats = 5, suite.buffers);
+    } else {
+      suite.run_all<__nv_bfloat16>();
+      suite.run_all<__half>();
+      for (int h_q : {128, 64, 192}) {
+        differences += repeat({1, 300, 16384, h_q, 576, 512}, 1000, suite.buffers);
+        repeats += 1000;
+      }
     }
     std::printf(",\n  \"checks\": {\"cases\": %d, \"failures\": %d, \"worst_ratio_to_baseline\": %.3g, \"lse_error\": %.3g, "
-                "\"repeats\": 3000, \"repeat_differences\": %llu}",
-                suite.cases, suite.failures, suite.worst_ratio, suite.lse_error, differences);
+                "\"repeats\": %d, \"repeat_differences\": %llu}",
+                suite.cases, suite.failures, suite.worst_ratio, suite.lse_error, repeats, differences);
     std::fflush(stdout);
     if (suite.failures != 0 || differences != 0 || mode == "--check-only") {
       std::printf("\n}\n");

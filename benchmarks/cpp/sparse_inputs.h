@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <climits>
 #include <cmath>
 #include <cstdint>
@@ -12,28 +13,14 @@
 
 #include "params.h"
 #include "protocol.h"
+#include "random.h"
 
 namespace htree_cuda::benchmark {
 
-// ---- random contents -------------------------------------------------------------------------------------------
+// Blocks of 256 threads for a loop over `n` elements in steps of the grid.
+inline unsigned blocks(std::int64_t n) { return unsigned(std::min<std::int64_t>(2048, n / 256 + 1)); }
 
-__host__ __device__ inline std::uint64_t mix(std::uint64_t z) {
-  z *= 0x9e3779b97f4a7c15ull;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-  return z ^ (z >> 31);
-}
-
-template <class Element>
-__global__ void fill_normal(Element* x, std::int64_t n, std::uint64_t seed) {
-  for (std::int64_t i = blockIdx.x * std::int64_t(blockDim.x) + threadIdx.x; i < n;
-       i += std::int64_t(gridDim.x) * blockDim.x) {
-    std::uint64_t const z = mix(std::uint64_t(i) + seed * 0x100000001b3ull);
-    float const u = (float(unsigned(z) >> 8) + 0.5f) * 0x1p-24f;
-    float const w = (float(unsigned(z >> 32) >> 8) + 0.5f) * 0x1p-24f;
-    x[i] = Element(sqrtf(-2.0f * logf(u)) * cospif(2.0f * w));
-  }
-}
+// ---- lists -----------------------------------------------------------------------------------------------------
 
 // Slot j of query s: a permutation of [0, s_kv) of the query's own (a Feistel network over the next even power of two,
 // walked until it lands inside), so the indices of a query are distinct, uniform and unsorted.
@@ -96,8 +83,8 @@ struct Layout {
   }
 };
 
-__device__ inline bool slot_valid(int slot, int index, int s, std::int64_t start, std::int64_t k_stride, int length, int s_kv,
-                           bool causal) {
+__device__ inline bool slot_valid(int slot, int index, int s, std::int64_t start, std::int64_t k_stride, int length,
+                                  int s_kv, bool causal) {
   bool const inside = slot < length && index >= 0 && index < s_kv;
   return inside && (!causal || index <= (start + s + 1) / k_stride - 1);
 }
@@ -200,7 +187,8 @@ constexpr int kStrideTokens = 4;  // k_stride of the causal rule
 inline std::vector<int> odd_lengths(std::int64_t rows, int topk, std::uint64_t seed) {
   std::vector<int> lengths(rows);
   for (std::int64_t i = 0; i < rows; ++i) {
-    std::int64_t const choices[] = {0, 1, topk, topk / 2, topk - 1, topk + 5, -3, 64, std::int64_t(mix(seed + i) % (topk + 1))};
+    std::int64_t const any = std::int64_t(mix(seed + i) % (topk + 1));
+    std::int64_t const choices[] = {0, 1, topk, topk / 2, topk - 1, topk + 5, -3, 64, any};
     lengths[i] = int(choices[mix(seed + i * 31) % 9]);
   }
   return lengths;
