@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import subprocess
 
 import pytest
 import torch
@@ -113,3 +115,13 @@ def test_clusters_exchange(faults):
     for seed in SEEDS:
         assert faults(50, a, out, seed=seed) == ""
         assert torch.equal(out, a.roll(32))
+
+
+@pytest.mark.parametrize("name", ["forward", "sparse_attention"])
+def test_a_benchmark_checks_itself(name):
+    """The C++ program over emulated kernels: its own oracle, and repeats."""
+    program = build.build_benchmark(name)
+    done = subprocess.run([program, "--check-only", "--small"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = json.loads(done.stdout)["checks"]
+    assert checks["cases"] == 3 and checks["failures"] == checks["repeat_differences"] == 0

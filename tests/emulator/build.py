@@ -9,6 +9,7 @@ import argparse
 import fcntl
 import functools
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ USUAL = [  # in every test run
     "sparse_attention/inst/bf16_576",
     "sparse_attention/inst/fp16_512",
 ]
+BENCHMARKS = ["benchmarks/cpp/forward.cu", "benchmarks/cpp/sparse_attention.cu"]
 # Contraction would change the rounding of what PTX spells out; the translated code is long, so -O1.
 CXX_FLAGS = ["-std=c++20", "-mavx2", "-mf16c", "-mfma", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-w"]
 
@@ -44,8 +46,8 @@ def setup():
 @functools.cache
 def why_not() -> str:
     """Why the emulator cannot be built here; empty where it can."""
-    if os.uname().machine != "x86_64":
-        return "the emulator runs on x86-64"
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return "the emulator runs on Linux on x86-64"
     with open("/proc/cpuinfo") as file:
         flags = next((line.split() for line in file if line.startswith("flags")), [])
     if not {"avx2", "f16c", "fma"} <= set(flags):
@@ -72,7 +74,7 @@ def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> None:
         lines.extend(["  depfile = $out.d", "  deps = gcc"] if depfile else [])
         lines.append("")
 
-    def edge(name: str, target: Path, inputs: list[Path], implicit: list[Path] = ()) -> None:
+    def edge(name: str, target: Path, inputs: list[Path], implicit: Sequence[Path] = ()) -> None:
         after = f" | {' '.join(map(ninja.escape_path, implicit))}" if implicit else ""
         inputs = " ".join(map(ninja.escape_path, inputs))
         lines.extend([f"build {ninja.escape_path(target)}: {name} {inputs}{after}", ""])
@@ -92,8 +94,8 @@ def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> None:
         runtime_objects.append(OUT / f"{name}.o")
         edge("runtime", runtime_objects[-1], [HERE / f"{name}.cpp"])
 
-    def kernel(source: Path, stem: Path) -> Path:
-        edge("ptx", stem.with_suffix(".ptx"), [source])
+    def kernel(source: Path, stem: Path, headers: Sequence[Path] = ()) -> Path:
+        edge("ptx", stem.with_suffix(".ptx"), [source], headers)
         translator = [HERE / "translate.py", HERE / "instructions.py"]
         edge("translate", stem.with_suffix(".cpp"), [stem.with_suffix(".ptx")], translator)
         edge("kernel", stem.with_suffix(".o"), [stem.with_suffix(".cpp")], [HERE / "runtime.h"])
@@ -104,11 +106,27 @@ def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> None:
     edge("host", OUT / "faults_host.o", [HERE / "faults.cu"])
     edge("library", OUT / FAULTS, [*runtime_objects, OUT / "faults_host.o", kernel(HERE / "faults.cu", OUT / "faults")])
 
+    # A C++ benchmark: its own kernels, and the emulated library.
+    benchmark = [tools.nvcc, *flags, "-I", str(ROOT / "benchmarks" / "cpp")]
+    rule("benchmark_host", [*benchmark, "-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out"], depfile=True)
+    rule("benchmark_ptx", [*benchmark, "-MD", "-MF", "$out.d", "--ptx", "$in", "-o", "$out"], depfile=True)
+    program = [tools.cxx, "-o", "$out", "$in", f"-L{OUT}", "-lhtree_cuda_emulated", "-Wl,-rpath,$ORIGIN/..", "-ldl"]
+    rule("program", [*program, "-pthread"])
+    for source in BENCHMARKS:
+        stem = (OUT / "kernel" / source).with_suffix("")
+        edge("benchmark_host", stem.with_suffix(".host.o"), [ROOT / source])
+        edge("benchmark_ptx", stem.with_suffix(".ptx"), [ROOT / source])
+        translator = [HERE / "translate.py", HERE / "instructions.py"]
+        edge("translate", stem.with_suffix(".cpp"), [stem.with_suffix(".ptx")], translator)
+        edge("kernel", stem.with_suffix(".o"), [stem.with_suffix(".cpp")], [HERE / "runtime.h"])
+        parts = [stem.with_suffix(".host.o"), stem.with_suffix(".o")]
+        edge("program", OUT / "bin" / stem.name, parts, [OUT / LIBRARY])
+
     objects = [*runtime_objects]
     for source in tree.KERNEL_SOURCES:
         objects.append((kernels_dir / "obj" / source).with_suffix(".o"))  # its launchers; the code for the GPU rests
         if not only or any(text in source for text in only):
-            objects.append(kernel(ROOT / source, OUT / "kernel" / source))
+            objects.append(kernel(ROOT / source, OUT / "kernel" / source, ninja.headers_of(ROOT, source)))
     edge("library", OUT / LIBRARY, objects)
     edge("module", OUT / ninja.module_name(), [ROOT / "csrc" / "bindings.cpp"], [OUT / LIBRARY])
     path = OUT / "build.ninja"
@@ -139,6 +157,11 @@ def _build(only: tuple[str, ...], target: str) -> Path:
 def build(only: Sequence[str] = ()) -> Path:
     """Builds, and returns the Python module; `only` selects the kernels that are translated (none: all)."""
     return _build(tuple(only), setup().ninja.module_name())
+
+
+def build_benchmark(name: str) -> Path:
+    """Builds a program of benchmarks/cpp over the emulated library, with the usual kernels."""
+    return _build(tuple(USUAL), f"bin/{name}")
 
 
 def build_faults() -> Path:

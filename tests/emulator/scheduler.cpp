@@ -193,6 +193,7 @@ Registration::Registration(char const* name, Kernel kernel_, std::vector<Paramet
 void configure(Options const& value) { options = value; }
 Options const& configuration() { return options; }
 void allow(uint64_t address, uint64_t bytes) { allocations[address] = bytes; }
+void forbid(uint64_t address) { allocations.erase(address); }
 void forget_allocations() { allocations.clear(); }
 uint64_t launch_count() { return launches; }
 
