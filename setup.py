@@ -48,6 +48,11 @@ KERNEL_SOURCES = [
     "csrc/sm90/htree_layer/inst/fp16_64_128_values.cu",
     "csrc/sm90/htree_layer/inst/fp16_64_64_values.cu",
     "csrc/sm90/htree_layer/launch.cu",
+    "csrc/sm90/sparse_attention/inst/bf16_512.cu",
+    "csrc/sm90/sparse_attention/inst/bf16_576.cu",
+    "csrc/sm90/sparse_attention/inst/fp16_512.cu",
+    "csrc/sm90/sparse_attention/inst/fp16_576.cu",
+    "csrc/sm90/sparse_attention/launch.cu",
     "csrc/smxx/select/launch.cu",
     "csrc/smxx/tree_pack/launch.cu",
     "csrc/smxx/tree_pool/launch.cu",
@@ -58,6 +63,7 @@ KERNEL_SOURCES = [
 BENCHMARK_SOURCES = [
     "benchmarks/cpp/attn_dist.cu",
     "benchmarks/cpp/forward.cu",
+    "benchmarks/cpp/sparse_attention.cu",
     "benchmarks/cpp/tree_pool.cu",
 ]
 

@@ -165,6 +165,53 @@ void bind_attn_dist(py::module_& module) {
       "for none; see csrc/params.h");
 }
 
+void bind_sparse_attention(py::module_& module) {
+  module.def(
+      "sparse_attention",
+      [](std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t> const& q,
+         std::tuple<std::uintptr_t, std::int64_t, std::int64_t> const& kv, std::uintptr_t indices,
+         std::uintptr_t topk_length, std::uintptr_t attn_sink, std::uintptr_t out, std::uintptr_t lse,
+         std::optional<std::vector<std::int64_t>> const& q_start, std::int64_t k_stride, std::int64_t B,
+         std::int64_t s_q, std::int64_t s_kv, std::int64_t h_q, std::int64_t d_qk, std::int64_t d_v, std::int64_t topk,
+         double sm_scale, double lse_base, DType dtype, int device, std::uintptr_t stream) {
+        if (q_start && static_cast<std::int64_t>(q_start->size()) != B) {
+          throw std::invalid_argument("sparse_attention: q_start must hold B numbers");
+        }
+        SparseAttentionParams params{};
+        params.q = as_pointer(std::get<0>(q));
+        params.q_stride_b = std::get<1>(q);
+        params.q_stride_s = std::get<2>(q);
+        params.q_stride_h = std::get<3>(q);
+        params.kv = as_pointer(std::get<0>(kv));
+        params.kv_stride_b = std::get<1>(kv);
+        params.kv_stride_s = std::get<2>(kv);
+        params.indices = static_cast<std::int32_t const*>(as_pointer(indices));
+        params.topk_length = static_cast<std::int32_t const*>(as_pointer(topk_length));
+        params.attn_sink = static_cast<float const*>(as_pointer(attn_sink));
+        params.out = as_pointer(out);
+        params.lse = static_cast<float*>(as_pointer(lse));
+        params.q_start = q_start ? q_start->data() : nullptr;
+        params.k_stride = k_stride;
+        params.B = B;
+        params.s_q = s_q;
+        params.s_kv = s_kv;
+        params.h_q = h_q;
+        params.d_qk = d_qk;
+        params.d_v = d_v;
+        params.topk = topk;
+        params.sm_scale = sm_scale;
+        params.lse_base = lse_base;
+        params.dtype = dtype;
+        on_device(device, [&] { sparse_attention(params, as_pointer(stream)); });
+      },
+      py::kw_only(), py::arg("q"), py::arg("kv"), py::arg("indices"), py::arg("topk_length"), py::arg("attn_sink"),
+      py::arg("out"), py::arg("lse"), py::arg("q_start"), py::arg("k_stride"), py::arg("B"), py::arg("s_q"),
+      py::arg("s_kv"), py::arg("h_q"), py::arg("d_qk"), py::arg("d_v"), py::arg("topk"), py::arg("sm_scale"),
+      py::arg("lse_base"), py::arg("dtype"), py::arg("device"), py::arg("stream"),
+      "q: (pointer, stride_b, stride_s, stride_h), kv: (pointer, stride_b, stride_s), strides in elements; topk_length, "
+      "attn_sink: 0 for none; see csrc/params.h");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -183,4 +230,5 @@ PYBIND11_MODULE(_C, module) {
   bind_tree_pool(module);
   bind_forward(module);
   bind_attn_dist(module);
+  bind_sparse_attention(module);
 }

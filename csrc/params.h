@@ -142,4 +142,38 @@ struct AttnDistParams {
 // request and std::runtime_error on a CUDA error.
 HTREE_CUDA_API void attn_dist(AttnDistParams const& params, void* stream);
 
+// ---- sparse_attention ------------------------------------------------------------------------------------------
+
+struct SparseAttentionParams {
+  void const* q;               // [B, s_q, h_q, d_qk], last dimension contiguous; base and strides multiples of 16 bytes
+  std::int64_t q_stride_b;
+  std::int64_t q_stride_s;
+  std::int64_t q_stride_h;
+  void const* kv;              // [B, s_kv, 1, d_qk], likewise; its first d_v columns are the values
+  std::int64_t kv_stride_b;
+  std::int64_t kv_stride_s;
+  std::int32_t const* indices;      // [B, s_q, 1, topk] contiguous; outside [0, s_kv): an invalid slot
+  std::int32_t const* topk_length;  // [B, s_q] contiguous, or null: all of topk
+  float const* attn_sink;           // [h_q] contiguous, natural logarithms, or null: exp(sink) joins out's denominator
+  void* out;                        // [B, s_q, h_q, d_v] contiguous, 16-byte aligned
+  float* lse;                       // [B, s_q, h_q] contiguous
+  std::int64_t const* q_start;      // host memory: [B], each >= 0, or null: no causal rule
+  std::int64_t k_stride;            // tokens that a key row stands for, >= 1; unused without q_start
+  std::int64_t B;
+  std::int64_t s_q;
+  std::int64_t s_kv;
+  std::int64_t h_q;
+  std::int64_t d_qk;  // 576 or 512
+  std::int64_t d_v;   // 512
+  std::int64_t topk;
+  double sm_scale;
+  double lse_base;
+  DType dtype;  // of q, kv and out: bf16 or fp16
+};
+
+// Fills `out` and `lse` on `stream` of the current device, which must be of capability 9.0. A query without a valid
+// slot: zeros and minus infinity. Deterministic; no host synchronisation, no allocation; q_start is read before the call
+// returns. Throws std::invalid_argument on a malformed request and std::runtime_error on a CUDA error.
+HTREE_CUDA_API void sparse_attention(SparseAttentionParams const& params, void* stream);
+
 }  // namespace htree_cuda

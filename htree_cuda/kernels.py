@@ -205,3 +205,45 @@ def attn_dist(
         dtype=_dtype(q),
         **_place(q),
     )
+
+
+def sparse_attention(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    sm_scale: float,
+    q_start: list[int] | None,
+    k_stride: int,
+    topk_length: Tensor | None,
+    attn_sink: Tensor | None,
+    lse_base: float,
+) -> None:
+    """Fills out [B, s_q, h_q, d_v] and lse [B, s_q, h_q] float32, both contiguous, from q [B, s_q, h_q, d] and
+    kv [B, s_kv, 1, d] (strided), and contiguous indices [B, s_q, 1, topk], topk_length [B, s_q], attn_sink [h_q];
+    q_start holds B numbers."""
+    B, s_q, h_q, d_qk = q.shape
+    load().sparse_attention(
+        q=_strided(q),
+        kv=(kv.data_ptr(), *kv.stride()[:2]),
+        indices=indices.data_ptr(),
+        topk_length=0 if topk_length is None else topk_length.data_ptr(),
+        attn_sink=0 if attn_sink is None else attn_sink.data_ptr(),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        q_start=q_start,
+        k_stride=k_stride,
+        B=B,
+        s_q=s_q,
+        s_kv=kv.shape[1],
+        h_q=h_q,
+        d_qk=d_qk,
+        d_v=out.shape[3],
+        topk=indices.shape[3],
+        sm_scale=sm_scale,
+        lse_base=lse_base,
+        dtype=_dtype(q),
+        **_place(q),
+    )

@@ -98,10 +98,18 @@ def attn_dist() -> str:
     report = load("attn_dist")
     if report is None:
         return NOT_MEASURED
-    return attn_dist_table(report)
+    return sparse_table(report)
 
 
-def attn_dist_table(report: dict) -> str:
+def sparse_attention() -> str:
+    report = load("sparse_attention")
+    if report is None:
+        return NOT_MEASURED
+    return sparse_table(report)
+
+
+def sparse_table(report: dict) -> str:
+    """Timings of a kernel over index lists."""
     rows = [
         [
             str(t["h_q"]),
@@ -266,7 +274,7 @@ def measured() -> str:
         )
     report = load("attn_dist")
     if report is not None:
-        parts.append("**attn_dist** ([docs/attn_dist.md](docs/attn_dist.md)): " + attn_dist_table(report))
+        parts.append("**attn_dist** ([docs/attn_dist.md](docs/attn_dist.md)): " + sparse_table(report))
     if load("forward_gpu") is not None:
         parts.append("**forward**: " + forward_gpu())
     parts.append("**forward**: " + forward_cpu())
@@ -287,6 +295,7 @@ def measured() -> str:
 GENERATORS: dict[str, Callable[[], str]] = {
     "tree_pool": tree_pool,
     "attn_dist": attn_dist,
+    "sparse_attention": sparse_attention,
     "forward_cpu": forward_cpu,
     "forward_gpu": forward_gpu,
     "first_run": first_run,

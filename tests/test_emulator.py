@@ -117,9 +117,10 @@ def test_clusters_exchange(faults):
         assert torch.equal(out, a.roll(32))
 
 
-def test_the_forward_benchmark_checks_itself():
+@pytest.mark.parametrize("name", ["forward", "sparse_attention"])
+def test_a_benchmark_checks_itself(name):
     """The C++ program over emulated kernels: its own oracle, and repeats."""
-    program = build.build_benchmark("forward")
+    program = build.build_benchmark(name)
     done = subprocess.run([program, "--check-only", "--small"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     checks = json.loads(done.stdout)["checks"]

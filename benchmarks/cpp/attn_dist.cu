@@ -5,10 +5,6 @@
 //   attn_dist --check-only                correctness and repeats
 //   attn_dist --time-only [h_q s_kv]...   timing, of these shapes alone
 //   attn_dist --one h_q s_kv [n]          n launches (default 3) of one timed shape, for a profiler
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -18,127 +14,14 @@
 
 #include "params.h"
 #include "protocol.h"
+#include "sparse_inputs.h"
 
 using namespace htree_cuda;
+using namespace htree_cuda::benchmark;
 
 namespace {
 
-// ---- random contents -------------------------------------------------------------------------------------------
-
-__host__ __device__ std::uint64_t mix(std::uint64_t z) {
-  z *= 0x9e3779b97f4a7c15ull;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-  return z ^ (z >> 31);
-}
-
-template <class Element>
-__global__ void fill_normal(Element* x, std::int64_t n, std::uint64_t seed) {
-  for (std::int64_t i = blockIdx.x * std::int64_t(blockDim.x) + threadIdx.x; i < n;
-       i += std::int64_t(gridDim.x) * blockDim.x) {
-    std::uint64_t const z = mix(std::uint64_t(i) + seed * 0x100000001b3ull);
-    float const u = (float(unsigned(z) >> 8) + 0.5f) * 0x1p-24f;
-    float const w = (float(unsigned(z >> 32) >> 8) + 0.5f) * 0x1p-24f;
-    x[i] = Element(sqrtf(-2.0f * logf(u)) * cospif(2.0f * w));
-  }
-}
-
-// Slot j of query s: a permutation of [0, s_kv) of the query's own (a Feistel network over the next even power of two,
-// walked until it lands inside), so the indices of a query are distinct, uniform and unsorted.
-__device__ unsigned permuted(unsigned j, unsigned s_kv, std::uint64_t key) {
-  int half = 1;
-  while ((1u << (2 * half)) < s_kv) ++half;
-  unsigned const mask = (1u << half) - 1;
-  do {
-    unsigned left = j >> half, right = j & mask;
-    for (int round = 0; round < 4; ++round) {
-      unsigned const next = left ^ (unsigned(mix(key * 4 + round + (std::uint64_t(right) << 32))) & mask);
-      left = right;
-      right = next;
-    }
-    j = (left << half) | right;
-  } while (j >= s_kv);
-  return j;
-}
-
-enum class Slots { kDistinct, kHostile, kInvalid };
-
-__global__ void fill_indices(int* indices, std::int64_t queries, int topk, int s_kv, Slots slots, std::uint64_t seed) {
-  for (std::int64_t i = blockIdx.x * std::int64_t(blockDim.x) + threadIdx.x; i < queries * topk;
-       i += std::int64_t(gridDim.x) * blockDim.x) {
-    std::uint64_t const s = i / topk;
-    unsigned const j = unsigned(i - std::int64_t(s) * topk);
-    int index = s_kv > 0 ? int(permuted(j % unsigned(s_kv), unsigned(s_kv), mix(seed + s))) : -1;
-    std::uint64_t const z = mix(seed * 77 + i);
-    if (slots == Slots::kInvalid || (slots == Slots::kHostile && z % 3 == 0)) {
-      int const kinds[6] = {-1, INT_MIN, INT_MAX, s_kv, s_kv + 1 + int(z >> 40), -2 - int(z >> 40)};
-      index = kinds[(z >> 8) % 6];
-    } else if (slots == Slots::kHostile && z % 3 == 1) {
-      index = s_kv > 0 ? int((z >> 8) % std::uint64_t(s_kv < 7 ? s_kv : 7)) : -1;  // duplicates
-    }
-    indices[i] = index;
-  }
-}
-
 // ---- the definition in float64 ---------------------------------------------------------------------------------
-
-struct Shape {
-  int B, s_q, s_kv, h_q, d, topk;
-  Slots slots = Slots::kDistinct;
-  bool causal = false, lengths = false, strided = false, poison = false, odd_lse = false, natural = false;
-  __host__ __device__ int groups() const { return (h_q + 63) / 64; }
-  std::int64_t q_pad() const { return strided ? 8 : 0; }  // elements after a head
-  int head_pad() const { return strided ? 2 : 0; }        // heads after a query
-  std::int64_t k_pad() const { return strided ? 16 : 0; }
-};
-
-struct Layout {
-  std::int64_t q_h, q_s, q_b, k_s, k_b;
-  explicit Layout(Shape const& s) {
-    q_h = s.d + s.q_pad();
-    q_s = (s.h_q + s.head_pad()) * q_h;
-    q_b = s.s_q * q_s + (s.strided ? 64 : 0);
-    k_s = s.d + s.k_pad();
-    k_b = s.s_kv * k_s + (s.strided ? 128 : 0);
-  }
-};
-
-__device__ bool slot_valid(int slot, int index, int s, std::int64_t start, std::int64_t k_stride, int length, int s_kv,
-                           bool causal) {
-  bool const inside = slot < length && index >= 0 && index < s_kv;
-  return inside && (!causal || index <= (start + s + 1) / k_stride - 1);
-}
-
-// scores[b][s][h][j] = <q, k> in float64, NaN where the slot is invalid; one warp each.
-template <class Element>
-__global__ void reference_scores(Element const* q, Element const* k, int const* indices, int const* lengths,
-                                 std::int64_t const* starts, std::int64_t k_stride, Shape shape, Layout layout,
-                                 double* scores, bool* valid) {
-  std::int64_t const rows = std::int64_t(shape.B) * shape.s_q * shape.h_q * shape.topk;
-  int const lane = threadIdx.x % 32;
-  for (std::int64_t i = (blockIdx.x * std::int64_t(blockDim.x) + threadIdx.x) / 32; i < rows;
-       i += std::int64_t(gridDim.x) * blockDim.x / 32) {
-    int const j = int(i % shape.topk);
-    std::int64_t const row_head = i / shape.topk;
-    int const h = int(row_head % shape.h_q);
-    std::int64_t const row = row_head / shape.h_q;
-    int const b = int(row / shape.s_q), s = int(row % shape.s_q);
-    int const index = indices[row * shape.topk + j];
-    bool const ok = slot_valid(j, index, s, shape.causal ? starts[b] : 0, k_stride,
-                               shape.lengths ? lengths[row] : shape.topk, shape.s_kv, shape.causal);
-    double sum = 0;
-    if (ok) {
-      Element const* const a = q + b * layout.q_b + s * layout.q_s + h * layout.q_h;
-      Element const* const c = k + b * layout.k_b + index * layout.k_s;
-      for (int x = lane; x < shape.d; x += 32) sum += double(float(a[x])) * double(float(c[x]));
-      for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    }
-    if (lane == 0) {
-      scores[i] = sum;
-      if (h == 0) valid[row * shape.topk + j] = ok;
-    }
-  }
-}
 
 // lse[b][s][h] of the scaled scores, to base 2 or e; one block each. Then, where asked, the oddities.
 __global__ void reference_lse(double const* scores, bool const* valid, Shape shape, double sm_scale, float* lse) {
@@ -164,7 +47,7 @@ __global__ void reference_lse(double const* scores, bool const* valid, Shape sha
     for (int j = 0; j < 256; ++j) sum += shared[j];
     double const natural = most + log(sum);
     float value = float(shape.natural ? natural : natural * 1.4426950408889634074);
-    if (shape.odd_lse) {
+    if (shape.odd) {
       int const kind = int(mix(i + 991) % 11);
       value = kind == 0 ? INFINITY : kind == 1 ? -INFINITY : kind == 2 && i % shape.h_q == 5 ? NAN : value;
     }
@@ -195,72 +78,9 @@ __global__ void reference_sums(double const* scores, bool const* valid, float co
   }
 }
 
-// Key rows that no valid slot names become NaN.
-__global__ void mark_selected(int const* indices, bool const* valid, Shape shape, bool* selected) {
-  std::int64_t const count = std::int64_t(shape.B) * shape.s_q * shape.topk;
-  for (std::int64_t i = blockIdx.x * std::int64_t(blockDim.x) + threadIdx.x; i < count;
-       i += std::int64_t(gridDim.x) * blockDim.x) {
-    if (valid[i]) selected[i / shape.topk / shape.s_q * shape.s_kv + indices[i]] = true;
-  }
-}
-
-template <class Element>
-__global__ void poison_unselected(Element* k, bool const* selected, Shape shape, Layout layout) {
-  std::int64_t const row = blockIdx.x;
-  if (selected[row]) return;
-  Element* const x = k + row / shape.s_kv * layout.k_b + row % shape.s_kv * layout.k_s;
-  for (int i = threadIdx.x; i < shape.d; i += blockDim.x) x[i] = Element(NAN);
-}
-
-// What lies between the rows of strided tensors must not matter: NaN.
-template <class Element>
-__global__ void poison_gaps(Element* q, Element* k, Shape shape, Layout layout) {
-  std::int64_t const q_count = shape.B * layout.q_b, k_count = shape.B * layout.k_b;
-  for (std::int64_t i = blockIdx.x * std::int64_t(blockDim.x) + threadIdx.x; i < q_count + k_count;
-       i += std::int64_t(gridDim.x) * blockDim.x) {
-    if (i < q_count) {
-      std::int64_t const x = i % layout.q_b;
-      bool const inside = x < shape.s_q * layout.q_s && x % layout.q_s / layout.q_h < shape.h_q &&
-                          x % layout.q_s % layout.q_h < shape.d;
-      if (!inside) q[i] = Element(NAN);
-    } else {
-      std::int64_t const x = (i - q_count) % layout.k_b;
-      if (x >= shape.s_kv * layout.k_s || x % layout.k_s >= shape.d) k[i - q_count] = Element(NAN);
-    }
-  }
-}
-
-// ---- device memory ---------------------------------------------------------------------------------------------
-
-// One growing allocation a purpose: checks reuse them.
-struct Arena {
-  void* data = nullptr;
-  std::size_t bytes = 0;
-  ~Arena() { cudaFree(data); }
-  template <class T>
-  T* get(std::int64_t count) {
-    std::size_t const wanted = std::max<std::size_t>(16, std::size_t(count) * sizeof(T));
-    if (wanted > bytes) {
-      HTREE_CUDA_CHECK(cudaFree(data));
-      HTREE_CUDA_CHECK(cudaMalloc(&data, wanted));
-      bytes = wanted;
-    }
-    return static_cast<T*>(data);
-  }
-};
-
 struct Buffers {
   Arena q, k, indices, lse, out, lengths, scores, valid, sums, selected, starts;
 };
-
-template <class Element>
-constexpr DType dtype_of();
-template <>
-constexpr DType dtype_of<__nv_bfloat16>() { return DType::kBFloat16; }
-template <>
-constexpr DType dtype_of<__half>() { return DType::kFloat16; }
-
-constexpr int kStrideTokens = 4;
 
 template <class Element>
 struct Problem {
@@ -290,17 +110,13 @@ struct Problem {
     params.lse = buffers.lse.get<float>(rows * s.h_q);
     params.out = buffers.out.get<float>(std::int64_t(s.B) * s.groups() * s.s_q * s.topk);
     if (s.lengths) {
-      std::vector<int> lengths(rows);
-      for (std::int64_t i = 0; i < rows; ++i) {
-        std::int64_t const choices[] = {0, 1, s.topk, s.topk / 2, s.topk - 1, s.topk + 5, -3, 64, std::int64_t(mix(seed + i) % (s.topk + 1))};
-        lengths[i] = int(choices[mix(seed + i * 31) % 9]);
-      }
+      std::vector<int> const lengths = odd_lengths(rows, s.topk, seed);
       int* const device = buffers.lengths.get<int>(rows);
       HTREE_CUDA_CHECK(cudaMemcpy(device, lengths.data(), rows * sizeof(int), cudaMemcpyHostToDevice));
       params.topk_length = device;
     }
     if (s.causal) {
-      for (int b = 0; b < s.B; ++b) starts[b] = std::int64_t(s.s_kv) * kStrideTokens / 2 + 97 * b;
+      starts = middle_starts(s);
       params.q_start = starts.data();
     }
     params.k_stride = kStrideTokens;
@@ -380,15 +196,6 @@ Outcome check(Shape const& s, Buffers& buffers, std::uint64_t seed) {
   return outcome;
 }
 
-__global__ void count_differences(unsigned const* a, unsigned const* b, std::int64_t n, unsigned long long* differences) {
-  unsigned long long mine = 0;
-  for (std::int64_t i = blockIdx.x * std::int64_t(blockDim.x) + threadIdx.x; i < n;
-       i += std::int64_t(gridDim.x) * blockDim.x) {
-    mine += a[i] != b[i];
-  }
-  if (mine != 0) atomicAdd(differences, mine);
-}
-
 // Bits that differ between the first and any of `repeats` further calls.
 unsigned long long repeat(Shape const& s, int repeats, Buffers& buffers) {
   Problem<__nv_bfloat16> problem(s, buffers, 5);
@@ -433,9 +240,9 @@ struct Suite {
       if (++failures <= 40) {
         std::fprintf(stderr,
                      "FAILED %s B %d s_q %d s_kv %d h_q %d d %d topk %d slots %d causal %d lengths %d strided %d poison %d "
-                     "odd_lse %d natural %d: wrong %ld max %.3g rms %.3g\n",
+                     "odd %d natural %d: wrong %ld max %.3g rms %.3g\n",
                      dtype_of<Element>() == DType::kBFloat16 ? "bf16" : "fp16", s.B, s.s_q, s.s_kv, s.h_q, s.d, s.topk,
-                     int(s.slots), s.causal, s.lengths, s.strided, s.poison, s.odd_lse, s.natural, long(o.wrong),
+                     int(s.slots), s.causal, s.lengths, s.strided, s.poison, s.odd, s.natural, long(o.wrong),
                      o.max_error, o.rms_error);
       }
     }
@@ -457,7 +264,7 @@ struct Suite {
           s.lengths = variant % 3 == 0;
           s.strided = variant % 4 == 1;
           s.poison = true;
-          s.odd_lse = variant % 5 == 2;
+          s.odd = variant % 5 == 2;
           s.natural = variant % 5 == 3;
           run<Element>(s);
         }

@@ -14,7 +14,7 @@ from htree_cuda import kernels, ops
 
 from . import build
 
-_LAUNCHERS = ("tree_pool", "forward", "attn_dist")
+_LAUNCHERS = ("tree_pool", "forward", "attn_dist", "sparse_attention")
 _ALIGNMENT = 256  # of a CUDA allocation, which the launchers rely on for the workspace
 
 

@@ -6,12 +6,10 @@
 #include <cstdint>
 
 #include "../device/gather.cuh"
+#include "../device/slots.cuh"
 #include "../device/wgmma.cuh"
 
 namespace htree_cuda::distribution {
-
-// q_start entries that travel in the kernel's parameters; longer lists are launched in chunks of batches.
-inline constexpr int kMaxStarts = 128;
 
 // Where a consumer warp stores its sums and what decides their validity; in shared memory because the registers are
 // full.
@@ -33,7 +31,7 @@ struct KernelParams {
   float* out;                // [B, groups, s_q, topk]
   int64_t units;             // B * s_q * passes * tiles: (query, pass, tile) in this order of nesting
   int64_t key_stride;        // tokens a key row stands for
-  int64_t q_start[kMaxStarts];
+  int64_t q_start[slots::kMaxStarts];
   int q_start_step;          // 1: one entry a batch; 0: q_start[0] for all
   int s_q;
   int s_kv;

@@ -4,12 +4,12 @@
 
 #include <cstdint>
 
+#include "../device/slots.cuh"
 #include "config.cuh"
 
 namespace htree_cuda::distribution {
 
-// A value that is the same in every lane, told to the compiler: it may then live in a uniform register.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+using slots::uniform;
 
 struct Segment {
   int b, s, pass;     // query s of batch b, a pass over its heads
@@ -19,10 +19,6 @@ struct Segment {
   int row;            // b * s_q + s
   int length;         // slots at and past it are invalid; at most topk
   int visible;        // key rows at and past it are invalid; at most s_kv
-
-  __device__ __forceinline__ bool slot_valid(int slot, int index) const {
-    return slot < length && static_cast<unsigned>(index) < static_cast<unsigned>(visible);
-  }
 };
 
 class WorkRange {
@@ -48,16 +44,9 @@ public:
     g.tile = tile_;
     g.tiles = min(p_.tiles - tile_, left_);
     g.row = row_;
-    g.length = p_.topk;
-    if (p_.topk_length != nullptr) {
-      g.length = uniform(min(max(p_.topk_length[row_], 0), p_.topk));
-    }
+    g.length = slots::length(p_, row_);
     g.live = min(max((g.length + 63) / 64 - tile_, 0), g.tiles);
-    g.visible = p_.s_kv;
-    if (p_.causal) {
-      int64_t const rows = (p_.q_start[g.b * p_.q_start_step] + g.s + 1) / p_.key_stride;
-      g.visible = rows < p_.s_kv ? static_cast<int>(rows) : p_.s_kv;
-    }
+    g.visible = slots::visible(p_, g.b, g.s);
     return g;
   }
 

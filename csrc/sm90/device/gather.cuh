@@ -17,14 +17,14 @@ __host__ __device__ constexpr uint32_t swizzled_offset(uint32_t row, uint32_t ch
   return row * kPanelBytesPerRow + ((chunk ^ (row & 7u)) * kChunkBytes);
 }
 
-// How the four warps of a warpgroup share kRows rows: evenly, because a warp with more to issue slows the other warps of
-// its quarter of the multiprocessor, and a WGMMA waits for the slowest quarter. Eight neighbouring lanes cover the 128
-// bytes of a row's panel (one L2 line), so an instruction reads four whole lines and writes four rows without bank
-// conflicts. Thread t owns chunk t % 8 of rows t / 8 + 16 i.
-template <int kRows>
+// How the warps of a warpgroup, or of half of one, share kRows rows: evenly, because a warp with more to issue slows the
+// other warps of its quarter of the multiprocessor, and a WGMMA waits for the slowest quarter. Eight neighbouring lanes
+// cover the 128 bytes of a row's panel (one L2 line), so an instruction reads four whole lines and writes four rows
+// without bank conflicts. Thread t of kThreads owns chunk t % 8 of rows t / 8 + kRowStep i.
+template <int kRows, int kThreads = 128>
 class RowGather {
 public:
-  static constexpr int kRowStep = 128 / kChunksPerRow;
+  static constexpr int kRowStep = kThreads / kChunksPerRow;
   static constexpr int kRowsPerThread = kRows / kRowStep;
   static constexpr int kPanelBytes = kRows * kPanelBytesPerRow;
   static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0, "a thread's rows share their place in the swizzle");
@@ -32,7 +32,8 @@ public:
   __device__ __forceinline__ explicit RowGather(int thread)
       : thread_(thread), offset_(swizzled_offset(thread / kChunksPerRow, thread % kChunksPerRow)) {}
 
-  // The row whose number this lane loads for its warp, so that one load serves the warp's 16 rows; twice each.
+  // The row whose number this lane loads for its warp, so that one load serves the warp's rows; with 128 threads twice
+  // each.
   __device__ __forceinline__ int row_to_load() const {
     int const lane = thread_ % 32;
     return thread_ / 32 * 4 + lane % 4 + kRowStep * (lane / 4 % kRowsPerThread);

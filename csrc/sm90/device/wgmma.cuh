@@ -1,5 +1,6 @@
-// Warpgroup matrix multiplication on 64 x 64 x 16 tiles of 16-bit elements with float32 sums, over the atoms that
-// CUTLASS wraps. Operands in shared memory are K-major panels of 64 elements a row, 128-byte swizzle (gather.cuh).
+// Warpgroup matrix multiplication of 16-bit elements with float32 sums, over the atoms that CUTLASS wraps: 64 x 64 x 16
+// and 64 x 256 x 16 with B transposed. Operands in shared memory are panels of 64 elements a row, 128-byte swizzle
+// (gather.cuh): scores contract the columns of a panel (K-major), values its rows (MN-major).
 #pragma once
 
 #include <cute/arch/mma_sm90_desc.hpp>
@@ -13,35 +14,51 @@
 
 namespace htree_cuda::wgmma {
 
-// Thread t of a warpgroup (warp w = t / 32, lane l) holds of a 64 x 64 result, for block j of eight columns:
+// Thread t of a warpgroup (warp w = t / 32, lane l) holds of a result of 64 rows, for block j of eight columns:
 //   acc[4 j + 0..1]  row 16 w + l / 4,      columns 8 j + 2 (l % 4) + 0..1
 //   acc[4 j + 2..3]  row 16 w + l / 4 + 8,  the same columns
-inline constexpr int kAccumulators = 32;
+inline constexpr int kAccumulators = 32;        // of a 64 x 64 result
+inline constexpr int kValueAccumulators = 128;  // of a 64 x 256 result
 // Elements along the contraction that one instruction takes.
 inline constexpr int kDepth = 16;
 
-template <class Element>
+template <class Element, int kCount>
 struct Atom;
 
 template <>
-struct Atom<cutlass::bfloat16_t> {
+struct Atom<cutlass::bfloat16_t, kAccumulators> {
   using RS = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
   using SS = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
 };
 
 template <>
-struct Atom<cutlass::half_t> {
+struct Atom<cutlass::half_t, kAccumulators> {
   using RS = cute::SM90::GMMA::MMA_64x64x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
   using SS = cute::SM90::GMMA::MMA_64x64x16_F32F16F16_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
 };
 
-// Matrix descriptor of a K-major operand with the 128-byte swizzle: the start address in units of 16 bytes, 1024 bytes
-// between groups of eight rows, layout type 1. A step of kDepth elements moves the address by 32 bytes.
+template <>
+struct Atom<cutlass::bfloat16_t, kValueAccumulators> {
+  using RS = cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>;
+  using SS = cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>;
+};
+
+template <>
+struct Atom<cutlass::half_t, kValueAccumulators> {
+  using RS = cute::SM90::GMMA::MMA_64x256x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>;
+  using SS = cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>;
+};
+
+// Matrix descriptor of an operand with the 128-byte swizzle: the start address in units of 16 bytes, 1024 bytes between
+// groups of eight rows, layout type 1. K-major: a step of kDepth elements moves the address by 32 bytes. MN-major: the
+// rows are what is contracted, a step of kDepth rows moves the address by 2048 bytes, and the panels of 64 columns lie
+// `panel_bytes` apart, a distance that a K-major operand does not use.
 struct Descriptor {
   uint32_t low;
 
   Descriptor() = default;
-  __device__ __forceinline__ explicit Descriptor(uint32_t shared_address) : low(((shared_address >> 4) & 0x3fffu) | (1u << 16)) {}
+  __device__ __forceinline__ explicit Descriptor(uint32_t shared_address, uint32_t panel_bytes = 16)
+      : low(((shared_address >> 4) & 0x3fffu) | (panel_bytes >> 4 << 16)) {}
   __device__ __forceinline__ uint64_t at(int byte_offset) const {
     constexpr uint64_t kHigh = (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
     return kHigh | (low + static_cast<uint32_t>(byte_offset >> 4));
@@ -51,30 +68,31 @@ struct Descriptor {
 namespace detail {
 
 template <class Mma, size_t... I>
-__device__ __forceinline__ void rs(float (&acc)[kAccumulators], uint32_t const (&a)[4], uint64_t b, bool accumulate,
+__device__ __forceinline__ void rs(float (&acc)[sizeof...(I)], uint32_t const (&a)[4], uint64_t b, bool accumulate,
                                    std::index_sequence<I...>) {
   Mma::fma(a[0], a[1], a[2], a[3], b, acc[I]...,
            accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
 template <class Mma, size_t... I>
-__device__ __forceinline__ void ss(float (&acc)[kAccumulators], uint64_t a, uint64_t b, bool accumulate,
+__device__ __forceinline__ void ss(float (&acc)[sizeof...(I)], uint64_t a, uint64_t b, bool accumulate,
                                    std::index_sequence<I...>) {
   Mma::fma(a, b, acc[I]..., accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
 }  // namespace detail
 
-// acc (+)= A B^T, A in registers: 64 x 16, this thread's fragment in the order of ldmatrix.x4.
-template <class Element>
-__device__ __forceinline__ void mma_rs(float (&acc)[kAccumulators], uint32_t const (&a)[4], uint64_t b, bool accumulate) {
-  detail::rs<typename Atom<Element>::RS>(acc, a, b, accumulate, std::make_index_sequence<kAccumulators>{});
+// acc (+)= A B^T, or A B where acc is 64 x 256; A in registers: 64 x 16, this thread's fragment in the order of
+// ldmatrix.x4.
+template <class Element, int kCount>
+__device__ __forceinline__ void mma_rs(float (&acc)[kCount], uint32_t const (&a)[4], uint64_t b, bool accumulate) {
+  detail::rs<typename Atom<Element, kCount>::RS>(acc, a, b, accumulate, std::make_index_sequence<kCount>{});
 }
 
 // The same with A in shared memory.
-template <class Element>
-__device__ __forceinline__ void mma_ss(float (&acc)[kAccumulators], uint64_t a, uint64_t b, bool accumulate) {
-  detail::ss<typename Atom<Element>::SS>(acc, a, b, accumulate, std::make_index_sequence<kAccumulators>{});
+template <class Element, int kCount>
+__device__ __forceinline__ void mma_ss(float (&acc)[kCount], uint64_t a, uint64_t b, bool accumulate) {
+  detail::ss<typename Atom<Element, kCount>::SS>(acc, a, b, accumulate, std::make_index_sequence<kCount>{});
 }
 
 // Before the first multiplication that reads registers which ordinary instructions wrote or read.
@@ -87,9 +105,10 @@ __device__ __forceinline__ void wait() {
 
 // Ties the values of `acc` to this place in the program: the compiler knows nothing of the asynchronous writes, and
 // without this may read an accumulator above the wait that completes it.
-__device__ __forceinline__ void pin(float (&acc)[kAccumulators]) {
+template <int kCount>
+__device__ __forceinline__ void pin(float (&acc)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kAccumulators; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     cute::warpgroup_fence_operand(acc[i]);
   }
 }

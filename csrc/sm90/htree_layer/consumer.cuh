@@ -6,49 +6,10 @@
 
 #include <cstdint>
 
+#include "../device/pairs.cuh"
 #include "mainloop.cuh"
 
 namespace htree_cuda::layer {
-
-// Two elements in 32 bits, and their products.
-template <class Element>
-struct Pairs;
-
-template <>
-struct Pairs<__half> {
-  static __device__ float2 unpack(uint32_t x) { return __half22float2(*reinterpret_cast<half2 const*>(&x)); }
-  static __device__ uint32_t pack(float lo, float hi) {
-    half2 const x = __floats2half2_rn(lo, hi);
-    return *reinterpret_cast<uint32_t const*>(&x);
-  }
-  static __device__ void mma(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
-    ptx::mma_fp16(c, a, b0, b1);
-  }
-};
-
-template <>
-struct Pairs<__nv_bfloat16> {
-  static __device__ float2 unpack(uint32_t x) {
-    return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162 const*>(&x));
-  }
-  static __device__ uint32_t pack(float lo, float hi) {
-    __nv_bfloat162 const x = __floats2bfloat162_rn(lo, hi);
-    return *reinterpret_cast<uint32_t const*>(&x);
-  }
-  static __device__ void mma(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
-    ptx::mma_bf16(c, a, b0, b1);
-  }
-};
-
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
-  return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(kFullWarp, x, 1);
-  return x + __shfl_xor_sync(kFullWarp, x, 2);
-}
 
 // What an infinite input reached is NaN, whatever its sign and weight.
 __device__ __forceinline__ float infinite_to_nan(float x) { return fmaf(x, 0.0f, x); }

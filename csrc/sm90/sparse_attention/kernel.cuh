@@ -1,0 +1,39 @@
+// Roles of the sparse_attention kernel. A persistent grid of one CTA a multiprocessor: two consumer warpgroups, one
+// producer.
+#pragma once
+
+#include "config.cuh"
+#include "mainloop.cuh"
+
+namespace htree_cuda::sparse {
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    sparse_attention_kernel(__grid_constant__ KernelParams const params, __grid_constant__ CUtensorMap const q_map) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<typename C::SharedStorage*>(shared_bytes);
+
+  // Uniform, so that addresses derived from them live in uniform registers, where WGMMA wants its descriptors.
+  int const warp = uniform(threadIdx.x / 32);
+  int const warpgroup = warp / C::kWarps;
+
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(&q_map);
+    Barriers<C>(shared).init();
+    barriers::mbarrier_init_fence();
+  }
+  __syncthreads();
+
+  if (warpgroup == C::kConsumers) {
+    ptx::lower_registers<C::kProducerRegisters>();
+    Producer<C>(params, q_map, shared, warp % C::kWarps).run();
+  } else if (warpgroup == 0) {
+    ptx::raise_registers<C::kConsumerRegisters[0]>();
+    Consumer<C, 0>(params, shared, warp % C::kWarps).run();
+  } else {
+    ptx::raise_registers<C::kConsumerRegisters[1]>();
+    Consumer<C, 1>(params, shared, warp % C::kWarps).run();
+  }
+}
+
+}  // namespace htree_cuda::sparse

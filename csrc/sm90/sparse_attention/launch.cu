@@ -1,0 +1,86 @@
+// Host side of sparse_attention: checks the request, chooses the instantiation and the grid.
+#include "launch.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+#include "../../common/cuda_check.h"
+#include "../../common/dispatch.h"
+#include "../../common/math.h"
+#include "../../params.h"
+#include "../device/request.h"
+#include "config.cuh"
+
+namespace htree_cuda {
+
+namespace {
+
+using request::kGroupHeads;
+using sparse::KernelParams;
+
+constexpr char const* kOp = "sparse_attention";
+constexpr int kValueDim = 512;
+
+void check(SparseAttentionParams const& p) {
+  request::check(kOp, p);
+  request::require(kOp, p.d_qk == 576 || p.d_qk == 512, "d_qk must be 576 or 512, got " + std::to_string(p.d_qk));
+  request::require(kOp, p.d_v == kValueDim, "d_v must be 512, got " + std::to_string(p.d_v));
+  request::require_aligned(kOp, "kv", p.kv);
+  request::require_aligned(kOp, "out", p.out);
+  request::require_strides(kOp, {{"kv's batch", p.B, p.kv_stride_b}, {"kv's row", p.s_kv, p.kv_stride_s}});
+}
+
+// Batches small enough for one launch.
+void launch_chunk(SparseAttentionParams const& p, bool one_start, int processors, cudaStream_t stream) {
+  KernelParams kernel{};
+  request::set_slots(p, one_start, kernel);
+  kernel.q = static_cast<char const*>(p.q);
+  kernel.q_stride_b = 2 * p.q_stride_b;
+  kernel.q_stride_s = 2 * p.q_stride_s;
+  kernel.q_stride_h = 2 * p.q_stride_h;
+  kernel.kv = static_cast<char const*>(p.kv);
+  kernel.kv_stride_b = 2 * p.kv_stride_b;
+  kernel.kv_stride_s = 2 * p.kv_stride_s;
+  kernel.sink = p.attn_sink;
+  kernel.out = static_cast<char*>(p.out);
+  kernel.lse = p.lse;
+  kernel.h_q = static_cast<int>(p.h_q);
+  kernel.groups = static_cast<int>(ceil_div(p.h_q, kGroupHeads));
+  kernel.rows = static_cast<int>(p.B * p.s_q);
+  kernel.scale_log2 = static_cast<float>(p.sm_scale * request::kLog2E);
+  kernel.lse_scale = static_cast<float>(1.0 / std::log2(p.lse_base));
+  CUtensorMap const map = request::encode_q(p, kernel);
+  int const grid = static_cast<int>(std::min<std::int64_t>(processors, p.B * p.s_q * kernel.groups));
+  bool const bf16 = p.dtype == DType::kBFloat16;
+  auto const launch = p.d_qk == 576 ? (bf16 ? sparse::launch<cutlass::bfloat16_t, 576> : sparse::launch<cutlass::half_t, 576>)
+                                    : (bf16 ? sparse::launch<cutlass::bfloat16_t, 512> : sparse::launch<cutlass::half_t, 512>);
+  launch(kernel, map, grid, stream);
+}
+
+}  // namespace
+
+void sparse_attention(SparseAttentionParams const& params, void* stream) {
+  check(params);
+  if (params.B == 0 || params.s_q == 0) return;
+  int device = 0;
+  int processors = 0;
+  HTREE_CUDA_CHECK(cudaGetDevice(&device));
+  HTREE_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+
+  request::for_each_chunk(params, [&](std::int64_t b, std::int64_t batches, bool one_start) {
+    SparseAttentionParams part = params;
+    part.B = batches;
+    part.q = static_cast<char const*>(params.q) + 2 * b * params.q_stride_b;
+    part.kv = static_cast<char const*>(params.kv) + 2 * b * params.kv_stride_b;
+    part.indices = params.indices + b * params.s_q * params.topk;
+    if (params.topk_length != nullptr) part.topk_length = params.topk_length + b * params.s_q;
+    part.out = static_cast<char*>(params.out) + 2 * b * params.s_q * params.h_q * kValueDim;
+    part.lse = params.lse + b * params.s_q * params.h_q;
+    if (params.q_start != nullptr) part.q_start = params.q_start + b;
+    launch_chunk(part, one_start, processors, static_cast<cudaStream_t>(stream));
+  });
+}
+
+}  // namespace htree_cuda

@@ -1,0 +1,20 @@
+// The body of launch.h's template, for the instantiation files.
+#pragma once
+
+#include "../../common/cuda_check.h"
+#include "kernel.cuh"
+#include "launch.h"
+
+namespace htree_cuda::sparse {
+
+template <class Element, int kHeadDim>
+void launch(KernelParams const& params, CUtensorMap const& q_map, int grid, cudaStream_t stream) {
+  using C = Config<Element, kHeadDim>;
+  auto const kernel = sparse_attention_kernel<C>;
+  // Per device and cheap: asking each time keeps nothing process-wide.
+  HTREE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes));
+  kernel<<<grid, C::kThreads, C::kSharedBytes, stream>>>(params, q_map);
+  HTREE_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace htree_cuda::sparse

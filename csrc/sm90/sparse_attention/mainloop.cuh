@@ -1,0 +1,445 @@
+// Both ends of the key buffers: the producer warpgroup that gathers tiles of 64 rows, and the two consumer warpgroups
+// that hold one half of the output columns each. Tile t of a unit lies in buffer t % 2; consumer t % 2, its owner,
+// computes its scores and probabilities, both consumers multiply them with their half of its values.
+//
+// Barriers
+//   name                       who arrives                 who waits            what becomes visible, or free
+//   keys_full[buffer][quarter] one lane of each of the two consumer `buffer`    columns of the tile (cp.async, fenced by
+//                              producer warps that gather                       each writing thread); with the first
+//                              these columns                                    quarter of its own half also `valid` and
+//                                                                               the columns past the values. The other
+//                                                                               consumer learns of all of them through
+//                                                                               probabilities_full
+//   keys_empty[buffer][half]   one lane of each warp of    the producer warps   consumer `half` has multiplied with
+//                              consumer `half`             that fill it next    these values, so everybody with the
+//                                                                               keys; the owner's: and with the columns
+//                                                                               past the values
+//   q_full                     one lane of producer warp   both consumers       Q of the unit (TMA)
+//                              0, with TMA bytes
+//   q_empty                    one lane of each of the 8   producer warp 0      every score of the unit is computed
+//                              consumer warps
+//   probabilities_full[c]      one lane of each warp of    consumer 1 - c       probabilities and offsets of a tile of
+//                              consumer c, every thread                         consumer c (st.shared, fenced)
+//                              having fenced its own
+//   named 1                    all consumer threads        the same             once a unit: row_sum; and nobody reads
+//                                                                               `probabilities` any more
+//
+// `probabilities[c]`, `row_max[c]` and `valid[c]` need no barrier to be written again: consumer c writes those of tile
+// t + 2 after its scores, so after all of tile t + 2 has landed where tile t was, so after the other consumer gave its
+// half of tile t back, having multiplied with them. The producer writes `valid` after the owner gave its half back.
+#pragma once
+
+#include <cstdint>
+
+#include "../device/barriers.cuh"
+#include "../device/gather.cuh"
+#include "../device/ptx.cuh"
+#include "../device/wgmma.cuh"
+#include "config.cuh"
+#include "epilogue.cuh"
+#include "softmax.cuh"
+#include "work.cuh"
+
+namespace htree_cuda::sparse {
+
+// Shared addresses of the barriers.
+template <class C>
+class Barriers {
+public:
+  __device__ __forceinline__ explicit Barriers(typename C::SharedStorage& shared)
+      : q_full(ptx::shared_address(&shared.q_full)), q_empty(ptx::shared_address(&shared.q_empty)),
+        keys_full_(ptx::shared_address(&shared.keys_full[0][0])),
+        keys_empty_(ptx::shared_address(&shared.keys_empty[0][0])),
+        probabilities_full_(ptx::shared_address(&shared.probabilities_full[0])) {}
+
+  __device__ __forceinline__ void init() const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      barriers::mbarrier_init(keys_full_ + 8 * i, C::kFullArrivals);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      barriers::mbarrier_init(keys_empty_ + 8 * i, C::kWarps);
+    }
+    barriers::mbarrier_init(q_full, 1);
+    barriers::mbarrier_init(q_empty, C::kConsumers * C::kWarps);
+#pragma unroll
+    for (int c = 0; c < C::kConsumers; ++c) {
+      barriers::mbarrier_init(probabilities_full_ + 8 * c, C::kWarps);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t keys_full(int buffer, int quarter) const {
+    return keys_full_ + 32 * buffer + 8 * quarter;
+  }
+  __device__ __forceinline__ uint32_t keys_empty(int buffer, int half) const {
+    return keys_empty_ + 16 * buffer + 8 * half;
+  }
+  __device__ __forceinline__ uint32_t probabilities_full(int consumer) const {
+    return probabilities_full_ + 8 * consumer;
+  }
+
+  uint32_t const q_full, q_empty;
+
+private:
+  uint32_t const keys_full_, keys_empty_, probabilities_full_;
+};
+
+// ---- producer --------------------------------------------------------------------------------------------------
+
+// Warps 0 and 1 gather the half of each tile that its owner frees, which comes first, and the columns past the values;
+// warps 2 and 3 gather the other half. So a warp that waits until its copies have landed keeps nobody from issuing the
+// next.
+template <class C>
+class Producer {
+public:
+  __device__ __forceinline__ Producer(KernelParams const& p, CUtensorMap const& q_map,
+                                      typename C::SharedStorage& shared, int warp)
+      : p_(p), q_map_(q_map), shared_(shared), barriers_(shared), warp_(warp),
+        gather_(threadIdx.x % C::kGatherThreads) {}
+
+  __device__ __forceinline__ void run() {
+    for (WorkList work(p_); !work.done(); work.next()) {
+      Unit const u = work.unit();
+      if (u.tiles == 0) continue;
+      if (warp_ == 0) load_q(u);
+      char const* const base = p_.kv + u.b * p_.kv_stride_b;
+      int index = load_index(u, 0);
+#pragma unroll 1
+      for (int t = 0; t < u.tiles; ++t) {
+        // Looked at no earlier than here, a tile after it was asked for.
+        bool const valid = static_cast<unsigned>(index) < static_cast<unsigned>(u.visible);
+        gather_.point(valid ? index : -1, base, p_.kv_stride_s);
+        index = load_index(u, t + 1);
+        load_tile(t % 2, __ballot_sync(0xffffffffu, valid));
+      }
+    }
+  }
+
+private:
+  // Of the row of tile t that this lane loads for its warp; -1 past the query's length.
+  __device__ __forceinline__ int load_index(Unit const& u, int t) const {
+    int const slot = t * C::kTileKeys + gather_.row_to_load();
+    return slot < u.length ? __ldg(p_.indices + static_cast<int64_t>(u.row) * p_.topk + slot) : -1;
+  }
+
+  // `valid`: a bit for each row that this warp's lanes loaded.
+  __device__ __forceinline__ void load_tile(int buffer, uint32_t valid) {
+    bool const owners_half = warp_ < 2;
+    int const half = owners_half ? buffer : 1 - buffer;
+    barriers::mbarrier_wait(barriers_.keys_empty(buffer, half), parity_before(buffer),
+                            "sparse_attention: a free half of a tile");
+    if (C::kKeyPanels > 0 && owners_half) {
+      copy_panels<C::kKeyPanels>(buffer, 4 * C::kQuarterPanels);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      copy_panels<C::kQuarterPanels>(buffer, (2 * half + i) * C::kQuarterPanels);
+      ptx::copy_async_commit();
+    }
+    if (owners_half && threadIdx.x % 32 == 0) shared_.valid[buffer][warp_] = valid;
+    ptx::copy_async_wait<1>();
+    hand_over(barriers_.keys_full(buffer, 2 * half));
+    ptx::copy_async_wait<0>();
+    hand_over(barriers_.keys_full(buffer, 2 * half + 1));
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void copy_panels(int buffer, int first) const {
+    uint32_t const shared = ptx::shared_address(&shared_.keys[buffer][0]) + first * C::kPanelBytes;
+    gather_.template copy<kCount>(shared, first * gather::kPanelBytesPerRow);
+  }
+
+  // What this warp copied and waited for.
+  __device__ __forceinline__ void hand_over(uint32_t full) const {
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barriers::mbarrier_arrive(full);
+  }
+
+  __device__ __forceinline__ void load_q(Unit const& u) {
+    barriers::mbarrier_wait(barriers_.q_empty, parity_before(kQ), "sparse_attention: room for Q");
+    if (threadIdx.x % 32 == 0) {
+      barriers::mbarrier_arrive_expect_bytes(barriers_.q_full, C::kSharedPanels * C::kPanelBytes);
+#pragma unroll 1
+      for (int panel = 0; panel < C::kSharedPanels; ++panel) {
+        ptx::tma_load_4d(ptx::shared_address(&shared_.q[0]) + panel * C::kPanelBytes, &q_map_, barriers_.q_full,
+                         ptx::kEvictFirst, panel * C::kPanelCols, u.group * C::kGroupHeads * p_.q_coord_h,
+                         u.s * p_.q_coord_s, u.b * p_.q_coord_b);
+      }
+    }
+    __syncwarp();
+  }
+
+  // Of the phase in which what was loaded before is given back; on to the next.
+  __device__ __forceinline__ uint32_t parity_before(int what) {
+    rounds_ ^= 1u << what;
+    return rounds_ >> what & 1;
+  }
+
+  KernelParams const& p_;
+  CUtensorMap const& q_map_;
+  typename C::SharedStorage& shared_;
+  Barriers<C> const barriers_;
+  int const warp_;
+  gather::RowGather<C::kTileKeys, C::kGatherThreads> gather_;
+  static constexpr int kQ = 2;
+  uint32_t rounds_ = 0;  // bit b: parity of the tiles gathered into buffer b; bit kQ: of the units whose Q was loaded
+};
+
+// ---- consumers -------------------------------------------------------------------------------------------------
+
+// Consumer kMe adds the tiles to its output columns in ascending order, its own (kMe, kMe + 2, ...) and the other's in
+// turn.
+template <class C, int kMe>
+class Consumer {
+public:
+  __device__ __forceinline__ Consumer(KernelParams const& p, typename C::SharedStorage& shared, int warp)
+      : p_(p), barriers_(shared), keys_(ptx::shared_address(&shared.keys[0][0])),
+        q_(ptx::shared_address(&shared.q[0])), probabilities_(ptx::shared_address(&shared.probabilities[0][0])),
+        softmax_(p, shared, kMe, warp), epilogue_(p, shared, kMe, warp), warp_(warp) {}
+
+  __device__ __forceinline__ void run() {
+    WorkList work(p_);
+    Unit u;
+    if (!next_unit(work, u)) return;
+    float out[wgmma::kValueAccumulators];
+    load_q_panel(u);
+    wait_q();
+    if constexpr (kMe == 0) {
+      // The scores of a unit's first tile are multiplied while the output of the unit before is on its way out.
+      float scores[wgmma::kAccumulators];
+      multiply_keys(scores);
+      while (true) {
+        begin(out);
+        finish_tile<false>(out, scores, u.tiles <= 2);
+        own_tiles(out, 2, u.tiles);
+        Unit next;
+        bool const more = next_unit(work, next);
+        if (more) load_q_panel(next);
+        if (u.tiles % 2 == 0) last_tile_of_other(out);
+        if (!more) break;
+        wait_q();
+        multiply_keys(scores);
+        epilogue_.store(u, out, softmax_);
+        u = next;
+      }
+      epilogue_.store(u, out, softmax_);
+    } else {
+      while (true) {
+        begin(out);
+        if (u.tiles == 1) {
+          __syncwarp();  // every lane has seen Q's phase, which may now pass
+          release(barriers_.q_empty);
+        }
+        own_tiles(out, 1, u.tiles);
+        if (u.tiles % 2 == 1) last_tile_of_other(out);
+        epilogue_.store(u, out, softmax_);
+        if (!next_unit(work, u)) break;
+        load_q_panel(u);
+        wait_q();
+      }
+    }
+  }
+
+private:
+  // The next unit with a tile; those without on the way are written. False when there is none.
+  __device__ __forceinline__ bool next_unit(WorkList& work, Unit& u) const {
+    for (; !work.done(); work.next()) {
+      u = work.unit();
+      if (u.tiles > 0) {
+        work.next();
+        return true;
+      }
+      epilogue_.store_empty(u);
+    }
+    return false;
+  }
+
+  __device__ __forceinline__ void begin(float (&out)[wgmma::kValueAccumulators]) {
+#pragma unroll
+    for (int i = 0; i < wgmma::kValueAccumulators; ++i) {
+      out[i] = 0.f;
+    }
+    softmax_.begin();
+  }
+
+  // Its tiles from `t` on, each behind one of the other's.
+  __device__ __forceinline__ void own_tiles(float (&out)[wgmma::kValueAccumulators], int t, int tiles) {
+#pragma unroll 1
+    for (; t < tiles; t += 2) {
+      float scores[wgmma::kAccumulators];
+      multiply_keys(scores);
+      finish_tile<true>(out, scores, t + 2 >= tiles);
+    }
+  }
+
+  __device__ __forceinline__ void last_tile_of_other(float (&out)[wgmma::kValueAccumulators]) {
+    take_offsets(out);
+    multiply_values_of_other(out);
+    wgmma::wait<0>();
+    wgmma::pin(out);
+    release(barriers_.keys_empty(kOther, kMe));
+  }
+
+  // The tile of this consumer whose scores are being multiplied, behind the other's before it (kBehindOther): while the
+  // tensor cores multiply the probabilities of that one with its values, this one's scores become probabilities.
+  // `last`: of this unit.
+  template <bool kBehindOther>
+  __device__ __forceinline__ void finish_tile(float (&out)[wgmma::kValueAccumulators],
+                                              float (&scores)[wgmma::kAccumulators], bool last) {
+    if constexpr (kBehindOther) {
+      take_offsets(out);
+      multiply_values_of_other(out);
+      wgmma::wait<1>();
+    } else {
+      wgmma::wait<0>();
+    }
+    wgmma::pin(scores);
+    if (last) release(barriers_.q_empty);
+    uint32_t probabilities[C::kTileSteps][4];
+    softmax_.exponentiate(scores, probabilities);
+    softmax_.publish(probabilities);
+    // Each of the writing threads has fenced.
+    release(barriers_.probabilities_full(kMe));
+    if constexpr (kBehindOther) {
+      wgmma::wait<0>();
+      wgmma::pin(out);
+      release(barriers_.keys_empty(kOther, kMe));
+    }
+    if (softmax_.raised()) softmax_.rescale(out);
+    multiply_values(out, probabilities);
+    wgmma::wait<0>();
+    wgmma::pin(out);
+    release(barriers_.keys_empty(kMe, kMe));
+  }
+
+  // scores = Q K^T of this consumer's tile, in the order in which its columns land: those that it frees itself first. A
+  // group of WGMMAs a quarter.
+  __device__ __forceinline__ void multiply_keys(float (&scores)[wgmma::kAccumulators]) {
+    constexpr int mine = 2 * kMe;
+    constexpr int others = 2 * kOther;
+    wait_keys(mine);
+    multiply_quarter<true>(scores, mine);
+    if constexpr (C::kRegPanels > 0) {
+      wgmma::Descriptor const keys(uniform(keys_ + kMe * C::kTileBytes + C::kSharedPanels * C::kPanelBytes));
+#pragma unroll
+      for (int step = 0; step < C::kPanelSteps; ++step) {
+        wgmma::mma_rs<typename C::Element>(scores, q_panel_[step], keys.at(step * 32), true);
+      }
+    }
+    wgmma::commit();
+    wait_keys(mine + 1);
+    multiply_quarter<false>(scores, mine + 1);
+    wgmma::commit();
+    wait_keys(others);
+    multiply_quarter<false>(scores, others);
+    wgmma::commit();
+    wait_keys(others + 1);
+    multiply_quarter<false>(scores, others + 1);
+    wgmma::commit();
+    keys_round_ ^= 1;
+  }
+
+  __device__ __forceinline__ void wait_keys(int quarter) const {
+    barriers::mbarrier_wait(barriers_.keys_full(kMe, quarter), keys_round_, "sparse_attention: a quarter of the keys");
+  }
+
+  template <bool kFirst>
+  __device__ __forceinline__ void multiply_quarter(float (&scores)[wgmma::kAccumulators], int quarter) const {
+    wgmma::Descriptor const q(uniform(q_ + quarter * C::kQuarterBytes));
+    wgmma::Descriptor const keys(uniform(keys_ + kMe * C::kTileBytes + quarter * C::kQuarterBytes));
+    // In the block of the WGMMAs: after a branch ptxas would else insert its own and serialise them (C7520).
+    wgmma::fence();
+#pragma unroll
+    for (int s = 0; s < C::kQuarterPanels * C::kPanelSteps; ++s) {
+      int const at = s / C::kPanelSteps * C::kPanelBytes + s % C::kPanelSteps * 32;
+      wgmma::mma_ss<typename C::Element>(scores, q.at(at), keys.at(at), !kFirst || s > 0);
+    }
+  }
+
+  // Waits for the other consumer's probabilities; the output takes over their offsets. Raising one is rare enough to wait
+  // for the scores in flight: ptxas would else see an output that WGMMAs may be writing, and wait each time (C7517).
+  __device__ __forceinline__ void take_offsets(float (&out)[wgmma::kValueAccumulators]) {
+    barriers::mbarrier_wait(barriers_.probabilities_full(kOther), other_round_,
+                            "sparse_attention: probabilities of the other consumer");
+    other_round_ ^= 1;
+    softmax_.take_offsets();
+    if (softmax_.raised()) {
+      wgmma::wait<0>();
+      softmax_.rescale(out);
+    }
+  }
+
+  // out += P V on this consumer's columns of the other's tile, P in shared memory; a group of its own.
+  __device__ __forceinline__ void multiply_values_of_other(float (&out)[wgmma::kValueAccumulators]) const {
+    wgmma::Descriptor const probabilities(uniform(probabilities_ + kOther * C::kPanelBytes));
+    wgmma::Descriptor const values(uniform(keys_ + kOther * C::kTileBytes + kMe * C::kHalfBytes), C::kPanelBytes);
+    wgmma::fence();
+#pragma unroll
+    for (int step = 0; step < C::kTileSteps; ++step) {
+      wgmma::mma_ss<typename C::Element>(out, probabilities.at(step * 32), values.at(step * kValueStep), true);
+    }
+    wgmma::commit();
+  }
+
+  // The same of its own tile, P in registers.
+  __device__ __forceinline__ void multiply_values(float (&out)[wgmma::kValueAccumulators],
+                                                  uint32_t const (&probabilities)[C::kTileSteps][4]) const {
+    wgmma::Descriptor const values(uniform(keys_ + kMe * C::kTileBytes + kMe * C::kHalfBytes), C::kPanelBytes);
+    wgmma::fence();
+#pragma unroll
+    for (int step = 0; step < C::kTileSteps; ++step) {
+      wgmma::mma_rs<typename C::Element>(out, probabilities[step], values.at(step * kValueStep), true);
+    }
+    wgmma::commit();
+  }
+
+  __device__ __forceinline__ void wait_q() {
+    barriers::mbarrier_wait(barriers_.q_full, q_round_, "sparse_attention: Q");
+    q_round_ ^= 1;
+  }
+
+  // The columns of Q that are a register operand, straight from global memory: fragments in the order of ldmatrix.x4,
+  // zeros for heads past h_q.
+  __device__ __forceinline__ void load_q_panel(Unit const& u) {
+    if constexpr (C::kRegPanels > 0) {
+      int const lane = threadIdx.x % 32;
+      char const* const row = p_.q + u.b * p_.q_stride_b + u.s * p_.q_stride_s +
+                              2 * (C::kSharedPanels * C::kPanelCols + 2 * (lane % 4));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int const head = u.group * C::kGroupHeads + warp_ * 16 + lane / 4 + 8 * i;
+        char const* const at = row + head * p_.q_stride_h;
+#pragma unroll
+        for (int step = 0; step < C::kPanelSteps; ++step) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            q_panel_[step][2 * c + i] =
+                head < p_.h_q ? __ldg(reinterpret_cast<uint32_t const*>(at + 2 * (16 * step + 8 * c))) : 0u;
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void release(uint32_t barrier) const {
+    if (threadIdx.x % 32 == 0) barriers::mbarrier_arrive(barrier);
+  }
+
+  static constexpr int kOther = 1 - kMe;
+  static constexpr int kValueStep = wgmma::kDepth * gather::kPanelBytesPerRow;
+
+  KernelParams const& p_;
+  Barriers<C> const barriers_;
+  uint32_t const keys_, q_, probabilities_;
+  Softmax<C> softmax_;
+  Epilogue<C> epilogue_;
+  int const warp_;
+  uint32_t keys_round_ = 0;   // parity of this consumer's tiles
+  uint32_t other_round_ = 0;  // and of the other's
+  uint32_t q_round_ = 0;
+  uint32_t q_panel_[C::kRegPanels ? C::kPanelSteps : 1][4];
+};
+
+}  // namespace htree_cuda::sparse
