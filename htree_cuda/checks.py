@@ -669,23 +669,24 @@ def no_kernel(op: str) -> NoReturn:
 
 
 ATTN_DIST_HEAD_DIMS = (576, 512, 192, 128)
+SPARSE_ATTENTION_HEAD_DIMS = (576, 512)
+SPARSE_ATTENTION_D_V = 512
 
 
-def attn_dist_kernel(
-    q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, topk_length: Tensor | None, sm_scale: float
+def _list_kernel(
+    op: str, q: Tensor, rows: dict[str, Tensor], others: dict[str, Tensor | None], sm_scale: float, topk: int, dims
 ) -> None:
-    """What the attn_dist kernel supports of a valid call (all tensors batched)."""
-    op = "attn_dist"
+    """What both kernels over index lists support of a valid call (tensors batched); `rows`: q and what is gathered."""
     _kernel_scale(op, "sm_scale", sm_scale)
-    for name, size, most in (("h_q", q.shape[2], 2**24), ("topk", indices.shape[3], 2**30)):
+    for name, size, most in (("h_q", q.shape[2], 2**24), ("topk", topk, 2**30)):
         if size > most:
             _way_out(op, f"the kernel needs {name} to be at most {most}, got {size}")
     _kernel_dtype(op, "q", q)
-    if q.shape[3] not in ATTN_DIST_HEAD_DIMS:
-        _way_out(op, f"the kernel needs d_qk to be one of {', '.join(map(str, ATTN_DIST_HEAD_DIMS))}, got {q.shape[3]}")
-    _contiguous_rows(op, q=q, k=k)
-    for name, x in (("q", q), ("k", k)):
-        # TMA (q) and 16-byte asynchronous copies (k) fault on anything else.
+    if q.shape[3] not in dims:
+        _way_out(op, f"the kernel needs d_qk to be one of {', '.join(map(str, dims))}, got {q.shape[3]}")
+    _contiguous_rows(op, **rows)
+    for name, x in rows.items():
+        # TMA (q) and 16-byte asynchronous copies (keys) fault on anything else.
         if x.numel() and x.data_ptr() % 16:
             _way_out(op, f"the kernel needs {name} to begin at a multiple of 16 bytes, it begins at {x.data_ptr()}")
         for dim in range(3):
@@ -697,6 +698,38 @@ def attn_dist_kernel(
                 )
     if q.shape[2] > 1 and q.stride(2) == 0:
         _way_out(op, "the kernel needs the heads of q apart: its stride of dimension -2 is 0 (heads expanded from one)")
-    for name, x in (("indices", indices), ("lse", lse), ("topk_length", topk_length)):
+    for name, x in others.items():
         if x is not None and not x.is_contiguous():
             _way_out(op, f"the kernel needs {name} contiguous, its strides are {tuple(x.stride())}")
+
+
+def attn_dist_kernel(
+    q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, topk_length: Tensor | None, sm_scale: float
+) -> None:
+    """What the attn_dist kernel supports of a valid call (all tensors batched)."""
+    others = {"indices": indices, "lse": lse, "topk_length": topk_length}
+    _list_kernel("attn_dist", q, {"q": q, "k": k}, others, sm_scale, indices.shape[3], ATTN_DIST_HEAD_DIMS)
+
+
+def sparse_attention_kernel(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    topk_length: Tensor | None,
+    attn_sink: Tensor | None,
+    sm_scale: float,
+    d_v: int,
+) -> None:
+    """What the sparse_attention kernel supports of a valid call (all tensors batched)."""
+    op = "sparse_attention"
+    others = {"indices": indices, "topk_length": topk_length, "attn_sink": attn_sink}
+    _list_kernel(op, q, {"q": q, "kv": kv}, others, sm_scale, indices.shape[3], SPARSE_ATTENTION_HEAD_DIMS)
+    if d_v != SPARSE_ATTENTION_D_V:
+        _way_out(op, f"the kernel needs d_v to be {SPARSE_ATTENTION_D_V}, got {d_v}")
+
+
+def sparse_attention_gradients(**requires_grad: bool) -> NoReturn:
+    """A CUDA call that needs gradients: nothing falls back silently."""
+    names = ", ".join(name for name, needed in requires_grad.items() if needed)
+    why = f"gradients are wanted for {names} (under torch.no_grad() the forward kernel runs)"
+    _way_out("sparse_attention", f"there is no backward kernel, and {why}")

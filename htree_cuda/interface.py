@@ -257,7 +257,8 @@ def sparse_attention(
             Default None.
         return_lse: bool; False returns ``out`` alone.
         lse_base: 2 or math.e, the base of ``lse``; default 2, that of `attn_dist`.
-        backend: "auto" or "torch", as in `forward`. There is no kernel yet: CUDA tensors need "torch".
+        backend: "auto" or "torch", as in `forward`. The kernel has no backward: CUDA tensors whose gradients are
+            wanted need "torch".
 
     Returns:
         (out, lse), or out alone with ``return_lse=False``.
@@ -301,19 +302,16 @@ def sparse_attention(
     checks.boolean(op, "return_lse", return_lse)
     checks.number(op, "lse_base", lse_base)
     q, kv = _autocast(q, kv)
-    out, lse = torch.ops.htree_cuda.sparse_attention(
-        q,
-        kv,
-        indices,
-        topk_length,
-        attn_sink,
-        d_v=d_v,
-        sm_scale=sm_scale,
-        q_start=q_start,
-        k_stride=k_stride,
-        lse_base=lse_base,
-        backend=backend,
-    )
+    options = {
+        "d_v": d_v, "sm_scale": sm_scale, "q_start": q_start, "k_stride": k_stride, "lse_base": lse_base,
+        "backend": backend,
+    }  # fmt: skip
+    wanted = {name: x is not None and x.requires_grad for name, x in (("q", q), ("kv", kv), ("attn_sink", attn_sink))}
+    if torch.is_grad_enabled() and any(wanted.values()) and q.is_cuda and backend == "auto":
+        # What is wrong with the call comes before what is not supported.
+        checks.sparse_attention(q, kv, indices, topk_length, attn_sink, **options)
+        checks.sparse_attention_gradients(**wanted)
+    out, lse = torch.ops.htree_cuda.sparse_attention(q, kv, indices, topk_length, attn_sink, **options)
     return (out, lse) if return_lse else out
 
 

@@ -244,12 +244,17 @@ def _(q, k, indices, lse, topk_length, **options):
 def sparse_attention(q, kv, indices, topk_length, attn_sink, *, d_v, **options):
     """(out [s_q, h_q, d_v], lse [s_q, h_q]) (batched: a leading B). Contract: `interface.sparse_attention`."""
     params = checks.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, **options)
-    if not _use_torch("sparse_attention", q, options["backend"]):
-        checks.no_kernel("sparse_attention")
     q, kv, indices, topk_length = _with_batch(params, q, kv, indices, topk_length)
-    results = vectorised.sparse_attention(
-        q, kv, indices, d_v=d_v, topk_length=topk_length, attn_sink=attn_sink, **_numbers(params)
-    )
+    numbers = {"topk_length": topk_length, "attn_sink": attn_sink, **_numbers(params)}
+    if _use_torch("sparse_attention", q, options["backend"]):
+        results = vectorised.sparse_attention(q, kv, indices, d_v=d_v, **numbers)
+    else:
+        from . import kernels
+
+        checks.sparse_attention_kernel(q, kv, indices, topk_length, attn_sink, params.sm_scale, d_v)
+        results = q.new_empty(*q.shape[:-1], d_v), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        if results[0].numel():
+            kernels.sparse_attention(q, kv, indices, *results, **numbers)
     return results if params.batched else tuple(x[0] for x in results)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import htree_cuda
-from htree_cuda import UnsupportedError
+from htree_cuda import UnsupportedError, checks
 from htree_cuda.reference import definition, vectorised
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -572,28 +572,40 @@ def test_backward_op_checks_what_it_is_given():
             torch.ops.htree_cuda.sparse_attention_backward(*args[:5], None, None, *args[5:], **NUMBERS)
 
 
-def test_without_a_kernel_the_way_out_is_named():
-    """What a CUDA call meets once the device itself is accepted, forward and backward."""
-    from htree_cuda import checks
-
-    for op in ("sparse_attention", "sparse_attention_backward"):
-        with pytest.raises(UnsupportedError, match=rf'{op}: there is no kernel for it; pass backend="torch"'):
-            checks.no_kernel(op)
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_a_device_that_the_kernels_accept_still_needs_the_torch_backend(monkeypatch, grad):
-    """The whole call, where `_use_torch` says that the kernels are to run."""
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": torch.float32}, "float16 or bfloat16, q is torch.float32"),
+        ({"d_qk": 192, "d_v": 128}, "d_qk to be one of 576, 512, got 192"),
+        ({"d_v": 256}, "d_v to be 512, got 256"),
+        ({"shift": 1}, "q to begin at a multiple of 16 bytes"),
+        ({"gap": 4}, "strides of kv to be multiples of 16 bytes"),
+        ({"expand": True}, "heads of q apart"),
+        ({"transposed": True}, "attn_sink contiguous"),
+    ],
+)
+def test_what_the_kernel_does_not_take_names_the_way_out(monkeypatch, change, message):
+    """The whole call, where `_use_torch` says that the kernels are to run: an error before any launch."""
     from htree_cuda import ops
 
     monkeypatch.setattr(ops, "_use_torch", lambda op, x, backend: backend == "torch")
-    q, kv, indices = problem(grad=grad)
-    with pytest.raises(UnsupportedError, match=r'sparse_attention: there is no kernel for it; pass backend="torch"'):
-        htree_cuda.sparse_attention(q, kv, indices, d_v=5)
-    out, _ = htree_cuda.sparse_attention(q, kv, indices, d_v=5, backend="torch")
-    if grad:
-        out.sum().backward()
-        assert q.grad.abs().sum() > 0
+    d, dtype = change.get("d_qk", 576), change.get("dtype", torch.bfloat16)
+    shift, gap = change.get("shift", 0), change.get("gap", 0)
+    q = torch.zeros(4 * d * 2 + shift, dtype=dtype)[shift:].view(2, 4, d)
+    if change.get("expand"):
+        q = q[:, :1].expand(-1, 4, -1)
+    kv = torch.zeros(9, 1, d + gap, dtype=dtype)[..., :d]
+    indices = torch.zeros(2, 1, 3, dtype=torch.int32)
+    sink = torch.zeros(8)[::2] if change.get("transposed") else None
+    with pytest.raises(UnsupportedError, match=rf'sparse_attention: .*{message}.*backend="torch"'):
+        htree_cuda.sparse_attention(q, kv, indices, d_v=change.get("d_v", 512), attn_sink=sink)
+
+
+def test_gradients_on_a_gpu_name_the_way_out():
+    with pytest.raises(UnsupportedError, match=r'no backward kernel, and gradients are wanted for q.*backend="torch"'):
+        checks.sparse_attention_gradients(q=True, kv=False, attn_sink=False)
+    with pytest.raises(UnsupportedError, match=r'sparse_attention_backward: there is no kernel.*backend="torch"'):
+        checks.no_kernel("sparse_attention_backward")
 
 
 def test_transforms_are_refused():

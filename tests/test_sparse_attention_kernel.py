@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import htree_cuda
 from htree_cuda import kernels
 
 from .baseline import FACTOR, row_errors
@@ -334,6 +335,29 @@ def test_sanitizer_shapes(h_q, topk, d, dtype):
     x.indices[0, 3] = -1
     out, lse = x.run()
     assert out.isfinite().all() and lse.isfinite()[0, [0, 1, 2, 4]].all()
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("batched", [False, True])
+def test_the_public_function_runs_the_kernel(batched):
+    """Equal to the kernel's own call, and close to the torch backend; empty lists and no keys at all."""
+    x = problem(20, 70, s_q=3, s_kv=90, seed=3)
+    sink = torch.randn(20, generator=torch.Generator().manual_seed(1))
+    x.options["attn_sink"] = sink
+    expected = x.run()
+    q, kv, indices = (t.to(DEVICE) for t in (x.q, x.kv, x.indices))
+    if not batched:
+        q, kv, indices = q[0], kv[0], indices[0]
+        expected = tuple(t[0] for t in expected)
+    out, lse = htree_cuda.sparse_attention(q, kv, indices, attn_sink=sink.to(DEVICE))
+    assert torch.equal(out.cpu(), expected[0]) and torch.equal(lse.cpu(), expected[1])
+    theirs, their_lse = htree_cuda.sparse_attention(q, kv, indices, attn_sink=sink.to(DEVICE), backend="torch")
+    torch.testing.assert_close(out.float(), theirs.float(), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(lse, their_lse, rtol=1e-5, atol=1e-5)
+    for few_kv, few in ((kv, indices[..., :0].contiguous()), (kv[..., :0, :, :], indices), (kv, indices * 0 - 1)):
+        out, lse = htree_cuda.sparse_attention(q, few_kv.contiguous(), few)
+        assert (out == 0).all() and (lse == -math.inf).all()
+    assert htree_cuda.sparse_attention(q[..., :0, :, :], kv, indices[..., :0, :, :])[0].numel() == 0
 
 
 @pytest.mark.hardware
