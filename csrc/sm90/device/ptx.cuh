@@ -56,6 +56,13 @@ __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&fragment)[4
                : "memory");
 }
 
+// The inverse of load_matrix_x4.
+__device__ __forceinline__ void store_matrix_x4(uint32_t row_address, uint32_t const (&fragment)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(fragment[0]),
+               "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+               : "memory");
+}
+
 __device__ __forceinline__ float2 load_shared_8B(uint32_t address) {
   float2 value;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");

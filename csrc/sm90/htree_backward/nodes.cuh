@@ -1,0 +1,279 @@
+// dk and dv of every layer's nodes: a warp holds a parent and takes the queries that visit it, ascending.
+//
+// With R(q, n - 1 - 16 j) for a parent of rank j, scores and gradients need the keys turned by their place alone, so
+// dk adds up in that frame over all queries and turns back once in the end.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "operands.cuh"
+
+namespace htree_cuda::gradient {
+
+// What a CTA works on.
+struct Piece {
+  int layer;
+  int head;
+  int group;
+  int segment;
+  int first;  // row
+  int end;
+
+  __device__ explicit Piece(Args const& args) {
+    int block = blockIdx.x;
+    layer = 0;
+    while (block >= args.first_block[layer + 1]) ++layer;
+    block -= args.first_block[layer];
+    segment = block % args.segments[layer];
+    block /= args.segments[layer];
+    group = args.tree.groups[layer] - 1 - block % args.tree.groups[layer];
+    head = block / args.tree.groups[layer];
+    first = segment * args.segment_rows[layer];
+    end = min(first + args.segment_rows[layer], args.chunk.queries);
+  }
+
+  __device__ int parents(Args const& args) const {
+    return min(args.tree.parents[layer] - group * kGroupParents, kGroupParents);
+  }
+};
+
+template <class Cfg>
+__device__ void produce_queries(Args const& args, Ring<Cfg> const& ring) {
+  int const lane = threadIdx.x % 32;
+  Piece const piece(args);
+  int const parents = piece.parents(args);
+  if (lane == 0) barriers::mbarrier_arrive_expect_bytes(ring.resident_barrier, parents * Cfg::kNodeBytes);
+  __syncwarp();
+  if (lane < parents) {
+    std::int64_t const parent = static_cast<std::int64_t>(piece.head) * args.tree.parents[piece.layer] +
+                                piece.group * kGroupParents + lane;
+    ptx::bulk_load(ring.resident_slot(lane) + Cfg::kNodeOffset, args.nodes[piece.layer] + parent * Cfg::kNodeBytes,
+                   Cfg::kNodeBytes, ring.resident_barrier);
+  }
+  char const* const queries =
+      args.queries + static_cast<std::int64_t>(piece.head) * args.chunk.rows * Cfg::kQueryBytes;
+  auto const source = [&](Entry const& entry) {
+    return queries + static_cast<std::int64_t>(entry.which) * Cfg::kQueryBytes;
+  };
+  Sender<Cfg> sender(ring);
+  for (int base = piece.first; base < piece.end; base += 32) {
+    int const row = base + lane;
+    uint32_t visited = 0;
+    int position = 0;
+    if (row < piece.end) {
+      Candidates const c = candidates(args.chunk.position(row), piece.layer, args.tree.layers, args.tree.top_k);
+      if (works(piece.layer, c, args.tree.top_k)) visited = visits_of(args, piece.layer, piece.head, piece.group, row);
+      position = c.n - 1 - kSiblings * static_cast<int>(visited >> kGroupParents);
+    }
+    sender.append(visited != 0, [&](int) { return Entry{visited & 0xffu, row, position, 0u}; });
+    sender.send(source);
+  }
+  sender.finish(source);
+}
+
+template <class Cfg>
+class Parent {
+  using Element = typename Cfg::Element;
+  static constexpr int kK = Cfg::kK;
+  static constexpr int kV = Cfg::kV;
+  static constexpr int kHalf = kK / 32;
+  static constexpr int kHalfTiles = kK / 16;
+
+public:
+  __device__ Parent(Args const& args, Ring<Cfg> const& ring, int warp)
+      : args_(args),
+        lane_(threadIdx.x % 32),
+        g_(lane_ / 4),
+        tq_(lane_ % 4),
+        warp_(warp),
+        piece_(args),
+        own_(ring.resident_slot(warp)),
+        turned_(ring.turned(warp)) {
+    exists_ = warp < piece_.parents(args);
+    barriers::mbarrier_wait(ring.resident_barrier, 0, "htree_backward consumer: resident");
+    if (exists_) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        inverse_[i] = __uint_as_float(ptx::load_shared_4B(own_ + Cfg::kNodeOffset + 4 * (g_ + 8 * i)));
+      }
+    }
+    clear(dk_);
+    clear(dv_);
+  }
+
+  __device__ void run(Ring<Cfg> const& ring) {
+    receive(ring, warp_, [&](uint32_t slot, Entry const& entry) { take(slot, entry); });
+    if (exists_) finish();
+  }
+
+private:
+  template <int kTiles>
+  static __device__ __forceinline__ void clear(float (&x)[kTiles][4]) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[tile][e] = 0.0f;
+    }
+  }
+
+  // Rows of what follows are children (g, g + 8), columns heads.
+  __device__ __forceinline__ void take(uint32_t slot, Entry const& entry) {
+    int const position = entry.detail - kSiblings * __popc(entry.takers & ((1u << warp_) - 1u));
+    int const parent = piece_.group * kGroupParents + warp_;
+    uint32_t const closed = expanded(args_, piece_.layer, piece_.head, parent, entry.which) | beyond(position);
+    float raw[2][4] = {}, dp[2][4] = {};
+    scores(slot, position, raw);
+    value_products(slot, dp);
+    uint32_t p[4], ds[4];
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      uint32_t const header = slot + Cfg::kQueryOffset + tile * 32 + tq_ * 8;
+      float2 const unit = ptx::load_shared_8B(header);
+      float2 const inverse = ptx::load_shared_8B(header + 4 * kMaxGroupHeads);
+      float2 const lse2 = ptx::load_shared_8B(header + 8 * kMaxGroupHeads);
+      float2 const delta = ptx::load_shared_8B(header + 12 * kMaxGroupHeads);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        bool const open = !(closed >> (g_ + 8 * i) & 1u);
+        Weights const x =
+            weights(open, raw[tile][2 * i], inverse_[i], unit.x, lse2.x, dp[tile][2 * i], delta.x);
+        Weights const y =
+            weights(open, raw[tile][2 * i + 1], inverse_[i], unit.y, lse2.y, dp[tile][2 * i + 1], delta.y);
+        p[2 * tile + i] = Pairs<Element>::pack(x.p, y.p);
+        ds[2 * tile + i] = Pairs<Element>::pack(x.ds * Restore<Element>::rest(inverse.x),
+                                                y.ds * Restore<Element>::rest(inverse.y));
+      }
+    }
+    add<kV>(dv_, p, slot + Cfg::kValueOffset);
+    add<kK>(dk_, ds, turned_);
+    __syncwarp();  // the turned q is rewritten for the next query
+  }
+
+  // The turned q goes to shared memory, in the dtype, for the product that contracts over heads.
+  __device__ __forceinline__ void scores(uint32_t slot, int position, float (&raw)[2][4]) {
+    uint32_t const lane = matrix_lane<true>(lane_, Cfg::kKeyRowBytes);
+    uint32_t const keys = own_ + Cfg::kRowsOffset + lane;
+    uint32_t const queries = slot + Cfg::kRowsOffset + lane;
+    rope::Turns const* const turns = args_.fragment_turns + position * (kK / 8) + tq_;
+    half2 own[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      own[i] = __float2half2_rn(Restore<Element>::own(
+          __uint_as_float(ptx::load_shared_4B(slot + Cfg::kQueryOffset + 4 * (kMaxGroupHeads + g_ + 8 * i)))));
+    }
+#pragma unroll
+    for (int kk = 0; kk < kHalf; ++kk) {
+      uint4 const x = __ldg(reinterpret_cast<uint4 const*>(turns + kk * 4));
+      uint32_t q[2][4];
+      ptx::load_matrix_x4(q[0], queries ^ (kk << 5));
+      ptx::load_matrix_x4(q[1], queries ^ ((kk + kHalf) << 5));
+      half2 lo[4], hi[4];
+      rope::turn_fragments(lo, hi, reinterpret_cast<half2 const(&)[4]>(q[0]), reinterpret_cast<half2 const(&)[4]>(q[1]),
+                           *reinterpret_cast<rope::Turns const*>(&x));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int const step = kk + half * kHalf;
+        auto const& b = reinterpret_cast<uint32_t const(&)[4]>(half == 0 ? lo : hi);
+        uint32_t a[4], restored[4];
+        ptx::load_matrix_x4(a, keys ^ (step << 5));
+        ptx::mma_fp16(raw[0], a, b[0], b[2]);
+        ptx::mma_fp16(raw[1], a, b[1], b[3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) restored[i] = Restore<Element>::pair(b[i], own[i % 2]);
+        ptx::store_matrix_x4((turned_ + lane) ^ (step << 5), restored);
+      }
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void value_products(uint32_t slot, float (&dp)[2][4]) const {
+    uint32_t const lane = matrix_lane<true>(lane_, Cfg::kValueRowBytes) + Cfg::kValueOffset;
+#pragma unroll
+    for (int step = 0; step < kV / 16; ++step) {
+      uint32_t a[4], b[4];
+      ptx::load_matrix_x4(a, (own_ + lane) ^ (step << 5));
+      ptx::load_matrix_x4(b, (slot + lane) ^ (step << 5));
+      Pairs<Element>::mma(dp[0], a, b[0], b[2]);
+      Pairs<Element>::mma(dp[1], a, b[1], b[3]);
+    }
+  }
+
+  // sums += weights^T rows: 16 children x 16 heads, 16 heads x kDim in shared memory.
+  template <int kDim>
+  __device__ __forceinline__ void add(float (&sums)[kDim / 8][4], uint32_t const (&weights)[4], uint32_t rows) const {
+    uint32_t const lane = rows + matrix_lane<true>(lane_, 2 * kDim);
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+      uint32_t b[4];
+      ptx::load_matrix_x4_transposed(b, lane ^ (step << 5));
+      Pairs<Element>::mma(sums[2 * step], weights, b[0], b[1]);
+      Pairs<Element>::mma(sums[2 * step + 1], weights, b[2], b[3]);
+    }
+  }
+
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float4 const* const turns = reinterpret_cast<float4 const*>(args_.turns + (g_ + 8 * i) * (kK / 2) + 2 * tq_);
+#pragma unroll
+      for (int tile = 0; tile < kHalfTiles; ++tile) {
+        float4 const x = __ldg(turns + 4 * tile);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float const cosine = (e ? x.z : x.x) * args_.scale;
+          float const sine = (e ? x.w : x.y) * args_.scale;
+          float const lo = dk_[tile][2 * i + e];
+          float const hi = dk_[tile + kHalfTiles][2 * i + e];
+          dk_[tile][2 * i + e] = lo * cosine + hi * sine;
+          dk_[tile + kHalfTiles][2 * i + e] = hi * cosine - lo * sine;
+        }
+      }
+    }
+    put<kK>(dk_, args_.dk, args_.dk_parts[piece_.layer]);
+    put<kV>(dv_, args_.dv, args_.dv_parts[piece_.layer]);
+  }
+
+  template <int kDim>
+  __device__ __forceinline__ void put(float const (&x)[kDim / 8][4], float* sums, float* parts) const {
+    int const layer = piece_.layer;
+    std::int64_t const child = (piece_.group * kGroupParents + warp_) * static_cast<std::int64_t>(kSiblings) + g_;
+    bool const whole = args_.segments[layer] == 1;
+    float* to;
+    if (whole) {
+      to = sums + (piece_.head * args_.node_rows + args_.begin[layer] + child) * kDim;
+    } else {
+      std::int64_t const part = static_cast<std::int64_t>(piece_.head) * args_.segments[layer] + piece_.segment;
+      to = parts + (part * args_.tree.parents[layer] * kSiblings + child) * kDim;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int tile = 0; tile < kDim / 8; ++tile) {
+        float2* const two = reinterpret_cast<float2*>(to + 8 * i * kDim + 8 * tile + 2 * tq_);
+        float2 sum = {x[tile][2 * i], x[tile][2 * i + 1]};
+        if (whole) {
+          float2 const before = *two;
+          sum.x += before.x, sum.y += before.y;
+        }
+        *two = sum;
+      }
+    }
+  }
+
+  Args const& args_;
+  int const lane_;
+  int const g_;
+  int const tq_;
+  int const warp_;
+  Piece const piece_;
+  uint32_t const own_;
+  uint32_t const turned_;
+  bool exists_;
+  float inverse_[2];
+  float dk_[kK / 8][4];
+  float dv_[kV / 8][4];
+};
+
+}  // namespace htree_cuda::gradient

@@ -1,0 +1,66 @@
+// Scores of one query and one parent, and normalised fp16 rows as operands of products in the dtype.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "../device/pairs.cuh"
+#include "../device/ptx.cuh"
+#include "stream.cuh"
+
+namespace htree_cuda::gradient {
+
+inline constexpr float kHeadroomFactor = 1.0f / (1 << kHeadroom);
+
+// Where a lane's row lies for ldmatrix.x4 of 16 rows and 16 columns. kRowsFirst: the matrices are rows 0..7, rows 8..15 of
+// the first eight columns, then of the others: an A fragment, two B fragments {0, 2} and {1, 3} by columns, or,
+// transposed, two B fragments {0, 1} and {2, 3} by rows. Otherwise columns run first: two B fragments {0, 1} and {2, 3}
+// by columns. The k-th 16 columns are at the address ^ (k << 5).
+template <bool kRowsFirst>
+__device__ __forceinline__ uint32_t matrix_lane(int lane, int row_bytes) {
+  int const id = lane / 8;
+  int const row = lane % 8 + (kRowsFirst ? id % 2 : id / 2) * 8;
+  int const chunk = kRowsFirst ? id / 2 : id % 2;
+  return row * row_bytes + ((chunk ^ (row % 8)) << 4);
+}
+
+// A row was divided by `inverse`. Rows come back to their size on the way to a product: in bf16 wholly by what they are
+// multiplied with, `rest`; in fp16, whose range that might leave, by `own` as far as fp16 holds it.
+template <class Element>
+struct Restore;
+
+template <>
+struct Restore<__nv_bfloat16> {
+  static __device__ __forceinline__ float own(float) { return 1.0f; }
+  static __device__ __forceinline__ float rest(float inverse) { return inverse; }
+  static __device__ __forceinline__ uint32_t pair(uint32_t x, half2) {
+    float2 const y = Pairs<__half>::unpack(x);
+    return Pairs<__nv_bfloat16>::pack(y.x, y.y);
+  }
+};
+
+template <>
+struct Restore<__half> {
+  static constexpr float kLeast = 1.0f / (1 << 14);  // the smallest normal fp16
+  static __device__ __forceinline__ float own(float inverse) { return fmaxf(inverse, kLeast); }
+  static __device__ __forceinline__ float rest(float inverse) { return fminf(inverse / kLeast, 1.0f); }
+  static __device__ __forceinline__ uint32_t pair(uint32_t x, half2 own) {
+    half2 const y = __hmul2(*reinterpret_cast<half2 const*>(&x), own);
+    return *reinterpret_cast<uint32_t const*>(&y);
+  }
+};
+
+// dS = P (dP - delta) for one query head and child; what takes no part is zero whatever it holds.
+struct Weights {
+  float p;
+  float ds;
+};
+
+__device__ __forceinline__ Weights weights(bool open, float raw, float inverse, float unit, float lse2, float dp,
+                                           float delta) {
+  float const p = ptx::exp2_movable(fmaf(raw * (inverse * kHeadroomFactor), unit, -lse2));
+  return {open ? p : 0.0f, open ? p * (dp - delta) : 0.0f};
+}
+
+}  // namespace htree_cuda::gradient
