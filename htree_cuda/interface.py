@@ -78,13 +78,12 @@ def forward(
         UnsupportedError: backend "auto" and CUDA tensors the kernels do not cover.
 
     Notes:
-        Gradients: out and lse are differentiable with respect to q, k, v (the selection is a constant) by the torch
-        backend; the kernels have no backward yet, so a CUDA call with backend "auto" that needs gradients raises. The
-        backward walks the tree again from the selection, which is kept: 4 (L-1) B T_q H_kv top_k bytes. Second
-        derivatives raise. On CUDA, the torch backend's dk and dv use atomic additions unless
+        Gradients: out and lse are differentiable with respect to q, k, v (the selection is a constant). The backward
+        walks the tree again from the selection, which is kept: 4 (L-1) B T_q H_kv top_k bytes. Second derivatives
+        raise. On CUDA, the torch backend's dk and dv use atomic additions unless
         ``torch.use_deterministic_algorithms(True)``; everything else is bitwise repeatable.
         Memory: the torch backend holds the tree (1 + 1/r + ... times k and v), plus a bounded chunk of temporaries; the
-        kernels hold the tree, packed, and at most 192 MiB.
+        kernels hold the tree, packed, and at most 192 MiB forward; backward see docs/htree_backward.md.
         Support: what the kernels cover is the table in the README; among its limits, scores must stay below 2^26 in
         magnitude, bfloat16 keys below 2^112 and bfloat16 values below 2e37.
         Autocast: q, k, v are cast to the autocast dtype.
@@ -118,9 +117,6 @@ def forward(
         "max_top_nodes": max_top_nodes, "scale": scale, "rope_base": rope_base, "strict_causal": strict_causal,
         "backend": backend,
     }  # fmt: skip
-    if needs_grad and q.is_cuda and backend == "auto":
-        checks.forward(q, k, v, **options)  # what is wrong with the call comes before what is not supported
-        checks.backward_kernel(op, q=q.requires_grad, k=k.requires_grad, v=v.requires_grad)
     need_selection = return_selection or needs_grad
     out, lse, selection = torch.ops.htree_cuda.forward(q, k, v, need_selection=need_selection, **options)
     extra = ([lse] if return_lse else []) + ([selection] if return_selection else [])

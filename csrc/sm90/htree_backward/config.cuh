@@ -12,7 +12,7 @@
 //   CTA              8 consumer warps (2 warpgroups); a producer warp in a third warpgroup, whose other warps idle
 //   slot             one operand and its header; one bulk copy
 //   stage            four slots and their entries, one full and one empty mbarrier
-//   registers        232 a consumer thread, 40 a producer thread: 256 * 232 + 128 * 40 = 384 * 168
+//   registers        224 a consumer thread, 56 a producer thread: 256 * 224 + 128 * 56 = 384 * 168
 //   shared memory    as many stages as fit in 227 KB: 6 (queries) and 3 (nodes) at K = V = 128
 #pragma once
 
@@ -36,8 +36,8 @@ struct Config {
 
   static constexpr int kConsumers = 8;
   static constexpr int kThreads = 384;
-  static constexpr int kConsumerRegisters = 232;
-  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 224;
+  static constexpr int kProducerRegisters = 56;
   static_assert(kConsumers == kGroupParents && kConsumers == kGroupQueries);
   static_assert(kConsumers % 4 == 0 && kConsumers * 32 + 128 == kThreads);
   static_assert(kConsumers * 32 * kConsumerRegisters + 128 * kProducerRegisters <= kThreads * 168);

@@ -64,7 +64,11 @@ __device__ void produce_queries(Args const& args, Ring<Cfg> const& ring) {
     int position = 0;
     if (row < piece.end) {
       Candidates const c = candidates(args.chunk.position(row), piece.layer, args.tree.layers, args.tree.top_k);
-      if (works(piece.layer, c, args.tree.top_k)) visited = visits_of(args, piece.layer, piece.head, piece.group, row);
+      if (works(piece.layer, c, args.tree.top_k)) {
+        visited = piece.layer == args.tree.layers - 1
+                      ? visits_at_top(c.parents, piece.group)
+                      : __ldg(entry_of(args, piece.layer, piece.head, piece.group, row));
+      }
       position = c.n - 1 - kSiblings * static_cast<int>(visited >> kGroupParents);
     }
     sender.append(visited != 0, [&](int) { return Entry{visited & 0xffu, row, position, 0u}; });

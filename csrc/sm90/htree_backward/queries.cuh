@@ -13,7 +13,7 @@
 
 namespace htree_cuda::gradient {
 
-// Which layers the queries of the CTA work on, and how far their parents reach.
+// Lanes look at a group of parents each, and at the visits of all queries of the CTA in it.
 template <class Cfg>
 __device__ void produce_parents(Args const& args, Ring<Cfg> const& ring) {
   int const lane = threadIdx.x % 32;
@@ -27,25 +27,36 @@ __device__ void produce_parents(Args const& args, Ring<Cfg> const& ring) {
            (static_cast<std::int64_t>(head) * args.tree.parents[entry.detail] + entry.which) * Cfg::kNodeBytes;
   };
   for (int layer = args.tree.layers - 1; layer >= 0 && queries > 0; --layer) {
-    bool const mine =
-        lane < queries && works(layer, candidates(args.chunk.position(first + lane), layer, args.tree.layers,
-                                                  args.tree.top_k), args.tree.top_k);
-    unsigned const working = __ballot_sync(kFullWarp, mine);
+    bool const top = layer == args.tree.layers - 1;
+    int parents = 0;  // of query `lane`
+    if (lane < queries) {
+      Candidates const c = candidates(args.chunk.position(first + lane), layer, args.tree.layers, args.tree.top_k);
+      if (works(layer, c, args.tree.top_k)) parents = c.parents;
+    }
+    unsigned const working = __ballot_sync(kFullWarp, parents > 0);
     // Parents are nodes of the layer above: none beyond the last query's rightmost.
     std::int64_t const reach = args.chunk.position(first + queries - 1) >> (kLog2Siblings * (layer + 1));
     int const groups = working == 0 ? 0 : static_cast<int>(reach / kGroupParents) + 1;
     for (int base = 0; base < groups; base += 32) {
+      uint4 visited[kGroupQueries / 4] = {};  // by the eight queries, one word each
+      if (!top && base + lane < groups) {
+        uint4 const* const entries =
+            reinterpret_cast<uint4 const*>(entry_of(args, layer, head, base + lane, first));
+#pragma unroll
+        for (int i = 0; i < kGroupQueries / 4; ++i) visited[i] = __ldg(entries + i);
+      }
       // Byte p: the queries that visit parent p of this lane's group.
       uint32_t takers[2] = {};
-      if (base + lane < groups) {
 #pragma unroll
-        for (int i = 0; i < kGroupQueries; ++i) {
-          if (!(working >> i & 1u)) continue;
-          uint32_t const visited = visits_of(args, layer, head, base + lane, first + i) & 0xffu;
-          // Four bits to the lowest bit of a byte each: 0x204081 puts bit b at 8 b.
-          takers[0] |= ((visited & 0xfu) * 0x204081u & 0x01010101u) << i;
-          takers[1] |= ((visited >> 4) * 0x204081u & 0x01010101u) << i;
-        }
+      for (int i = 0; i < kGroupQueries; ++i) {
+        uint4 const& four = visited[i / 4];
+        uint32_t mask = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
+        int const its_parents = __shfl_sync(kFullWarp, parents, i);
+        if (top) mask = visits_at_top(its_parents, base + lane);
+        if (!(working >> i & 1u)) mask = 0;
+        // Four bits to the lowest bit of a byte each: 0x204081 puts bit b at 8 b.
+        takers[0] |= ((mask & 0xfu) * 0x204081u & 0x01010101u) << i;
+        takers[1] |= ((mask >> 4 & 0xfu) * 0x204081u & 0x01010101u) << i;
       }
       int count = 0;
 #pragma unroll

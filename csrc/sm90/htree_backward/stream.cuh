@@ -76,13 +76,14 @@ struct Ring {
 // A layer that holds no leaf of the query is passed over: above the bottom, one whose candidates are all selected.
 __device__ __forceinline__ bool works(int layer, Candidates const& c, int top_k) { return layer == 0 || c.n > top_k; }
 
-// The entry of the table of visits for a row that exists; at the top it follows from the position.
-__device__ __forceinline__ uint32_t visits_of(Args const& args, int layer, int head, int group, int row) {
-  if (layer < args.tree.layers - 1) {
-    return args.visits.layer[layer][(static_cast<std::int64_t>(head) * args.tree.groups[layer] + group) * args.chunk.rows +
-                                    row];
-  }
-  int const parents = candidates(args.chunk.position(row), layer, args.tree.layers, args.tree.top_k).parents;
+// Where the table of visits holds a row's entry for a group; not at the top.
+__device__ __forceinline__ std::uint32_t const* entry_of(Args const& args, int layer, int head, int group, int row) {
+  return args.visits.layer[layer] +
+         (static_cast<std::int64_t>(head) * args.tree.groups[layer] + group) * args.chunk.rows + row;
+}
+
+// The same entry at the top, for a row of so many parents.
+__device__ __forceinline__ uint32_t visits_at_top(int parents, int group) {
   int const left = parents - group * kGroupParents;
   if (left <= 0) return 0;
   return (left >= kGroupParents ? 0xffu : (1u << left) - 1u) |
@@ -93,9 +94,7 @@ __device__ __forceinline__ uint32_t visits_of(Args const& args, int layer, int h
 __device__ __forceinline__ uint32_t expanded(Args const& args, int layer, int head, int parent, int row) {
   if (layer == 0) return 0;
   int const group = 2 * parent;  // of the layer below: 16 children, eight a group
-  std::uint32_t const* const entry =
-      args.visits.layer[layer - 1] +
-      (static_cast<std::int64_t>(head) * args.tree.groups[layer - 1] + group) * args.chunk.rows + row;
+  std::uint32_t const* const entry = entry_of(args, layer - 1, head, group, row);
   uint32_t mask = __ldg(entry) & 0xffu;
   if (group + 1 < args.tree.groups[layer - 1]) mask |= (__ldg(entry + args.chunk.rows) & 0xffu) << 8;
   return mask;
