@@ -37,9 +37,9 @@ def _kernels_are_built():
 # ---- problems ----------------------------------------------------------------------------------------------
 
 
-def randn(*shape, dtype=BF16, seed=0, device=DEVICE):
-    generator = torch.Generator(device=device).manual_seed(seed)
-    return torch.randn(*shape, device=device, generator=generator).to(dtype)
+def randn(*shape, dtype=BF16, seed=0):
+    generator = torch.Generator(device=DEVICE).manual_seed(seed)
+    return torch.randn(*shape, device=DEVICE, generator=generator).to(dtype)
 
 
 def distinct(s_q, s_kv, topk, seed=0, batch=()):
@@ -150,6 +150,7 @@ def test_more_queries_than_processors(d_qk, dtype):
         check(*problem(s_q, h_q, 3000, topk, d_qk, dtype, seed=s_q))
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("h_q", [64, 128, 130])
 def test_batches(h_q):
     for B in (1, 2, 5):
@@ -163,12 +164,14 @@ def test_many_batches_with_their_own_starts():
     check(q, k, indices, lse, q_start=starts, k_stride=2)
 
 
+@pytest.mark.hardware
 def test_more_than_65535_queries():
     q, k, indices, lse = problem(70_001, 8, 500, 4, 128)
     out = htree_cuda.attn_dist(q, k, indices, lse)
     torch.testing.assert_close(out, exact(q, k, indices, lse).float(), rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.hardware
 def test_more_than_2_31_elements():
     s_q, h_q, d_qk = 30_000, 128, 576
     q = torch.empty(s_q, h_q, d_qk, dtype=BF16, device=DEVICE)
@@ -196,6 +199,7 @@ def test_more_than_2_31_elements():
         torch.testing.assert_close(out, truth.float(), rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.emulated
 def test_zero_sizes():
     q, k, indices, lse = problem(2, 70, 20, 10, 128)
     assert htree_cuda.attn_dist(q[:0], k, indices[:0], lse[:0]).shape == (2, 0, 10)
@@ -241,6 +245,7 @@ def test_indices_of_any_content(h_q):
         check(q, k, bad, exact_lse(q, k, bad))
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("h_q", [40, 128])
 def test_rows_that_no_slot_names_never_count(h_q):
     """NaN in every other row, and behind the ends of k."""
@@ -253,6 +258,7 @@ def test_rows_that_no_slot_names_never_count(h_q):
     same_bits(out, htree_cuda.attn_dist(q, inside, indices, lse))
 
 
+@pytest.mark.emulated
 def test_a_nan_key_stays_in_its_slots():
     q, k, indices, lse = problem(4, 128, 500, 200)
     out = htree_cuda.attn_dist(q, k, indices, lse)
@@ -264,6 +270,7 @@ def test_a_nan_key_stays_in_its_slots():
     same_bits(got[~hit], out[~hit])
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("h_q", [10, 64, 65, 128, 130])
 def test_lse_that_is_not_finite(h_q):
     """Infinite: the head contributes nothing, even where its score is NaN. NaN: the group is NaN in its valid slots."""
@@ -305,6 +312,7 @@ def test_causal_rule(h_q):
     same_bits(htree_cuda.attn_dist(q, k, indices, lse, k_stride=4), htree_cuda.attn_dist(q, k, indices, lse))
 
 
+@pytest.mark.emulated
 def test_chunks_equal_the_whole():
     q, k, indices, lse = problem(64, 128, 300, 200)
     whole = htree_cuda.attn_dist(q, k, indices, lse, q_start=50, k_stride=1)
@@ -318,6 +326,7 @@ def test_chunks_equal_the_whole():
         same_bits(torch.cat(parts, 1), whole)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("h_q", [64, 128, 192])
 def test_lengths(h_q):
     q, k, indices, lse = problem(12, h_q, 700, 330, bad=True)
@@ -354,6 +363,7 @@ def test_lse_of_the_forward():
 # ---- views -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("h_q", [33, 64, 128])
 def test_strided_views(h_q):
     """Heads, queries and rows apart, an offset base, NaN in between."""
@@ -381,6 +391,7 @@ def test_expanded_views():
     same_bits(htree_cuda.attn_dist(q, row, indices, lse), htree_cuda.attn_dist(q, row.contiguous(), indices, lse))
 
 
+@pytest.mark.emulated
 def test_what_the_kernel_does_not_take_is_an_error():
     q, k, indices, lse = problem(3, 64, 50, 20, 128)
     wide = randn(3, 64, 132)
@@ -398,6 +409,7 @@ def test_what_the_kernel_does_not_take_is_an_error():
 # ---- surroundings ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("h_q", [64, 128, 192])
 def test_a_thousand_repeats(h_q):
     q, k, indices, lse = problem(300, h_q, 16384, 512, bad=True)
@@ -409,6 +421,7 @@ def test_a_thousand_repeats(h_q):
     assert int(different) == 0
 
 
+@pytest.mark.hardware
 def test_graph_capture_and_replay_with_changed_inputs():
     first, second = problem(40, 130, 900, 200, seed=1), problem(40, 130, 900, 200, seed=5, bad=True)
     held = [x.clone() for x in first]
@@ -424,6 +437,7 @@ def test_graph_capture_and_replay_with_changed_inputs():
         same_bits(out, htree_cuda.attn_dist(*inputs, q_start=300, k_stride=1))
 
 
+@pytest.mark.hardware
 def test_streams_and_threads():
     problems = [problem(60, h_q, 2000, 300, seed=h_q) for h_q in (64, 128)]
     expected = [htree_cuda.attn_dist(*p) for p in problems]
@@ -454,6 +468,7 @@ def test_streams_and_threads():
         same_bits(out, truth)
 
 
+@pytest.mark.hardware
 def test_second_device():
     if torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device")
@@ -468,6 +483,7 @@ def test_second_device():
         htree_cuda.attn_dist(inputs[0], other[1], inputs[2], inputs[3])
 
 
+@pytest.mark.hardware
 def test_compile_and_autocast():
     q, k, indices, lse = problem(20, 128, 500, 200)
     expected = htree_cuda.attn_dist(q, k, indices, lse)
@@ -478,6 +494,7 @@ def test_compile_and_autocast():
         same_bits(htree_cuda.attn_dist(q.float(), k.float(), indices, lse), expected)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("h_q", [64, 128])
 def test_wrong_answers_are_noticed(h_q):
     """The checks of this file fail on results that are a little wrong: they would notice."""

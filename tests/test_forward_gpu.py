@@ -21,6 +21,7 @@ from . import baseline
 pytestmark = pytest.mark.gpu
 
 BF16, FP16 = torch.bfloat16, torch.float16
+DEVICE = "cuda"
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def inputs(T, T_q, *, B=1, H_kv=1, G=16, K=128, V=128, dtype=BF16, seed=0):
     g = torch.Generator().manual_seed(seed)
     shapes = (B, T_q, H_kv * G, K), (B, T, H_kv, K), (B, T, H_kv, V)
     host = tuple(torch.randn(*shape, generator=g).to(dtype) for shape in shapes)
-    return host, tuple(x.cuda() for x in host)
+    return host, tuple(x.to(DEVICE, copy=True) for x in host)
 
 
 def run(tensors, **options):
@@ -104,6 +105,7 @@ def test_large_boundary_of_the_default_top_k(T):
     check(host, device, 512)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("strict_causal", [True, False])
 @pytest.mark.parametrize("G", [1, 3, 5, 16])
 def test_groups_batches_and_heads(G, strict_causal):
@@ -124,6 +126,7 @@ def test_top_k(top_k):
     check(host, device, top_k, q_start=19000, picks=(0, 29), share=0.95)
 
 
+@pytest.mark.hardware
 def test_every_node_selected_is_dense_attention():
     """Queries before max_top_nodes select everything: the same bits whether or not a layer lies above."""
     _, (q, k, v) = inputs(8200, 8200, G=2, K=64, V=64)
@@ -133,6 +136,7 @@ def test_every_node_selected_is_dense_attention():
     same_bits((long[0][:, :n], long[1][:, :n]), short[:2])
 
 
+@pytest.mark.hardware
 def test_agrees_with_the_torch_backend():
     _, device = inputs(6000, 6000, B=2, H_kv=2, G=4, K=64, V=64)
     mine = run(device, top_k_per_layer=64)
@@ -147,14 +151,15 @@ def test_agrees_with_the_torch_backend():
 # ---- hostile inputs ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("zero", ["q", "k"])
 def test_ties_go_to_the_lowest_positions(zero):
     host, device = inputs(2000, 16, G=5, K=64, V=64)
     for tensors in (host, device):
         tensors["qk".index(zero)].zero_()
     selection = run(device, top_k_per_layer=16)[2]
-    t = torch.arange(1984, 2000, device="cuda")
-    expected = torch.arange(15, device="cuda").repeat(16, 1)
+    t = torch.arange(1984, 2000, device=DEVICE)
+    expected = torch.arange(15, device=DEVICE).repeat(16, 1)
     assert torch.equal(selection[0, 0, :, 0, :15].long(), expected)
     assert torch.equal(selection[0, 0, :, 0, 15].long(), t // 16)
     check(host, device, 16, picks=(0, 15), selection_rules=False)
@@ -172,6 +177,7 @@ def test_later_tokens_have_no_effect(bad):
     same_bits([after[2][:, :, : t + 1]], [before[2][:, :, : t + 1]])
 
 
+@pytest.mark.emulated
 def test_nan_where_attended_ends_and_selects_distinct_candidates():
     _, (q, k, v) = inputs(3000, 100, G=4, K=64, V=64)
     k[:, 1234, :, 5] = math.nan
@@ -190,9 +196,10 @@ def test_large_and_small_numbers(q_size, k_size, dtype):
     host = (host[0] * q_size, host[1] * k_size, host[2])
     host = tuple(x.to(dtype) for x in host)
     # Scores of 1e-6 differ by less than float32 resolves in s - lse: their order is no rule there.
-    check(host, tuple(x.cuda() for x in host), 16, share=0.0, selection_rules=k_size > 1e-6)
+    check(host, tuple(x.to(DEVICE) for x in host), 16, share=0.0, selection_rules=k_size > 1e-6)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-3])
 def test_scales(scale):
     host, device = inputs(900, 8, G=4, K=64, V=64)
@@ -202,6 +209,7 @@ def test_scales(scale):
     assert (lse - exact.lse).abs().max() < 0.01
 
 
+@pytest.mark.emulated
 def test_non_strict_importance_does_not_underflow():
     """A rightmost node that outweighs everything else by e^500 leaves the order of the others exact."""
     host, device = inputs(2000, 3, G=4, K=64, V=64)
@@ -213,6 +221,7 @@ def test_non_strict_importance_does_not_underflow():
 # ---- bits -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("strict_causal", [True, False])
 def test_any_split_of_the_queries_equals_the_whole(strict_causal):
     _, (q, k, v) = inputs(6007, 6007, H_kv=2, G=3, K=64, V=64)
@@ -224,6 +233,7 @@ def test_any_split_of_the_queries_equals_the_whole(strict_causal):
         same_bits(part[2:], [whole[2][:, :, first:last]])
 
 
+@pytest.mark.hardware
 def test_several_chunks():
     """More queries than one chunk of the workspace holds, T_q not a multiple of anything."""
     _, (q, k, v) = inputs(40007, 40007, G=2, K=64, V=64)
@@ -242,6 +252,7 @@ def test_the_first_tokens_do_not_depend_on_how_many_follow():
         same_bits(short[:2], [x[:, :T] for x in long[:2]])
 
 
+@pytest.mark.hardware
 def test_repeats_are_bitwise_equal():
     _, device = inputs(5000, 3000, H_kv=2, G=16)
     first = run(device, top_k_per_layer=32)
@@ -252,6 +263,7 @@ def test_repeats_are_bitwise_equal():
 # ---- surroundings -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.emulated
 def test_strided_views():
     _, (q, k, v) = inputs(1000, 100, B=2, H_kv=2, G=3, K=64, V=64)
     expected = run((q, k, v), top_k_per_layer=16)
@@ -259,7 +271,7 @@ def test_strided_views():
     same_bits(run(swapped, top_k_per_layer=16), expected)
     odd = []
     for x in (q, k, v):  # rows of 67 elements that begin at an odd one
-        wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), math.nan, dtype=x.dtype, device="cuda")
+        wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), math.nan, dtype=x.dtype, device=DEVICE)
         wide[..., 1:-2] = x
         odd.append(wide[..., 1:-2])
     same_bits(run(odd, top_k_per_layer=16), expected)
@@ -275,7 +287,7 @@ def test_every_output_is_written():
     )  # fmt: skip
     expected = run((q, k, v), top_k_per_layer=16)
     poisoned = [torch.empty_like(x) for x in expected]
-    workspace = torch.empty(kernels.forward_workspace(q, k, v, params), dtype=torch.uint8, device="cuda")
+    workspace = torch.empty(kernels.forward_workspace(q, k, v, params), dtype=torch.uint8, device=DEVICE)
     for byte in (0xFF, 0x7F, 0):
         for x in (*poisoned, workspace):
             x.view(torch.uint8).fill_(byte)
@@ -283,6 +295,7 @@ def test_every_output_is_written():
         same_bits(poisoned, expected)
 
 
+@pytest.mark.emulated
 def test_zero_sizes():
     _, (q, k, v) = inputs(100, 10, G=2, K=64, V=64)
     for tensors in ((q[:, :0], k, v), (q[:0], k[:0], v[:0])):
@@ -290,6 +303,7 @@ def test_zero_sizes():
         assert out.shape == (*tensors[0].shape[:3], 64) and out.numel() == lse.numel() == 0
 
 
+@pytest.mark.hardware
 def test_streams_and_threads():
     _, device = inputs(3000, 500, G=4, K=64, V=64)
     expected = run(device, top_k_per_layer=16)
@@ -315,6 +329,7 @@ def test_streams_and_threads():
         same_bits(result, expected)
 
 
+@pytest.mark.hardware
 def test_graph_capture_and_replay():
     _, (q, k, v) = inputs(2000, 200, G=4, K=64, V=64)
     run((q, k, v), top_k_per_layer=16)
@@ -329,6 +344,7 @@ def test_graph_capture_and_replay():
     same_bits(result, run(fresh, top_k_per_layer=16))
 
 
+@pytest.mark.hardware
 def test_compile():
     _, device = inputs(1000, 100, G=4, K=64, V=64)
     compiled = torch.compile(lambda q, k, v: run((q, k, v), top_k_per_layer=16), fullgraph=True, backend="aot_eager")
@@ -344,6 +360,7 @@ def test_sanitizer_small_shapes(T, T_q, K, V, dtype, strict_causal):
     assert out.isfinite().all() and lse.isfinite().all() and (selection >= -1).all()
 
 
+@pytest.mark.emulated
 def test_sanitizer_three_layers():
     _, device = inputs(4200, 3, G=2, K=64, V=64)
     out, lse, selection = (x.cpu() for x in run(device, top_k_per_layer=16))

@@ -66,7 +66,7 @@ using Waiters = std::vector<Fiber*>;
 // ---- what a block holds ------------------------------------------------------------------------------------------------
 
 struct Collective {
-  int kind;
+  int kind, at;
   uint32_t mask, arrived = 0;
   void* payload[32] = {};
   Fiber* fiber[32] = {};
@@ -552,8 +552,12 @@ void meet(Thread& thread, Kind kind, uint32_t mask, void* payload, Body&& body) 
   if (!mine) {
     mine = std::make_shared<Collective>();
     mine->kind = kind;
+    mine->at = thread.at;
     mine->mask = mask;
     warp.open.push_back(mine);
+  }
+  if (mine->at != thread.at && kind != kSync) {
+    thread.fail("lanes of a warp meet at different instructions, the other at PTX line " + std::to_string(mine->at));
   }
   mine->arrived |= 1u << thread.lane;
   mine->payload[thread.lane] = payload;

@@ -552,8 +552,12 @@ struct Thread {
   }
   template <class T, class Action>
   T atomic_shared(uint64_t address, Action action) {
-    T const old = load_shared<T, 1>(address)[0];
-    store_shared<T, 1>(address, {action(old)});
+    char* const at = at_shared(static_cast<uint32_t>(address), sizeof(T));
+    shared_access(static_cast<uint32_t>(address), sizeof(T), true);
+    T old;  // nothing yields from here on
+    std::memcpy(&old, at, sizeof(T));
+    T const now = action(old);
+    std::memcpy(at, &now, sizeof(T));
     return old;
   }
   template <class T, class Action>
