@@ -400,7 +400,7 @@ def forward_kernel(q: Tensor, k: Tensor, v: Tensor, params: TreeParams, op: str 
 def backward_kernel(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor, params: TreeParams
 ) -> None:
-    """What the htree backward kernels support of a valid call: what the forward's do, and results as those wrote them."""
+    """What the htree backward kernels support of a valid call: what the forward's do, with results as it wrote them."""
     op = "backward"
     forward_kernel(q, k, v, params, op)
     for name, x in (("out", out), ("lse", lse), ("selection", selection)):

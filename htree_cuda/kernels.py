@@ -189,7 +189,7 @@ def backward(
     workspace: Tensor,
     params,
 ) -> None:
-    """Fills dq, dk, dv (contiguous, of the shapes of q, k, v) from what `forward` wrote and the gradients of its results;
+    """Fills dq, dk, dv (contiguous, of the shapes of q, k, v) from what `forward` wrote and the gradients of that;
     dout [B, T_q, H, V] and dlse [B, T_q, H] have any strides."""
     load().backward(
         _forward_params(q, k, v, params),

@@ -85,8 +85,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, selection: Tensor, **options) -> Ba
 def backward(
     dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor, **options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The baseline of (dq, dk, dv) in the dtype: out (in the dtype), lse (float32) and selection as a forward gave them,
-    dlse float32; options as `definition.backward`."""
+    """The baseline of (dq, dk, dv) in the dtype. out (in the dtype), lse (float32) and selection are a forward's, dlse
+    is float32; options as `definition.backward`."""
     r = options.get("compression_rate", 16)
     top_k = options.get("top_k_per_layer", 512)
     max_top_nodes = top_k * r if options.get("max_top_nodes") is None else options["max_top_nodes"]

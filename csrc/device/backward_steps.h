@@ -15,11 +15,11 @@
 
 namespace htree_cuda::gradient {
 
-inline constexpr int kMaxLayers = 9;      // T < 2^31 and top_k * 16 >= 256 top nodes
+inline constexpr int kMaxLayers = 9;       // T < 2^31 and top_k * 16 >= 256 top nodes
 inline constexpr int kMaxGroupHeads = 16;  // query heads of a KV head: the rows of a matrix product
-inline constexpr int kGroupParents = 8;   // neighbouring parents that share the queries which visit them
-inline constexpr int kGroupQueries = 8;   // neighbouring queries that share the parents which they visit
-inline constexpr int kRowStep = 32;       // rows come in multiples of it
+inline constexpr int kGroupParents = 8;    // neighbouring parents that share the queries which visit them
+inline constexpr int kGroupQueries = 8;    // neighbouring queries that share the parents which they visit
+inline constexpr int kRowStep = 32;        // rows come in multiples of it
 
 struct Tree {
   int layers;
@@ -40,9 +40,9 @@ struct Chunk {
   __host__ __device__ std::int64_t position(int row) const { return q_start + first_query + row; }
 };
 
-// visits.layer[l], l < layers - 1: [heads, groups[l], rows]. Bit p of the low byte: the row visits parent 8 group + p of
-// layer l, that is, it selected this node of layer l + 1; from bit 8 on: the rank, among the row's parents, of the first
-// of them. At the top every row visits the parents 0, 1, 2, ... and no table is needed.
+// visits.layer[l], l < layers - 1: [heads, groups[l], rows]. Bit p of the low byte: the row visits parent 8 group + p
+// of layer l, that is, it selected this node of layer l + 1; from bit 8 on: the rank, among the row's parents, of the
+// first of them. At the top every row visits the parents 0, 1, 2, ... and no table is needed.
 struct Visits {
   std::uint32_t* layer[kMaxLayers];
 };

@@ -19,7 +19,13 @@ HERE = Path(__file__).resolve().parent
 OUT = ROOT / "build" / "emulator"
 LIBRARY = "libhtree_cuda_emulated.so"
 # Contraction would change the rounding of what PTX spells out; the translated code is long, so -O1.
-USUAL = ["attn_dist/inst/bf16_576", "attn_dist/inst/fp16_128", "htree_layer/inst/bf16_64_", "smxx"]  # in every test run
+USUAL = [
+    "attn_dist/inst/bf16_576",
+    "attn_dist/inst/fp16_128",
+    "htree_backward/inst/bf16_64",
+    "htree_layer/inst/bf16_64_",
+    "smxx",
+]  # in every test run
 CXX_FLAGS = ["-std=c++20", "-mavx2", "-mf16c", "-mfma", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-w"]
 
 

@@ -254,9 +254,11 @@ void multiply_of(Args const& args, int heads, cudaStream_t stream) {
 template <class Element>
 void multiply(Args const& args, ForwardParams const& p, int heads, cudaStream_t stream) {
   if (p.K == 128) {
-    p.V == 128 ? multiply_of<Element, 128, 128>(args, heads, stream) : multiply_of<Element, 128, 64>(args, heads, stream);
+    p.V == 128 ? multiply_of<Element, 128, 128>(args, heads, stream)
+               : multiply_of<Element, 128, 64>(args, heads, stream);
   } else {
-    p.V == 128 ? multiply_of<Element, 64, 128>(args, heads, stream) : multiply_of<Element, 64, 64>(args, heads, stream);
+    p.V == 128 ? multiply_of<Element, 64, 128>(args, heads, stream)
+               : multiply_of<Element, 64, 64>(args, heads, stream);
   }
 }
 

@@ -103,6 +103,13 @@ public:
         inverse_[i] = __uint_as_float(ptx::load_shared_4B(own_ + Cfg::kNodeOffset + 4 * (g_ + 8 * i)));
       }
     }
+    uint32_t const keys = own_ + Cfg::kRowsOffset + matrix_lane<true>(lane_, Cfg::kKeyRowBytes);
+#pragma unroll
+    for (int step = 0; step < kK / 16; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) keys_[step][i] = 0;
+      if (exists_) ptx::load_matrix_x4(keys_[step], keys ^ (step << 5));
+    }
     clear(dk_);
     clear(dv_);
   }
@@ -158,7 +165,6 @@ private:
   // The turned q goes to shared memory, in the dtype, for the product that contracts over heads.
   __device__ __forceinline__ void scores(uint32_t slot, int position, float (&raw)[2][4]) {
     uint32_t const lane = matrix_lane<true>(lane_, Cfg::kKeyRowBytes);
-    uint32_t const keys = own_ + Cfg::kRowsOffset + lane;
     uint32_t const queries = slot + Cfg::kRowsOffset + lane;
     rope::Turns const* const turns = args_.fragment_turns + position * (kK / 8) + tq_;
     half2 own[2];
@@ -180,10 +186,9 @@ private:
       for (int half = 0; half < 2; ++half) {
         int const step = kk + half * kHalf;
         auto const& b = reinterpret_cast<uint32_t const(&)[4]>(half == 0 ? lo : hi);
-        uint32_t a[4], restored[4];
-        ptx::load_matrix_x4(a, keys ^ (step << 5));
-        ptx::mma_fp16(raw[0], a, b[0], b[2]);
-        ptx::mma_fp16(raw[1], a, b[1], b[3]);
+        uint32_t restored[4];
+        ptx::mma_fp16(raw[0], keys_[step], b[0], b[2]);
+        ptx::mma_fp16(raw[1], keys_[step], b[1], b[3]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) restored[i] = Restore<Element>::pair(b[i], own[i % 2]);
         ptx::store_matrix_x4((turned_ + lane) ^ (step << 5), restored);
@@ -276,6 +281,7 @@ private:
   uint32_t const turned_;
   bool exists_;
   float inverse_[2];
+  uint32_t keys_[kK / 16][4];  // the values stay in shared memory: registers decide
   float dk_[kK / 8][4];
   float dv_[kV / 8][4];
 };

@@ -13,10 +13,10 @@ namespace htree_cuda::gradient {
 
 inline constexpr float kHeadroomFactor = 1.0f / (1 << kHeadroom);
 
-// Where a lane's row lies for ldmatrix.x4 of 16 rows and 16 columns. kRowsFirst: the matrices are rows 0..7, rows 8..15 of
-// the first eight columns, then of the others: an A fragment, two B fragments {0, 2} and {1, 3} by columns, or,
-// transposed, two B fragments {0, 1} and {2, 3} by rows. Otherwise columns run first: two B fragments {0, 1} and {2, 3}
-// by columns. The k-th 16 columns are at the address ^ (k << 5).
+// Where a lane's row lies for ldmatrix.x4 of 16 rows and 16 columns; the k-th 16 columns are at the address ^ (k << 5).
+//   kRowsFirst   rows 0..7 and 8..15 of the first eight columns, then of the others: an A fragment, or two B fragments,
+//                {0, 2} and {1, 3}, by columns, or, transposed, two B fragments, {0, 1} and {2, 3}, by rows
+//   otherwise    rows 0..7 of both halves of the columns, then rows 8..15: two B fragments, {0, 1} and {2, 3}, by columns
 template <bool kRowsFirst>
 __device__ __forceinline__ uint32_t matrix_lane(int lane, int row_bytes) {
   int const id = lane / 8;

@@ -1,8 +1,8 @@
 // dq: a warp holds a query and walks its parents, layer by layer.
 //
 // A parent of rank j adds R^-1(sum_c dS_c k_c, n - 1 - 16 j) to dq, k_c being turned by its place c. dq is kept in the
-// frame of the parent at hand, turned by its n - 1 - 16 j, so that products add up in place and only dq turns, by -16 from
-// one parent to the next, in float32.
+// frame of the parent at hand, turned by its n - 1 - 16 j, so that products add up in place and only dq turns, by -16
+// from one parent to the next, in float32.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -104,9 +104,9 @@ public:
 
 private:
   // Two elements of row i's step: columns 16 step + 8 part + 2 tq + {0, 1}.
-  static __device__ __forceinline__ uint32_t word(char const* rows, int row_bytes, int row, int step, int part, int tq) {
+  __device__ __forceinline__ uint32_t word(char const* rows, int row_bytes, int row, int step, int part) const {
     return __ldg(reinterpret_cast<uint32_t const*>(rows + row * row_bytes + (((2 * step + part) ^ (row % 8)) << 4) +
-                                                   4 * tq));
+                                                   4 * tq_));
   }
 
   __device__ __forceinline__ void load() {
@@ -122,12 +122,12 @@ private:
       for (int part = 0; part < 2; ++part) {
 #pragma unroll
         for (int step = 0; step < kK / 16; ++step) {
-          uint32_t const x = word(q, Cfg::kKeyRowBytes, row, step, part, tq_);
+          uint32_t const x = word(q, Cfg::kKeyRowBytes, row, step, part);
           q_[step][2 * part + i] = *reinterpret_cast<half2 const*>(&x);
         }
 #pragma unroll
         for (int step = 0; step < kV / 16; ++step) {
-          dout_[step][2 * part + i] = word(dout, Cfg::kValueRowBytes, row, step, part, tq_);
+          dout_[step][2 * part + i] = word(dout, Cfg::kValueRowBytes, row, step, part);
         }
       }
       unit_[i] = header[row];
@@ -201,7 +201,8 @@ private:
   }
 
   // dq += dS k; bits 0, 1, 8, 9 of `open`: this lane's keys take part.
-  __device__ __forceinline__ void add_keys(uint32_t slot, float const (&ds)[2][4], float const (&own)[4], uint32_t open) {
+  __device__ __forceinline__ void add_keys(uint32_t slot, float const (&ds)[2][4], float const (&own)[4],
+                                           uint32_t open) {
     uint32_t const a[4] = {Pairs<Element>::pack(ds[0][0], ds[0][1]), Pairs<Element>::pack(ds[0][2], ds[0][3]),
                            Pairs<Element>::pack(ds[1][0], ds[1][1]), Pairs<Element>::pack(ds[1][2], ds[1][3])};
     half2 const own_of[2] = {__floats2half2_rn(own[0], own[1]), __floats2half2_rn(own[2], own[3])};

@@ -56,9 +56,11 @@ void pack_nodes(PackNodes const& args, DType dtype, cudaStream_t stream) {
 
 void pack_queries(PackQueries const& args, DType dtype, cudaStream_t stream) {
   if (dtype == DType::kFloat16) {
-    args.K == 128 ? pack_queries_of<__half, 128>(args, stream) : pack_queries_of<__half, 64>(args, stream);
+    args.K == 128 ? pack_queries_of<__half, 128>(args, stream)
+                  : pack_queries_of<__half, 64>(args, stream);
   } else {
-    args.K == 128 ? pack_queries_of<__nv_bfloat16, 128>(args, stream) : pack_queries_of<__nv_bfloat16, 64>(args, stream);
+    args.K == 128 ? pack_queries_of<__nv_bfloat16, 128>(args, stream)
+                  : pack_queries_of<__nv_bfloat16, 64>(args, stream);
   }
 }
 

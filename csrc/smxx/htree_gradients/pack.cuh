@@ -16,8 +16,8 @@ inline constexpr int kThreads = 256;
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr unsigned kFullWarp = 0xffffffffu;
 
-// The largest element of a normalised row lies in [2^4, 2^5): turning adds up to sqrt(2), far from the largest fp16, and
-// elements down to 2^-18 of the largest keep full precision. Rows below 2^kLeastExponent lose bits.
+// The largest element of a normalised row lies in [2^4, 2^5): turning adds up to sqrt(2), far from the largest fp16,
+// and elements down to 2^-18 of the largest keep full precision. Rows below 2^kLeastExponent lose bits.
 inline constexpr int kExponent = 4;
 inline constexpr int kLeastExponent = -109;
 
@@ -199,7 +199,9 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
     for (int step = 0; step < kMaxGroupHeads / kRows; ++step) {
       int const g = step * kRows + lane / kLanes;
       float q[8] = {};
-      if (g < args.G) to_float<Element>(load_chunk<Element>(args.q, row_of<Element>(args.q, b, query, first + g), chunk), q);
+      if (g < args.G) {
+        to_float<Element>(load_chunk<Element>(args.q, row_of<Element>(args.q, b, query, first + g), chunk), q);
+      }
       float largest = 0.0f;
       bool finite = true;
 #pragma unroll

@@ -1,6 +1,6 @@
-// The reverse index of the backward: for every group of eight parents and every row, which of them the row visits and as
-// which rank. A warp a list; lists ascend, so the parents of a group are neighbours in it, and the lane of the first one
-// writes the entry. No atomics: an entry has one writer.
+// The reverse index of the backward: for every group of eight parents and every row, which of them the row visits and
+// as which rank. A warp a list; lists ascend, so the parents of a group are neighbours in it, and the lane of the first
+// one writes the entry. No atomics: an entry has one writer.
 #pragma once
 
 #include <cuda_runtime.h>
