@@ -29,14 +29,14 @@ def _kernels_are_built():
 
 
 def inputs(T, T_q, *, B=1, H_kv=1, G=16, K=64, V=64, dtype=BF16, seed=0):
-    """q, k, v, dout, dlse, drawn on the CPU. Without dlse a query with one candidate would have no dq to compare."""
+    """q, k, v, dout, dlse, drawn on the CPU. dlse keeps away from 0: all that dq of a lone candidate comes from."""
     g = torch.Generator().manual_seed(seed)
     H = H_kv * G
     q, k, v, dout = (
         torch.randn(*shape, generator=g).to(dtype)
         for shape in ((B, T_q, H, K), (B, T, H_kv, K), (B, T, H_kv, V), (B, T_q, H, V))
     )
-    return q, k, v, dout, torch.randn(B, T_q, H, generator=g)
+    return q, k, v, dout, torch.rand(B, T_q, H, generator=g) + 0.5
 
 
 def forward(q, k, v, **options):
@@ -115,7 +115,7 @@ def test_boundaries_of_the_default_top_k(T):
 @pytest.mark.emulated
 @pytest.mark.parametrize("G", [1, 3, 16])
 def test_groups_batches_and_heads(G):
-    check(*inputs(700, 11, B=2, H_kv=3, G=G, seed=G), top_k_per_layer=16)
+    check(*inputs(700, 7, B=2, H_kv=3, G=G, seed=G), top_k_per_layer=16)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -129,31 +129,28 @@ def test_top_k(top_k):
     check(*inputs(20000, 10, G=2, seed=top_k), top_k_per_layer=top_k, q_start=19000)
 
 
+def check_with_the_torch_backend(*tensors, **options):
+    """For sizes beyond the definition: the same bf16 numbers, rounded elsewhere."""
+    mine, results = gradients(*tensors, **options)
+    theirs, _ = gradients(*tensors, results=results, backend="torch", **options)
+    for x, y in zip(mine, theirs):
+        assert (x.float() - y.float()).square().mean() < (0.01 * y.float()).square().mean()
+
+
 @pytest.mark.emulated
 def test_rows_split_over_blocks():
     """As many queries as make two segments of every layer, whose sums are added in order."""
-    check(*inputs(520, 520, G=2, seed=5), top_k_per_layer=16)
+    check_with_the_torch_backend(*inputs(520, 520, G=2, seed=5), top_k_per_layer=16)
 
 
 @pytest.mark.hardware
-def test_whole_sequences_agree_with_the_torch_backend():
-    """Several chunks of queries, several heads."""
-    q, k, v, dout, dlse = inputs(9000, 9000, B=2, H_kv=2, G=4)
-    mine, results = gradients(q, k, v, dout, dlse, top_k_per_layer=64)
-    theirs, _ = gradients(q, k, v, dout, dlse, results=results, top_k_per_layer=64, backend="torch")
-    for x, y in zip(mine, theirs):
-        error = (x.float() - y.float()).square().mean().sqrt() / y.float().square().mean().sqrt()
-        assert error < 0.01
+def test_several_heads_at_once():
+    check_with_the_torch_backend(*inputs(9000, 9000, B=2, H_kv=2, G=4), top_k_per_layer=64)
 
 
 @pytest.mark.hardware
-def test_one_head_in_many_chunks():
-    q, k, v, dout, dlse = inputs(40007, 40007, G=2, K=128, V=128)
-    mine, results = gradients(q, k, v, dout, dlse, top_k_per_layer=512)
-    theirs, _ = gradients(q, k, v, dout, dlse, results=results, top_k_per_layer=512, backend="torch")
-    for x, y in zip(mine, theirs):
-        error = (x.float() - y.float()).square().mean().sqrt() / y.float().square().mean().sqrt()
-        assert error < 0.01
+def test_one_head_in_several_chunks():
+    check_with_the_torch_backend(*inputs(40007, 40007, G=2, K=128, V=128), top_k_per_layer=512)
 
 
 # ---- hostile inputs ---------------------------------------------------------------------------------------------
@@ -162,15 +159,9 @@ def test_one_head_in_many_chunks():
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("q_size", "k_size"), [(30.0, 30.0), (1.0, 1e-6), (1e-3, 1e4), (1e4, 1e-3)])
 def test_large_and_small_numbers(q_size, k_size, dtype):
-    """Logits of 1e3 stay finite; powers of two keep queries and keys in the range of fp16 until they are multiplied."""
-    q, k, v, dout, dlse = inputs(1200, 12, G=4, K=128, V=128)
-    q, k = (q.float() * q_size).to(dtype), (k.float() * k_size).to(dtype)
-    tensors = q, k, v.to(dtype), dout.to(dtype), dlse
-    grads, _ = gradients(*tensors, top_k_per_layer=16)
-    if dtype == BF16:  # in fp16 gradients of such inputs leave the range
-        assert all(x.isfinite().all() for x in grads)
-    if q_size * k_size <= 10.0 and dtype == BF16:
-        check(*tensors, top_k_per_layer=16)
+    """Logits of 1e3 among them; powers of two keep queries and keys in the range of fp16 until they are multiplied."""
+    q, k, v, dout, dlse = inputs(1200, 12, G=4, K=128, V=128, dtype=dtype)
+    check((q.float() * q_size).to(dtype), (k.float() * k_size).to(dtype), v, dout, dlse, top_k_per_layer=16)
 
 
 @pytest.mark.emulated
@@ -262,7 +253,7 @@ def test_repeats_under_another_schedule():
 
 @pytest.mark.emulated
 def test_strided_views():
-    q, k, v, dout, dlse = inputs(300, 20, B=2, H_kv=2, G=3)
+    q, k, v, dout, dlse = inputs(270, 9, B=2, H_kv=2, G=3)
     expected, results = gradients(q, k, v, dout, dlse, top_k_per_layer=16)
     swapped = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout, dlse)]
     same_bits(gradients(*swapped, results=results, top_k_per_layer=16)[0], expected)
