@@ -134,9 +134,11 @@ private:
     int const position = entry.detail - kSiblings * __popc(entry.takers & ((1u << warp_) - 1u));
     int const parent = piece_.group * kGroupParents + warp_;
     uint32_t const closed = expanded(args_, piece_.layer, piece_.head, parent, entry.which) | beyond(position);
-    float raw[2][4] = {}, dp[2][4] = {};
-    scores(slot, position, raw);
+    // The turns may come from L2: what does not need them goes first.
+    PositionTurns<kK> const turns(args_.fragment_turns, position, tq_);
+    float raw[2][4], dp[2][4];
     value_products(slot, dp);
+    scores(slot, turns, raw);
     uint32_t p[4], ds[4];
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
@@ -163,10 +165,10 @@ private:
   }
 
   // The turned q goes to shared memory, in the dtype, for the product that contracts over heads.
-  __device__ __forceinline__ void scores(uint32_t slot, int position, float (&raw)[2][4]) {
+  __device__ __forceinline__ void scores(uint32_t slot, PositionTurns<kK> const& turns, float (&raw)[2][4]) const {
     uint32_t const lane = matrix_lane<true>(lane_, Cfg::kKeyRowBytes);
     uint32_t const queries = slot + Cfg::kRowsOffset + lane;
-    rope::Turns const* const turns = args_.fragment_turns + position * (kK / 8) + tq_;
+    Chains sums{};
     half2 own[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -175,30 +177,35 @@ private:
     }
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
-      uint4 const x = __ldg(reinterpret_cast<uint4 const*>(turns + kk * 4));
       uint32_t q[2][4];
       ptx::load_matrix_x4(q[0], queries ^ (kk << 5));
       ptx::load_matrix_x4(q[1], queries ^ ((kk + kHalf) << 5));
       half2 lo[4], hi[4];
-      rope::turn_fragments(lo, hi, reinterpret_cast<half2 const(&)[4]>(q[0]), reinterpret_cast<half2 const(&)[4]>(q[1]),
-                           *reinterpret_cast<rope::Turns const*>(&x));
+      rope::turn_fragments(lo, hi, reinterpret_cast<half2 const(&)[4]>(q[0]),
+                           reinterpret_cast<half2 const(&)[4]>(q[1]), turns[kk]);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int const step = kk + half * kHalf;
         auto const& b = reinterpret_cast<uint32_t const(&)[4]>(half == 0 ? lo : hi);
         uint32_t restored[4];
-        ptx::mma_fp16(raw[0], keys_[step], b[0], b[2]);
-        ptx::mma_fp16(raw[1], keys_[step], b[1], b[3]);
+        ptx::mma_fp16(sums.x[half][0], keys_[step], b[0], b[2]);
+        ptx::mma_fp16(sums.x[half][1], keys_[step], b[1], b[3]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) restored[i] = Restore<Element>::pair(b[i], own[i % 2]);
         ptx::store_matrix_x4((turned_ + lane) ^ (step << 5), restored);
       }
     }
     __syncwarp();
+    sums.total(raw);
   }
 
   __device__ __forceinline__ void value_products(uint32_t slot, float (&dp)[2][4]) const {
     uint32_t const lane = matrix_lane<true>(lane_, Cfg::kValueRowBytes) + Cfg::kValueOffset;
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dp[tile][e] = 0.0f;
+    }
 #pragma unroll
     for (int step = 0; step < kV / 16; ++step) {
       uint32_t a[4], b[4];

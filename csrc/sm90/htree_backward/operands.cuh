@@ -25,6 +25,35 @@ __device__ __forceinline__ uint32_t matrix_lane(int lane, int row_bytes) {
   return row * row_bytes + ((chunk ^ (row % 8)) << 4);
 }
 
+// A product that adds up in two chains, because the latency of one is what a warp waits for; `total` joins them.
+struct Chains {
+  float x[2][2][4];  // [chain][tile]
+
+  __device__ __forceinline__ void total(float (&sum)[2][4]) const {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[tile][e] = x[0][tile][e] + x[1][tile][e];
+    }
+  }
+};
+
+// The turns of one position: this lane's entries of the table of fragments.
+template <int kK>
+struct PositionTurns {
+  uint4 words[kK / 32];
+
+  __device__ __forceinline__ PositionTurns(rope::Turns const* table, int position, int tq) {
+    rope::Turns const* const row = table + position * (kK / 8) + tq;
+#pragma unroll
+    for (int kk = 0; kk < kK / 32; ++kk) words[kk] = __ldg(reinterpret_cast<uint4 const*>(row + kk * 4));
+  }
+
+  __device__ __forceinline__ rope::Turns const& operator[](int kk) const {
+    return reinterpret_cast<rope::Turns const&>(words[kk]);
+  }
+};
+
 // A row was divided by `inverse`. Rows come back to their size on the way to a product: in bf16 wholly by what they are
 // multiplied with, `rest`; in fp16, whose range that might leave, by `own` as far as fp16 holds it.
 template <class Element>

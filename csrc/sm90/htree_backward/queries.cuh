@@ -142,9 +142,11 @@ private:
       position_ = candidates(args_.chunk.position(row_), layer, args_.tree.layers, args_.tree.top_k).n - 1;
     }
     uint32_t const closed = expanded(args_, layer, head_, parent, row_) | beyond(position_);
-    float raw[2][4] = {}, dp[2][4] = {};
-    scores(slot, raw);
+    // The turns may come from L2: what does not need them goes first.
+    PositionTurns<kK> const turns(args_.fragment_turns, position_, tq_);
+    float raw[2][4], dp[2][4];
     value_products(slot, dp);
+    scores(slot, turns, raw);
     float own[4], ds[2][4];
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
@@ -169,35 +171,37 @@ private:
     position_ -= kSiblings;
   }
 
-  __device__ __forceinline__ void scores(uint32_t slot, float (&raw)[2][4]) const {
+  __device__ __forceinline__ void scores(uint32_t slot, PositionTurns<kK> const& turns, float (&raw)[2][4]) const {
     uint32_t const keys = slot + Cfg::kRowsOffset + matrix_lane<false>(lane_, Cfg::kKeyRowBytes);
-    rope::Turns const* const turns = args_.fragment_turns + position_ * (kK / 8) + tq_;
+    Chains sums{};
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
-      uint4 const x = __ldg(reinterpret_cast<uint4 const*>(turns + kk * 4));
       half2 lo[4], hi[4];
-      rope::turn_fragments(lo, hi, q_[kk], q_[kk + kHalf], *reinterpret_cast<rope::Turns const*>(&x));
+      rope::turn_fragments(lo, hi, q_[kk], q_[kk + kHalf], turns[kk]);
       uint32_t b[4];
       ptx::load_matrix_x4(b, keys ^ (kk << 5));
       auto const& a_lo = reinterpret_cast<uint32_t const(&)[4]>(lo);
-      ptx::mma_fp16(raw[0], a_lo, b[0], b[1]);
-      ptx::mma_fp16(raw[1], a_lo, b[2], b[3]);
+      ptx::mma_fp16(sums.x[0][0], a_lo, b[0], b[1]);
+      ptx::mma_fp16(sums.x[0][1], a_lo, b[2], b[3]);
       ptx::load_matrix_x4(b, keys ^ ((kk + kHalf) << 5));
       auto const& a_hi = reinterpret_cast<uint32_t const(&)[4]>(hi);
-      ptx::mma_fp16(raw[0], a_hi, b[0], b[1]);
-      ptx::mma_fp16(raw[1], a_hi, b[2], b[3]);
+      ptx::mma_fp16(sums.x[1][0], a_hi, b[0], b[1]);
+      ptx::mma_fp16(sums.x[1][1], a_hi, b[2], b[3]);
     }
+    sums.total(raw);
   }
 
   __device__ __forceinline__ void value_products(uint32_t slot, float (&dp)[2][4]) const {
     uint32_t const values = slot + Cfg::kValueOffset + matrix_lane<false>(lane_, Cfg::kValueRowBytes);
+    Chains sums{};
 #pragma unroll
     for (int step = 0; step < kV / 16; ++step) {
       uint32_t b[4];
       ptx::load_matrix_x4(b, values ^ (step << 5));
-      Pairs<Element>::mma(dp[0], dout_[step], b[0], b[1]);
-      Pairs<Element>::mma(dp[1], dout_[step], b[2], b[3]);
+      Pairs<Element>::mma(sums.x[step % 2][0], dout_[step], b[0], b[1]);
+      Pairs<Element>::mma(sums.x[step % 2][1], dout_[step], b[2], b[3]);
     }
+    sums.total(dp);
   }
 
   // dq += dS k; bits 0, 1, 8, 9 of `open`: this lane's keys take part.
