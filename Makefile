@@ -1,4 +1,5 @@
 # make demo, make test: each alone is enough on a fresh clone with Python and make. g++ and nvcc are used where present.
+# make distill: trains an indexer on a CPU.
 # make gpu-test [SHARD=i/n], make gpu-bench [SHARD=i/n]: on a Hopper machine, with the torch of $(PYTHON).
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ READY := $(VENV)/.installed
 SHARD ?=
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
-.PHONY: demo test lint check-kernels kernels docs bench-cpu gpu-test gpu-bench clean help
+.PHONY: demo distill test lint check-kernels kernels docs bench-cpu gpu-test gpu-bench clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -29,6 +30,10 @@ $(READY): pyproject.toml setup.py constraints.txt
 demo: $(READY)
 	$(PY) -m htree_cuda info
 	$(PY) -m htree_cuda demo
+
+# An indexer learns from attention on real text: a table, demo_out/indexer_distillation.png and .json.
+distill: $(READY)
+	$(PY) examples/indexer_distillation.py
 
 test: $(READY) lint check-kernels
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -q

@@ -65,6 +65,7 @@ KERNEL_SOURCES = [
 # Benchmark programs without Python, each linked to the kernel library: build/kernels/bin/<stem>.
 BENCHMARK_SOURCES = [
     "benchmarks/cpp/attn_dist.cu",
+    "benchmarks/cpp/forward.cu",
     "benchmarks/cpp/tree_pool.cu",
 ]
 

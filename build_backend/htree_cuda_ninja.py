@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import htree_cuda_build as build
@@ -68,6 +69,18 @@ def cxx_flags(root: Path) -> list[str]:
     return [*flags, "-I", str(root / "csrc"), f'-DHTREE_CUDA_PARAMS_HASH="{params_hash(root)}"']
 
 
+def headers_of(root: Path, source: str) -> list[Path]:
+    """The headers of csrc that a kernel source may include: all but those in the folders of other ops.
+
+    Named besides the depfiles: nvcc was seen to leave an empty one, and with it an object that no header made stale.
+    """
+    csrc = root / "csrc"
+    ops = [folder for place in ("sm90", "smxx") for folder in (csrc / place).iterdir() if folder.name != "device"]
+    others = [folder for folder in ops if folder.is_dir() and folder not in (root / source).parents]
+    headers = [path for suffix in ("h", "cuh") for path in csrc.rglob(f"*.{suffix}")]
+    return sorted(path for path in headers if not any(folder in path.parents for folder in others))
+
+
 def escape_path(path: str | Path) -> str:
     """A path on a ninja build line."""
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
@@ -92,9 +105,12 @@ def write_ninja(options: Options, tools: build.Toolchain) -> Path:
             lines.extend(["  depfile = $out.d", "  deps = gcc"])
         lines.append("")
 
-    def edge(name: str, target: Path, inputs: list[Path], after: Path | None = None) -> None:
+    def edge(
+        name: str, target: Path, inputs: list[Path], after: Path | None = None, headers: Sequence[Path] = ()
+    ) -> None:
         """`after` is built before, but a newer one does not make the target stale: both load it at run time."""
         line = f"build {escape_path(target)}: {name} {' '.join(map(escape_path, inputs))}"
+        line += f" | {' '.join(map(escape_path, headers))}" if headers else ""
         lines.extend([line + (f" || {escape_path(after)}" if after else ""), ""])
 
     libs = [f"-L{folder}" for folder in tools.cuda_lib_dirs]
@@ -115,7 +131,7 @@ def write_ninja(options: Options, tools: build.Toolchain) -> Path:
     for source in options.kernel_sources:
         target = (out / "obj" / source).with_suffix(".o")
         objects.append(target)
-        edge("nvcc", target, [root / source])
+        edge("nvcc", target, [root / source], headers=headers_of(root, source))
     edge("link", library, objects)
     lines.extend([f"build library: phony {escape_path(library)}", ""])
 

@@ -1,11 +1,25 @@
-"""htree_cuda: hierarchical-tree sparse causal attention and attn_dist for NVIDIA Hopper.
+"""htree_cuda: hierarchical-tree sparse causal attention, and sparse attention with its indexer loss, for NVIDIA Hopper.
 
-`forward`    hierarchical-tree sparse causal attention (differentiable).
-`attn_dist`  head-summed attention distribution over a sparse index list.
+`forward`              hierarchical-tree sparse causal attention (differentiable).
+`HTreeAttention`       the same as a module: projections, grouped KV heads, a KV cache.
+`sparse_attention`     multi-query attention over an index list (differentiable).
+`attn_dist`            head-summed attention distribution over an index list.
+`normalize_attn_dist`  that distribution over all heads and ranks, normalised.
+`indexer_loss`         KL divergence of an indexer from it (differentiable).
 """
 
 from ._version import __version__
 from .checks import UnsupportedError
-from .interface import attn_dist, forward
+from .interface import attn_dist, forward, indexer_loss, normalize_attn_dist, sparse_attention
+from .module import HTreeAttention
 
-__all__ = ["UnsupportedError", "__version__", "attn_dist", "forward"]
+__all__ = [
+    "HTreeAttention",
+    "UnsupportedError",
+    "__version__",
+    "attn_dist",
+    "forward",
+    "indexer_loss",
+    "normalize_attn_dist",
+    "sparse_attention",
+]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import checks, ops  # noqa: F401  (importing ops registers torch.ops.htree_cuda)
+from . import checks, indexer, ops  # noqa: F401  (importing ops registers torch.ops.htree_cuda)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -19,6 +19,16 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _starts(op: str, q_start: int | Sequence[int] | None, B: int) -> list[int] | None:
+    """One start for each batch element (one without a batch), as the ops take them."""
+    if q_start is None:
+        return None
+    starts = list(q_start) if isinstance(q_start, Sequence) else [q_start] * B
+    for start in starts:
+        checks.integer(op, "q_start", start)
+    return starts
 
 
 def forward(
@@ -36,6 +46,8 @@ def forward(
     return_lse: bool = False,
     return_selection: bool = False,
     backend: str = "auto",
+    deterministic: bool | None = None,
+    save_selection: bool | str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
     """Hierarchical-tree sparse causal attention.
 
@@ -64,6 +76,11 @@ def forward(
         return_selection: bool; also return the selected nodes.
         backend: "auto": CPU tensors use PyTorch operations, CUDA tensors the Hopper kernels or an error;
             "torch": PyTorch operations on any device.
+        deterministic: bool; True: gradients are bitwise repeatable; default None: what
+            ``torch.are_deterministic_algorithms_enabled()`` says at the call.
+        save_selection: True keeps the selection for the backward, False has the backward find it again by running the
+            forward once more, to the bit; "auto" keeps it where it takes no more bytes than q and out together:
+            ``4 (L-1) H_kv top_k <= H (K + V) * itemsize``.
 
     Returns:
         out [B, T_q, H, V] in the dtype of q; or a tuple (out[, lse][, selection]).
@@ -79,9 +96,10 @@ def forward(
 
     Notes:
         Gradients: out and lse are differentiable with respect to q, k, v (the selection is a constant). The backward
-        walks the tree again from the selection, which is kept: 4 (L-1) B T_q H_kv top_k bytes. Second derivatives
-        raise. On CUDA, the torch backend's dk and dv use atomic additions unless
-        ``torch.use_deterministic_algorithms(True)``; everything else is bitwise repeatable.
+        walks the tree again from the selection, 4 (L-1) B T_q H_kv top_k bytes, kept or found again as save_selection
+        says; the gradients are the same to the bit. With return_selection it is kept in any case: it is an output.
+        Second derivatives raise. On CUDA, the torch backend's dk and dv use atomic additions unless deterministic;
+        everything else is bitwise repeatable.
         Memory: the torch backend holds the tree (1 + 1/r + ... times k and v), plus a bounded chunk of temporaries; the
         kernels hold the tree, packed, and at most 192 MiB forward; backward see docs/htree_backward.md.
         Support: what the kernels cover is the table in the README; among its limits, scores must stay below 2^26 in
@@ -97,28 +115,27 @@ def forward(
     Source: docs/algorithm.md; the algorithm comes from github.com/skywong14/htree.
     """
     op = "forward"
-    checks.backend_name(op, backend)
+    options = {
+        "compression_rate": compression_rate, "top_k_per_layer": top_k_per_layer, "max_top_nodes": max_top_nodes,
+        "scale": scale, "rope_base": rope_base, "strict_causal": strict_causal, "backend": backend,
+        "deterministic": deterministic, "save_selection": save_selection,
+    }  # fmt: skip
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.tensor(op, name, x)
     checks.integer(op, "q_start", q_start, optional=True)
-    checks.integer(op, "compression_rate", compression_rate)
-    checks.integer(op, "top_k_per_layer", top_k_per_layer)
-    checks.integer(op, "max_top_nodes", max_top_nodes, optional=True)
-    checks.number(op, "scale", scale, optional=True)
-    checks.number(op, "rope_base", rope_base)
-    for name, flag in (
-        ("strict_causal", strict_causal), ("return_lse", return_lse), ("return_selection", return_selection)
-    ):  # fmt: skip
+    checks.tree_option_types(op, options)
+    for name, flag in (("return_lse", return_lse), ("return_selection", return_selection)):
         checks.boolean(op, name, flag)
     q, k, v = _autocast(q, k, v)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    options = {
-        "q_start": q_start, "compression_rate": compression_rate, "top_k_per_layer": top_k_per_layer,
-        "max_top_nodes": max_top_nodes, "scale": scale, "rope_base": rope_base, "strict_causal": strict_causal,
-        "backend": backend,
-    }  # fmt: skip
-    need_selection = return_selection or needs_grad
-    out, lse, selection = torch.ops.htree_cuda.forward(q, k, v, need_selection=need_selection, **options)
+    tree = {name: x for name, x in options.items() if name not in ("deterministic", "save_selection")}
+    tree["q_start"] = q_start
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    save_mode = checks.SAVE_SELECTION[save_selection if needs_grad else False]
+    out, lse, selection = torch.ops.htree_cuda.forward(
+        q, k, v, need_selection=return_selection, **tree, deterministic=deterministic, save_selection=save_mode
+    )
     extra = ([lse] if return_lse else []) + ([selection] if return_selection else [])
     return (out, *extra) if extra else out
 
@@ -185,12 +202,7 @@ def attn_dist(
     if topk_length is not None:
         checks.tensor(op, "topk_length", topk_length)
     checks.number(op, "sm_scale", sm_scale, optional=True)
-    if q_start is not None:
-        if not isinstance(q_start, Sequence):
-            q_start = [q_start] * (q.shape[0] if q.dim() == 4 else 1)
-        q_start = list(q_start)
-        for start in q_start:
-            checks.integer(op, "q_start", start)
+    q_start = _starts(op, q_start, q.shape[0] if q.dim() == 4 else 1)
     checks.integer(op, "k_stride", k_stride)
     checks.number(op, "lse_base", lse_base)
     q, k = _autocast(q, k)
@@ -205,4 +217,199 @@ def attn_dist(
         k_stride=k_stride,
         lse_base=lse_base,
         backend=backend,
+    )
+
+
+def sparse_attention(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    d_v: int = 512,
+    sm_scale: float | None = None,
+    q_start: int | Sequence[int] | None = None,
+    k_stride: int = 1,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    return_lse: bool = True,
+    lse_base: float = 2,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Multi-query attention over a list of keys per query, as in MLA with DeepSeek Sparse Attention.
+
+    Each query attends, in one softmax, to the key rows that its list names. A row of ``kv`` is the key, and its first
+    ``d_v`` numbers are the value. The lse is what `attn_dist` takes.
+
+    Args:
+        q: [s_q, h_q, d_qk] float16, bfloat16, float32 or float64. Either no tensor (attn_sink apart) or every tensor
+            has a leading batch dimension B.
+        kv: [s_kv, 1, d_qk], dtype of q (multi-query attention: one KV head).
+        indices: [s_q, 1, topk] int32, key rows of each query; anything outside ``[0, s_kv)`` is an invalid slot;
+            a row named twice counts in each of its slots.
+        d_v: int, 1 .. d_qk; default 512.
+        sm_scale: finite float, natural score scale; default d_qk ** -0.5.
+        q_start, k_stride, topk_length: which slots count, as in `attn_dist`; default: all.
+        attn_sink: [h_q] float32 (float64 where q is), natural units, any value: ``exp(attn_sink)`` is added to the
+            softmax denominator of ``out``, never to ``lse``. -inf has no effect, +inf gives zeros, NaN gives NaN.
+            Default None.
+        return_lse: bool; False returns ``out`` alone.
+        lse_base: 2 or math.e, the base of ``lse``; default 2, that of `attn_dist`.
+        backend: "auto" or "torch", as in `forward`. There is no kernel yet: CUDA tensors need "torch".
+
+    Returns:
+        (out, lse), or out alone with ``return_lse=False``.
+        out: [s_q, h_q, d_v] in the dtype of q, batched [B, s_q, h_q, d_v].
+        lse: [s_q, h_q] float32 (float64 for float64 inputs), batched [B, s_q, h_q]: log-sum-exp of the scaled scores
+        over the valid slots, without the sink.
+        A query without a valid slot gets zeros, and lse -inf. s_q = 0 or B = 0 give empty tensors.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError: as `forward`.
+
+    Notes:
+        Gradients: out and lse are differentiable with respect to q, kv and attn_sink; a query without a valid slot
+        contributes none. The backward gathers again; nothing but inputs and outputs is kept. Second derivatives raise.
+        On CUDA, the gradient of kv uses atomic additions unless ``torch.use_deterministic_algorithms(True)``;
+        everything else is bitwise repeatable.
+        A key row that no valid slot names is never used, whatever it holds. A score that is not finite (a NaN or an
+        infinity in the query's head or in a row that a valid slot names, or an overflow) makes out and lse of that
+        query and head NaN.
+        Autocast: q and kv are cast to the autocast dtype; attn_sink is not.
+
+    Example:
+        >>> q, kv = torch.randn(16, 8, 64), torch.randn(256, 1, 64)
+        >>> indices = torch.randint(0, 256, (16, 1, 32), dtype=torch.int32)
+        >>> out, lse = htree_cuda.sparse_attention(q, kv, indices, d_v=48)
+        >>> dist = htree_cuda.attn_dist(q, kv, indices, lse)  # rows sum to 8
+
+    Source: DeepSeek-V3.2 (DeepSeek Sparse Attention), docs/sparse_attention.md.
+    """
+    op = "sparse_attention"
+    checks.backend_name(op, backend)
+    for name, x in (("q", q), ("kv", kv), ("indices", indices)):
+        checks.tensor(op, name, x)
+    for name, x in (("topk_length", topk_length), ("attn_sink", attn_sink)):
+        if x is not None:
+            checks.tensor(op, name, x)
+    checks.integer(op, "d_v", d_v)
+    checks.number(op, "sm_scale", sm_scale, optional=True)
+    q_start = _starts(op, q_start, q.shape[0] if q.dim() == 4 else 1)
+    checks.integer(op, "k_stride", k_stride)
+    checks.boolean(op, "return_lse", return_lse)
+    checks.number(op, "lse_base", lse_base)
+    q, kv = _autocast(q, kv)
+    out, lse = torch.ops.htree_cuda.sparse_attention(
+        q,
+        kv,
+        indices,
+        topk_length,
+        attn_sink,
+        d_v=d_v,
+        sm_scale=sm_scale,
+        q_start=q_start,
+        k_stride=k_stride,
+        lse_base=lse_base,
+        backend=backend,
+    )
+    return (out, lse) if return_lse else out
+
+
+def normalize_attn_dist(attn_dist: Tensor, *, group: torch.distributed.ProcessGroup | None = None) -> Tensor:
+    """The target of the indexer loss: `attn_dist` summed over all heads, then divided by its sum over the slots.
+
+    Args:
+        attn_dist: [G, s_q, topk] or [B, G, s_q, topk] float32 or float64, as `attn_dist` returns it: a sum for each
+            group of 64 heads.
+        group: torch.distributed process group whose ranks hold the other heads of the same queries and lists (tensor
+            parallelism); every rank of it must make the call, and all get the same result. Default None: all heads are
+            here.
+
+    Returns:
+        [s_q, topk] or [B, s_q, topk], dtype of attn_dist, a fresh tensor: every query's slots sum to 1. A query whose
+        slots are all 0 stays 0; one that holds a NaN or an infinity gets NaN. It never requires grad.
+
+    Raises:
+        TypeError, ValueError: as `forward`.
+
+    Notes:
+        One all-reduce of [s_q, topk] numbers where a group is given. Plain PyTorch operations on any device.
+
+    Example:
+        >>> target = htree_cuda.normalize_attn_dist(dist)  # dist: [2, 16, 32] of 128 heads -> [16, 32]
+
+    Source: the indexer loss of DeepSeek-V3.2 (DeepSeek Sparse Attention), docs/sparse_attention.md.
+    """
+    op = "normalize_attn_dist"
+    checks.tensor(op, "attn_dist", attn_dist)
+    checks.process_group(op, "group", group)
+    checks.normalize_attn_dist(attn_dist)
+    return indexer.normalize_attn_dist(attn_dist.detach(), group)
+
+
+def indexer_loss(
+    logits: Tensor,
+    attn_dist: Tensor,
+    indices: Tensor,
+    *,
+    s_kv: int,
+    q_start: int | Sequence[int] | None = None,
+    k_stride: int = 1,
+    topk_length: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """KL divergence of the indexer's softmax over the valid slots from the attention distribution.
+
+    For each query, with ``target`` its row of attn_dist divided by the row's sum over the valid slots:
+    ``sum over valid slots of target * (log(target) - log_softmax(logits))``.
+
+    Args:
+        logits: [s_q, topk] or [B, s_q, topk] float16, bfloat16, float32 or float64, the indexer's score of each slot.
+        attn_dist: float32 or float64, either [s_q, topk] (batched [B, s_q, topk]), as `normalize_attn_dist` returns
+            it, or [G, s_q, topk] (batched [B, G, s_q, topk]), as `attn_dist` does: it is summed over G. It need not be
+            normalised: only its proportions count. Not negative.
+        indices: [s_q, 1, topk] int32 (batched [B, s_q, 1, topk]), the list that attn_dist was computed on.
+        s_kv: int >= 0, number of key rows.
+        q_start, k_stride, topk_length: as given to `attn_dist`.
+        reduction: "mean": over the queries that have a valid slot (0 where none has); "sum"; "none".
+
+    Returns:
+        float32 (float64 for float64 logits), a scalar, or [s_q] (batched [B, s_q]) with reduction "none".
+        A query without a valid slot, and one whose target is 0 in all of them, gives 0 and no gradient; the second
+        counts in the mean.
+
+    Raises:
+        TypeError, ValueError: as `forward`.
+
+    Notes:
+        Gradient: to logits alone, ``softmax(logits) - target`` times that of the result; attn_dist is a constant.
+        Plain PyTorch operations on any device, so that torch.compile fuses them; deterministic.
+        What an invalid slot holds, in logits or in attn_dist, never matters. A NaN in a valid slot gives NaN for its
+        query. A logit of -inf in a valid slot whose target is not 0 gives +inf.
+
+    Example:
+        >>> logits = torch.randn(16, 32, requires_grad=True)
+        >>> htree_cuda.indexer_loss(logits, dist, indices, s_kv=256).backward()
+
+    Source: the indexer loss of DeepSeek-V3.2 (DeepSeek Sparse Attention), docs/sparse_attention.md.
+    """
+    op = "indexer_loss"
+    for name, x in (("logits", logits), ("attn_dist", attn_dist), ("indices", indices)):
+        checks.tensor(op, name, x)
+    if topk_length is not None:
+        checks.tensor(op, "topk_length", topk_length)
+    checks.integer(op, "s_kv", s_kv)
+    q_start = _starts(op, q_start, logits.shape[0] if logits.dim() == 3 else 1)
+    checks.integer(op, "k_stride", k_stride)
+    starts = checks.indexer_loss(
+        logits, attn_dist, indices, topk_length, s_kv=s_kv, q_start=q_start, k_stride=k_stride, reduction=reduction
+    )
+    return indexer.indexer_loss(
+        logits,
+        attn_dist.detach(),
+        indices,
+        s_kv=s_kv,
+        q_start=starts,
+        k_stride=k_stride,
+        topk_length=topk_length,
+        reduction=reduction,
     )

@@ -80,10 +80,23 @@ def _(k, v, *, compression_rate, max_top_nodes, backend):
 # ---------------------------------------------------------------------------------------------------------- forward
 
 
+def _layers(k: Tensor, params) -> int:
+    return len(layer_sizes(k.shape[1], params.compression_rate, params.max_top_nodes))
+
+
+def _keeps_selection(q: Tensor, k: Tensor, v: Tensor, params, save_selection: str) -> bool:
+    """Whether the backward's copy is kept. "auto": where it takes no more bytes than q and out, which are kept anyway;
+    counted for one token, so the rule depends on neither B nor T_q, and on T through the number of layers alone."""
+    checks.save_mode("forward", save_selection)
+    if save_selection != "auto":
+        return save_selection == "always"
+    kept = 4 * (_layers(k, params) - 1) * k.shape[2] * params.top_k
+    return kept <= q.shape[2] * (q.shape[3] + v.shape[3]) * q.element_size()
+
+
 def _empty_results(q: Tensor, k: Tensor, v: Tensor, params, need_selection: bool) -> tuple[Tensor, Tensor, Tensor]:
     B, T_q, H, _ = q.shape
-    layers = len(layer_sizes(k.shape[1], params.compression_rate, params.max_top_nodes))
-    kept = layers - 1 if need_selection else 0
+    kept = _layers(k, params) - 1 if need_selection else 0
     return (
         q.new_empty(B, T_q, H, v.shape[3]),
         q.new_empty(B, T_q, H, dtype=accumulation_dtype(q.dtype)),
@@ -94,13 +107,22 @@ def _empty_results(q: Tensor, k: Tensor, v: Tensor, params, need_selection: bool
 @torch.library.custom_op(
     "htree_cuda::forward",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, *, {_TREE_SCHEMA}, bool need_selection, str backend)"
-    " -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, *, {_TREE_SCHEMA}, bool need_selection, str backend, "
+    'bool deterministic=False, str save_selection="never") -> (Tensor, Tensor, Tensor)',
 )
 @_without_autocast
-def forward(q: Tensor, k: Tensor, v: Tensor, *, need_selection: bool, backend: str, **tree):
-    """(out, lse, selection); selection has size 0 in its first dimension unless needed. See `interface.forward`."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, need_selection: bool, backend: str, deterministic: bool = False,
+    save_selection: str = "never", **tree,
+):  # fmt: skip
+    """(out, lse, selection); selection has size 0 in its first dimension unless kept. See `interface.forward`.
+
+    It is kept where it is needed as an output, or for the backward as save_selection says: "always", "never" or "auto"
+    (`_keeps_selection`). The gradients are the same: a backward without it runs this op again. deterministic is the
+    backward's; the forward always is.
+    """
     params = checks.forward(q, k, v, backend=backend, **tree)
+    need_selection = _keeps_selection(q, k, v, params, save_selection) or need_selection
     if _use_torch("forward", q, backend):
         return vectorised.forward(q, k, v, params, need_selection=need_selection)
     from . import kernels
@@ -114,8 +136,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, need_selection: bool, backend: s
 
 
 @forward.register_fake
-def _(q, k, v, *, need_selection, backend, **tree):
-    return _empty_results(q, k, v, checks.forward(q, k, v, backend=backend, **tree), need_selection)
+def _(q, k, v, *, need_selection, backend, deterministic=False, save_selection="never", **tree):
+    params = checks.forward(q, k, v, backend=backend, **tree)
+    return _empty_results(q, k, v, params, _keeps_selection(q, k, v, params, save_selection) or need_selection)
 
 
 def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -126,15 +149,15 @@ def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     "htree_cuda::backward",
     mutates_args=(),
     schema="(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor selection, *, "
-    f"{_TREE_SCHEMA}, str backend) -> (Tensor, Tensor, Tensor)",
+    f"{_TREE_SCHEMA}, str backend, bool deterministic=False) -> (Tensor, Tensor, Tensor)",
 )
 @_without_autocast
-def backward(dout, dlse, q, k, v, out, lse, selection, *, backend: str, **tree):
+def backward(dout, dlse, q, k, v, out, lse, selection, *, backend: str, deterministic: bool = False, **tree):
     """(dq, dk, dv) of `forward`, walked again from the selection chunk by chunk: nothing is taped."""
     params = checks.forward(q, k, v, backend=backend, op="backward", **tree)
     checks.backward(dout, dlse, q, k, v, out, lse, selection, params)
     if _use_torch("backward", q, backend):
-        return vectorised.backward(dout, dlse, q, k, v, out, lse, selection, params)
+        return vectorised.backward(dout, dlse, q, k, v, out, lse, selection, params, deterministic=deterministic)
     from . import kernels
 
     checks.backward_kernel(q, k, v, out, lse, selection, params)
@@ -146,70 +169,148 @@ def backward(dout, dlse, q, k, v, out, lse, selection, *, backend: str, **tree):
 
 
 @backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, selection, *, backend, **tree):
+def _(dout, dlse, q, k, v, out, lse, selection, *, backend, deterministic=False, **tree):
     checks.forward(q, k, v, backend=backend, op="backward", **tree)
     return _empty_gradients(q, k, v)
 
 
 def _save_for_backward(ctx, inputs, keyword_only_inputs, output):
     ctx.save_for_backward(*inputs, *output)
-    ctx.tree = {name: x for name, x in keyword_only_inputs.items() if name != "need_selection"}
-    ctx.has_selection = keyword_only_inputs["need_selection"]
+    others = ("need_selection", "save_selection")
+    ctx.options = {name: x for name, x in keyword_only_inputs.items() if name not in others}
+    q, k, v = inputs
+    tree = {name: x for name, x in ctx.options.items() if name != "deterministic"}
+    ctx.has_selection = output[2].shape[0] == _layers(k, checks.forward(q, k, v, **tree)) - 1
     ctx.mark_non_differentiable(output[2])
 
 
 def _run_backward(ctx, dout, dlse, _dselection):
     q, k, v, out, lse, selection = ctx.saved_tensors
     if not ctx.has_selection:
-        raise RuntimeError("forward: gradients need the selection; call the op with need_selection=True")
-    return torch.ops.htree_cuda.backward(dout, dlse, q, k, v, out, lse, selection, **ctx.tree)
+        selection = torch.ops.htree_cuda.forward(q, k, v, need_selection=True, **ctx.options)[2]
+    return torch.ops.htree_cuda.backward(dout, dlse, q, k, v, out, lse, selection, **ctx.options)
 
 
-def _no_double_backward(ctx, *grads):
-    raise RuntimeError("forward: second derivatives (double backward) are not supported")
+def _no_double_backward(op: str) -> Callable:
+    def refuse(ctx, *grads):
+        raise RuntimeError(f"{op}: second derivatives (double backward) are not supported")
+
+    return refuse
 
 
 torch.library.register_autograd("htree_cuda::forward", _run_backward, setup_context=_save_for_backward)
-torch.library.register_autograd("htree_cuda::backward", _no_double_backward)
+torch.library.register_autograd("htree_cuda::backward", _no_double_backward("forward"))
 
 
-# -------------------------------------------------------------------------------------------------------- attn_dist
+# ----------------------------------------------------------------------------------------- attention over an index list
+
+_LIST_SCHEMA = "float? sm_scale, SymInt[]? q_start, SymInt k_stride, float lse_base, str backend"
+
+
+def _with_batch(params: checks.SparseParams, *tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors with a batch dimension, which a call without one gets here."""
+    return [x if x is None or params.batched else x[None] for x in tensors]
+
+
+def _numbers(params: checks.SparseParams) -> dict:
+    return {name: getattr(params, name) for name in ("sm_scale", "q_start", "k_stride", "lse_base")}
 
 
 @torch.library.custom_op(
     "htree_cuda::attn_dist",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor indices, Tensor lse, Tensor? topk_length, *, float? sm_scale, "
-    "SymInt[]? q_start, SymInt k_stride, float lse_base, str backend) -> Tensor",
+    schema=f"(Tensor q, Tensor k, Tensor indices, Tensor lse, Tensor? topk_length, *, {_LIST_SCHEMA}) -> Tensor",
 )
 @_without_autocast
-def attn_dist(q, k, indices, lse, topk_length, *, sm_scale, q_start, k_stride, lse_base, backend):
+def attn_dist(q, k, indices, lse, topk_length, **options):
     """[ceil(h_q / 64), s_q, topk] (batched: a leading B), a fresh tensor. Contract: `interface.attn_dist`."""
-    params = checks.attn_dist(
-        q, k, indices, lse, topk_length, sm_scale=sm_scale, q_start=q_start, k_stride=k_stride, lse_base=lse_base,
-        backend=backend,
-    )  # fmt: skip
-    if not params.batched:
-        q, k, indices, lse = (x[None] for x in (q, k, indices, lse))
-        topk_length = None if topk_length is None else topk_length[None]
-    numbers = {"sm_scale": params.sm_scale, "q_start": params.q_start, "k_stride": params.k_stride}
-    if _use_torch("attn_dist", q, backend):
-        out = vectorised.attn_dist(q, k, indices, lse, topk_length=topk_length, lse_base=params.lse_base, **numbers)
+    params = checks.attn_dist(q, k, indices, lse, topk_length, **options)
+    q, k, indices, lse, topk_length = _with_batch(params, q, k, indices, lse, topk_length)
+    if _use_torch("attn_dist", q, options["backend"]):
+        out = vectorised.attn_dist(q, k, indices, lse, topk_length=topk_length, **_numbers(params))
     else:
         from . import kernels
 
         checks.attn_dist_kernel(q, k, indices, lse, topk_length, params.sm_scale)
         out = lse.new_empty(q.shape[0], (q.shape[2] + 63) // 64, q.shape[1], indices.shape[3])
         if out.numel():
-            kernels.attn_dist(q, k, indices, lse, out, topk_length=topk_length, lse_base=params.lse_base, **numbers)
+            kernels.attn_dist(q, k, indices, lse, out, topk_length=topk_length, **_numbers(params))
     return out if params.batched else out[0]
 
 
 @attn_dist.register_fake
-def _(q, k, indices, lse, topk_length, *, sm_scale, q_start, k_stride, lse_base, backend):
-    checks.attn_dist(
-        q, k, indices, lse, topk_length, sm_scale=sm_scale, q_start=q_start, k_stride=k_stride, lse_base=lse_base,
-        backend=backend,
-    )  # fmt: skip
+def _(q, k, indices, lse, topk_length, **options):
+    checks.attn_dist(q, k, indices, lse, topk_length, **options)
     groups = (q.shape[-2] + 63) // 64
     return q.new_empty(*q.shape[:-3], groups, q.shape[-3], indices.shape[-1], dtype=accumulation_dtype(q.dtype))
+
+
+@torch.library.custom_op(
+    "htree_cuda::sparse_attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, Tensor? attn_sink, *, SymInt d_v, "
+    f"{_LIST_SCHEMA}) -> (Tensor, Tensor)",
+)
+@_without_autocast
+def sparse_attention(q, kv, indices, topk_length, attn_sink, *, d_v, **options):
+    """(out [s_q, h_q, d_v], lse [s_q, h_q]) (batched: a leading B). Contract: `interface.sparse_attention`."""
+    params = checks.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, **options)
+    if not _use_torch("sparse_attention", q, options["backend"]):
+        checks.no_kernel("sparse_attention")
+    q, kv, indices, topk_length = _with_batch(params, q, kv, indices, topk_length)
+    results = vectorised.sparse_attention(
+        q, kv, indices, d_v=d_v, topk_length=topk_length, attn_sink=attn_sink, **_numbers(params)
+    )
+    return results if params.batched else tuple(x[0] for x in results)
+
+
+@sparse_attention.register_fake
+def _(q, kv, indices, topk_length, attn_sink, *, d_v, **options):
+    checks.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, **options)
+    return q.new_empty(*q.shape[:-1], d_v), q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+
+
+@torch.library.custom_op(
+    "htree_cuda::sparse_attention_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor dlse, Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, Tensor? attn_sink, "
+    f"Tensor out, Tensor lse, *, SymInt d_v, {_LIST_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
+@_without_autocast
+def sparse_attention_backward(dout, dlse, q, kv, indices, topk_length, attn_sink, out, lse, *, d_v, **options):
+    """(dq, dkv, dsink) of `sparse_attention`; dsink has size 0 without a sink. Nothing is taped: it gathers again."""
+    op = "sparse_attention_backward"
+    params = checks.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, op=op, **options)
+    checks.sparse_attention_backward(dout, dlse, q, out, lse, d_v=d_v)
+    if not _use_torch(op, q, options["backend"]):
+        checks.no_kernel(op)
+    dout, dlse, q, kv, indices, topk_length, out, lse = _with_batch(
+        params, dout, dlse, q, kv, indices, topk_length, out, lse
+    )
+    dq, dkv, dsink = vectorised.sparse_attention_backward(
+        dout, dlse, q, kv, indices, out, lse, topk_length=topk_length, attn_sink=attn_sink, **_numbers(params)
+    )
+    return (dq, dkv, dsink) if params.batched else (dq[0], dkv[0], dsink)
+
+
+@sparse_attention_backward.register_fake
+def _(dout, dlse, q, kv, indices, topk_length, attn_sink, out, lse, *, d_v, **options):
+    op = "sparse_attention_backward"
+    checks.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, op=op, **options)
+    checks.sparse_attention_backward(dout, dlse, q, out, lse, d_v=d_v)
+    dq, dkv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, kv))
+    return dq, dkv, lse.new_empty(0 if attn_sink is None else attn_sink.shape[0])
+
+
+def _save_lists(ctx, inputs, keyword_only_inputs, output):
+    ctx.save_for_backward(*inputs, *output)
+    ctx.options = keyword_only_inputs
+
+
+def _run_lists_backward(ctx, dout, dlse):
+    dq, dkv, dsink = torch.ops.htree_cuda.sparse_attention_backward(dout, dlse, *ctx.saved_tensors, **ctx.options)
+    return dq, dkv, None, None, dsink if ctx.needs_input_grad[4] else None
+
+
+torch.library.register_autograd("htree_cuda::sparse_attention", _run_lists_backward, setup_context=_save_lists)
+torch.library.register_autograd("htree_cuda::sparse_attention_backward", _no_double_backward("sparse_attention"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,8 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _cpu(report: dict) -> str:
-    return f"{report['cpu']}, {report['threads']} threads, torch {report['torch']}, {report['date']}"
+    threads = f"{report['threads']} thread{'s' * (report['threads'] > 1)}"
+    return f"{report['cpu']}, {threads}, torch {report['torch']}, {report['date']}"
 
 
 def _gpu(report: dict) -> str:
@@ -112,9 +114,10 @@ def attn_dist_table(report: dict) -> str:
         for t in report["timings"]
     ]
     first = report["timings"][0]
+    of = f"{report['of'].capitalize()}: " if "of" in report else ""
     return (
-        f"s_q {first['s_q']:,}, topk {first['topk']:,}, d_qk {first['d_qk']}, {first['dtype']}, one {report['gpu']} "
-        f"(driver {report['driver']}), {report['date'][:10]}, back to back:\n\n"
+        f"{of}s_q {first['s_q']:,}, topk {first['topk']:,}, d_qk {first['d_qk']}, {first['dtype']}, "
+        f"one {report['gpu']} (driver {report['driver']}), {report['date'][:10]}, back to back:\n\n"
         + markdown(["h_q", "s_kv", "median, ms", "p90, ms", "TFLOP/s", "gathered TB/s"], rows)
     )
 
@@ -155,6 +158,82 @@ def first_run() -> str:
     )
 
 
+def indexer_distillation() -> str:
+    report = load("indexer_distillation")
+    settings, trained = report["settings"], report["trained"]
+    chosen = {
+        "drawn at random": report["baselines"]["random"],
+        "the most recent": report["baselines"]["most recent"],
+        "by the untrained indexer": report["untrained"],
+        "by the trained indexer": trained,
+        "those with the most attention": report["best"],
+    }
+    rows = [[name, f"{row['recall']:.1%}", f"{row['mass']:.1%}"] for name, row in chosen.items()]
+    contexts = report["contexts"]
+    return (
+        f"{settings['steps']} steps on {contexts['training']} contexts of {contexts['length']:,} words, measured on "
+        f"{contexts['held out']} others; {report['seconds']:.0f} s on {report['cores']} CPU cores "
+        f"({_cpu(report)}):\n\n" + markdown([f"{settings['top_k']} keys chosen", "recall", "attention on them"], rows)
+    )
+
+
+def _spread(values: list[float], form: str) -> str:
+    return f"{statistics.fmean(values):{form}} ({min(values):{form}} .. {max(values):{form}})"
+
+
+def training_table(report: dict) -> str:
+    """One row an arm; mean (least .. greatest) over the seeds."""
+    tasks = report["tasks"]
+    finals = {
+        name: {arm: [run["final"] for run in task["runs"] if run["arm"] == arm] for arm in ("dense", "htree", "window")}
+        for name, task in tasks.items()
+    }
+    dense = statistics.fmean(final["loss"] for final in finals["text"]["dense"])
+    rows = []
+    for arm in ("dense", "htree", "window"):
+        losses = [final["loss"] for final in finals["text"][arm]]
+        rows.append([
+            arm,
+            _spread(losses, ".3f"),
+            f"{100 * (statistics.fmean(losses) / dense - 1):+.1f}%",
+            _spread([final["accuracy"] for final in finals["recall"][arm]], ".1%"),
+        ])  # fmt: skip
+    text, recall = tasks["text"], tasks["recall"]
+    header = [
+        "arm", "text: held-out loss, nats per byte", "to dense", f"recall (chance {recall['data']['chance']:.1%})"
+    ]  # fmt: skip
+    return (
+        f"{len(report['seeds'])} seeds, mean (least .. greatest). Text at T = {text['tree']['T']:,}, recall at T = "
+        f"{recall['tree']['T']:,}, {text['tree']['layers']} and {recall['tree']['layers']} layers; a query visits "
+        f"{text['tree']['candidates_mean']:.0f} and {recall['tree']['candidates_mean']:.0f} candidates on average, the "
+        f"width of the window; the last one {text['tree']['share_last']:.1%} and {recall['tree']['share_last']:.1%} "
+        "of T.\n\n" + markdown(header, rows)
+    )
+
+
+def _study(report: dict) -> str:
+    return f"CPU preset ({report['cores']} CPU cores, {_cpu(report)})"
+
+
+def training() -> str:
+    report = load("train_cpu")
+    preset = report["preset"]
+    stages = ", ".join(f"{s['T']:,} x {s['batch']} ({s['steps']})" for s in preset["recall"]["stages"])
+    text = preset["text"]["stages"][0]
+    return (
+        f"{_study(report)}: d_model {preset['d_model']}, {preset['n_layers']} blocks, {preset['n_heads']} "
+        f"query heads on {preset['n_kv_heads']} KV head of {preset['head_dim']}, compression_rate "
+        f"{preset['compression_rate']}, top_k {preset['top_k']}. Text: {text['steps']} steps of {text['batch']} x "
+        f"{text['T']:,} bytes. Recall: {preset['n_keys']} keys, {preset['n_values']} values, kinds of filler: "
+        f"{preset['n_filler']}; stages T x batch (steps): {stages}.\n\n" + training_table(report)
+    )
+
+
+def training_short() -> str:
+    report = load("train_cpu")
+    return f"{_study(report)}, " + training_table(report)
+
+
 def measured() -> str:
     """The README's short version of every result."""
     parts = []
@@ -192,7 +271,10 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "forward_cpu": forward_cpu,
     "forward_gpu": forward_gpu,
     "first_run": first_run,
+    "indexer_distillation": indexer_distillation,
     "measured": measured,
+    "training": training,
+    "training_short": training_short,
 }
 
 

@@ -3,12 +3,14 @@
 A baseline is the definition with the roundings a careful kernel cannot avoid: inputs and stored tree in the dtype,
 rotated queries and keys rounded to it, QK in float32, P rounded to the dtype, PV in float32, the output rounded once
 (backward: P and dS rounded to the dtype before their products, which are float32; attn_dist: rounded inputs, everything
-else float32). A kernel may be off by at most twice what the baseline is off,
-in the maximum and in the RMS relative to the row; both are measured against the definition in float64.
+else float32; sparse_attention: as the forward, without a tree and a rotation). A kernel may be off by at most twice what
+the baseline is off, in the maximum and in the RMS relative to the row; both are measured against the definition in
+float64.
 
-The forward's oracle sees the rounded inputs, since the selection is a function of exactly those numbers. The only
-rounding of attn_dist's baseline is that of its inputs, so its oracle sees the inputs before they are rounded; how far
-a kernel's float32 arithmetic may stray on the rounded inputs is bounded apart, by `attn_dist_arithmetic_bound`.
+The forward's oracle sees the rounded inputs, since the selection is a function of exactly those numbers; so does
+sparse_attention's, the stricter choice, since its baseline rounds P and the output as well. The only rounding of
+attn_dist's baseline is that of its inputs, so its oracle sees the inputs before they are rounded; how far a kernel's
+float32 arithmetic may stray on the rounded inputs is bounded apart, by `attn_dist_arithmetic_bound`.
 """
 
 from __future__ import annotations
@@ -133,6 +135,30 @@ def backward(
 def attn_dist(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, **options) -> Tensor:
     """attn_dist of the (already rounded) inputs with float32 arithmetic."""
     return definition.attn_dist(q, k, indices, lse, compute_dtype=torch.float32, **options)
+
+
+def sparse_attention(q: Tensor, kv: Tensor, indices: Tensor, **options) -> tuple[Tensor, Tensor]:
+    """(out in the dtype, lse float32) of bf16/fp16 q [s_q, h_q, d_qk], kv [s_kv, 1, d_qk], indices [s_q, 1, topk];
+    options as `definition.sparse_attention`."""
+    d_v, sink = options.get("d_v", 512), options.get("attn_sink")
+    scale = q.shape[-1] ** -0.5 if options.get("sm_scale") is None else options["sm_scale"]
+    rule = {name: options.get(name) for name in ("q_start", "topk_length")}
+    rule |= {"s_kv": kv.shape[0], "k_stride": options.get("k_stride", 1)}
+    out = q.new_zeros(*q.shape[:2], d_v)
+    lse = torch.full(q.shape[:2], -math.inf)
+    for s in range(q.shape[0]):
+        rows = [i for _, i in definition.valid_slots(indices, s, **rule)]
+        if not rows:
+            continue
+        keys = kv[rows, 0].float()
+        scores = q[s].float() @ keys.T * scale
+        row_max = scores.amax(1, keepdim=True)
+        p = torch.exp(scores - row_max)
+        row_sum = p.sum(1, keepdim=True)
+        denominator = row_sum if sink is None else row_sum + torch.exp(sink[:, None] - row_max)
+        out[s] = ((p.to(q.dtype).float() @ keys[:, :d_v]) / denominator).to(q.dtype)
+        lse[s] = (row_max + row_sum.log())[:, 0] / math.log(options.get("lse_base", 2.0))
+    return out, lse
 
 
 def attn_dist_arithmetic_bound(

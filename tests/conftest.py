@@ -57,7 +57,8 @@ def _emulator(request, monkeypatch):
         return
     from .emulator.device import emulated
 
-    build.build([] if os.environ.get("HTREE_CUDA_EMULATED") == "all" else build.USUAL)
+    kernels = os.environ.get("HTREE_CUDA_EMULATED_KERNELS", "").split(",")
+    build.build(kernels if os.environ.get("HTREE_CUDA_EMULATED") == "all" else build.USUAL)
     monkeypatch.setattr(request.module, "DEVICE", "cpu")
     seed = int(os.environ.get("HTREE_CUDA_EMULATED_SEED", zlib.crc32(request.node.nodeid.encode())))
     with emulated(seed=seed):

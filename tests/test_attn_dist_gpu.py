@@ -142,6 +142,7 @@ def test_heads_and_slots(h_q, topk):
         check(*problem(3, h_q, 2500, topk, d_qk, dtype, seed=h_q + topk, bad=bad))
 
 
+@pytest.mark.hardware
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("d_qk", HEAD_DIMS)
 def test_more_queries_than_processors(d_qk, dtype):
@@ -286,6 +287,20 @@ def test_lse_that_is_not_finite(h_q):
         clean = exact(q[1:2, heads], k, indices[1:2], lse[1:2, heads])
         torch.testing.assert_close(out[:, 1:2], clean.float(), rtol=2e-5, atol=1e-7)
     assert not out[:, 1].isnan().any()
+
+
+@pytest.mark.emulated
+def test_a_huge_lse_is_not_an_infinite_one():
+    """Beside a silent head: a NaN score shows, a finite one contributes nothing."""
+    q, k, indices, lse = problem(3, 64, 100, 64)
+    lse[:, 0], lse[:, 5] = math.inf, 3e38
+    clean = htree_cuda.attn_dist(q, k, indices, lse, lse_base=math.e)
+    assert clean.isfinite().all()
+    q = q.clone()
+    q[1, 5] = math.nan
+    out = htree_cuda.attn_dist(q, k, indices, lse, lse_base=math.e)
+    assert out[:, 1].isnan().all()
+    same_bits(out[:, [0, 2]], clean[:, [0, 2]])
 
 
 def test_extreme_scores():

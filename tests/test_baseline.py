@@ -6,9 +6,12 @@ variant below is a bug that a kernel could have, and must fail every numerical t
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+import htree_cuda
 from htree_cuda.reference import definition, vectorised
 
 from . import baseline
@@ -212,3 +215,61 @@ def test_attn_dist_yardstick(dtype):
     for name, wrong in dist_variants(*args).items():
         with pytest.raises(AssertionError):
             baseline.assert_within(name, wrong, base, exact)
+
+
+# -------------------------------------------------------------------------------------------------- sparse_attention
+
+
+def list_problem(dtype):
+    """Unit-variance q and kv, lists with invalid and repeated slots, a causal rule and sinks."""
+    q, kv = torch.randn(9, 12, 64).to(dtype), torch.randn(200, 1, 64).to(dtype)
+    indices = torch.rand(9, 1, 200).argsort(-1)[..., :64].to(torch.int32)
+    indices[:, :, 5:8] = indices[:, :, 8:11]
+    indices[:, :, 20] = -1
+    options = {"d_v": 48, "q_start": 170, "attn_sink": torch.randn(12) + 2, "lse_base": 2.0}
+    return (q, kv, indices), options
+
+
+def list_variants(q, kv, indices, **options):
+    """name -> (out, lse) that is wrong in one small way, and which of the two must show it."""
+
+    def run(q=q, kv=kv, indices=indices, **change):
+        out, lse = definition.sparse_attention(q, kv, indices, compute_dtype=torch.float32, **{**options, **change})
+        return out.to(q.dtype), lse
+
+    out, lse = run()
+    dropped, once, late = indices.clone(), indices.clone(), indices.clone()
+    dropped[:, :, 30] = -1
+    once[:, :, 5:8] = -1
+    late[:, :, 40:48] = indices[:, :, 32:40]
+    order = [1, 0, *range(2, q.shape[1])]
+    sink2 = options["attn_sink"] * math.log2(math.e)
+    return {
+        "one slot dropped": (*run(indices=dropped), "out, lse"),
+        "sink in lse": (out, torch.logaddexp2(lse, sink2), "lse"),
+        "sink in base 2": (*run(attn_sink=options["attn_sink"] / math.log2(math.e)), "out"),
+        "sink left out": (*run(attn_sink=None), "out"),
+        "duplicates counted once": (*run(indices=once), "out, lse"),
+        "one key tile stale": (*run(indices=late), "out, lse"),
+        "two heads swapped": (*run(q=q[:, order]), "out, lse"),
+        "causal rule off by one key": (*run(q_start=options["q_start"] - 1), "out, lse"),
+        "values one column on": (out.roll(1, -1), lse, "out"),
+        "lse in the other base": (out, lse * math.log(2.0), "lse"),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sparse_attention_yardstick(dtype):
+    args, options = list_problem(dtype)
+    exact = definition.sparse_attention(*args, **options)
+    base = baseline.sparse_attention(*args, **options)
+    right = htree_cuda.sparse_attention(*args, **options)
+    baseline.assert_within("out", right[0], base[0], exact[0])
+    baseline.assert_lse_within(right[1], base[1], exact[1])
+    for name, (out, lse, shows) in list_variants(*args, **options).items():
+        if "out" in shows:
+            with pytest.raises(AssertionError):
+                baseline.assert_within(name, out, base[0], exact[0])
+        if "lse" in shows:
+            with pytest.raises(AssertionError):
+                baseline.assert_lse_within(lse, base[1], exact[1])

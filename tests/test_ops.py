@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 import htree_cuda
 from htree_cuda import UnsupportedError
@@ -33,12 +34,11 @@ def dist_args(B=None, s_q=5, h_q=66, s_kv=20, topk=9, d_qk=8, dtype=torch.float3
 
 
 @pytest.mark.parametrize("T", [10, 70])
-@pytest.mark.parametrize("need_selection", [True, False])
-def test_opcheck_forward(T, need_selection):
-    args = qkv(T=T, T_q=10, grad=need_selection)
-    torch.library.opcheck(
-        torch.ops.htree_cuda.forward, args, {**TREE, "need_selection": need_selection, "backend": "auto"}
-    )
+@pytest.mark.parametrize("need_selection, save_selection", [(True, "never"), (False, "never"), (False, "auto")])
+def test_opcheck_forward(T, need_selection, save_selection):
+    args = qkv(T=T, T_q=10, grad=need_selection or save_selection == "auto")
+    options = {"need_selection": need_selection, "backend": "auto", "save_selection": save_selection}
+    torch.library.opcheck(torch.ops.htree_cuda.forward, args, {**TREE, **options})
 
 
 def test_opcheck_backward():
@@ -175,11 +175,115 @@ def test_double_backward_raises():
         dq.sum().backward()
 
 
-def test_op_without_selection_cannot_be_differentiated():
+def counted_calls(monkeypatch) -> list[str]:
+    """Names of the torch backend's functions, as they are called."""
+    calls = []
+    for name in ("forward", "backward"):
+        original = getattr(htree_cuda.reference.vectorised, name)
+
+        def spy(*args, original=original, name=name, **options):
+            calls.append(name)
+            return original(*args, **options)
+
+        monkeypatch.setattr(htree_cuda.reference.vectorised, name, spy)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strict_causal", [True, False])
+def test_a_selection_found_again_gives_the_same_bits(monkeypatch, dtype, strict_causal):
+    calls = counted_calls(monkeypatch)
+    q, k, v = qkv(T=300, T_q=90, B=2, dtype=dtype, grad=True)
+    results = []
+    for save_selection in (True, False):
+        out, lse = htree_cuda.forward(
+            q, k, v, return_lse=True, save_selection=save_selection, strict_causal=strict_causal, **SMALL
+        )
+        loss = (out.float() * torch.arange(6)).sum() + lse.square().sum()
+        results.append((out, lse, *torch.autograd.grad(loss, (q, k, v))))
+    assert calls == ["forward", "backward", "forward", "forward", "backward"]
+    assert all(torch.equal(x, y) and x.abs().sum() > 0 for x, y in zip(*results, strict=True))
+
+
+def test_ties_are_found_again():
+    """All scores equal: nothing but positions decides, in both walks."""
+    q, k, v = qkv(T=300, T_q=90)
+    q, k, v = q.zero_().requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    kept, again = (
+        torch.autograd.grad(htree_cuda.forward(q, k, v, save_selection=save, **SMALL).square().sum(), (q, k, v))
+        for save in (True, False)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(kept, again, strict=True)) and kept[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("top_k, kept", [(8, True), (16, False)])
+def test_the_memory_rule_of_auto(monkeypatch, top_k, kept):
+    """Bytes a token: H 2 * (K 4 + V 4) * 8 = 128 of q and out; 4 * 2 layers * H_kv 2 * top_k 8 = 128 of the selection
+    at top_k 8, 256 at top_k 16."""
+    calls = counted_calls(monkeypatch)
+    q, k, v = qkv(H=2, K=4, V=4, grad=True)
+    out = htree_cuda.forward(q, k, v, compression_rate=4, top_k_per_layer=top_k, max_top_nodes=16)
+    out.sum().backward()
+    assert calls.count("forward") == (1 if kept else 2)
+
+
+def test_a_returned_selection_is_kept(monkeypatch):
+    calls = counted_calls(monkeypatch)
+    out, _ = htree_cuda.forward(*qkv(grad=True), return_selection=True, save_selection=False, **SMALL)
+    out.sum().backward()
+    assert calls == ["forward", "backward"]
+
+
+def test_the_op_finds_a_selection_that_was_not_needed():
     q, k, v = qkv(grad=True)
-    out, _, _ = torch.ops.htree_cuda.forward(q, k, v, **TREE, need_selection=False, backend="auto")
-    with pytest.raises(RuntimeError, match="need_selection=True"):
-        out.sum().backward()
+    grads = []
+    for need_selection in (True, False):
+        out, _, _ = torch.ops.htree_cuda.forward(q, k, v, **TREE, need_selection=need_selection, backend="auto")
+        grads.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
+    with pytest.raises(ValueError, match="save_selection must be one of 'always', 'never', 'auto', got 'no'"):
+        torch.ops.htree_cuda.forward(q, k, v, **TREE, need_selection=False, backend="auto", save_selection="no")
+
+
+def test_compile_with_gradients_and_dynamic_length():
+    """The rule of save_selection asks for the number of layers alone: no graph for each length."""
+
+    def call(q, k, v):
+        return htree_cuda.forward(q, k, v, **SMALL).square().sum()
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counted = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    for T in (70, 75, 91, 133, 200, 255):  # three layers each
+        q, k, v = qkv(T=T, grad=True)
+        found = torch.autograd.grad(counted(q, k, v), (q, k, v))
+        for x, y in zip(found, torch.autograd.grad(call(q, k, v), (q, k, v)), strict=True):
+            torch.testing.assert_close(x, y)
+    assert counter.frame_count <= 2
+
+
+def test_deterministic_follows_torch(monkeypatch):
+    """None is what torch says at the call; an answer overrides it. On a CPU the bits are the same either way."""
+    seen = []
+    original = htree_cuda.reference.vectorised.backward
+
+    def spy(*args, deterministic):
+        seen.append(deterministic)
+        return original(*args, deterministic=deterministic)
+
+    monkeypatch.setattr(htree_cuda.reference.vectorised, "backward", spy)
+    q, k, v = qkv(T=300, T_q=90, grad=True)
+    grads = []
+    for torch_says in (False, True):
+        for wanted in (None, False, True):
+            torch.use_deterministic_algorithms(torch_says)
+            try:
+                loss = htree_cuda.forward(q, k, v, deterministic=wanted, **SMALL).square().sum()
+            finally:
+                torch.use_deterministic_algorithms(False)
+            grads.append(torch.autograd.grad(loss, (q, k, v)))
+    assert seen == [False, False, True, True, False, True]
+    assert all(torch.equal(x, y) for row in grads for x, y in zip(row, grads[0], strict=True))
 
 
 @pytest.mark.parametrize("B, T_q", [(0, 5), (2, 0)])
@@ -289,6 +393,10 @@ def test_forward_tensor_errors(match, tensors):
         (r"return_lse must be a bool, got None", TypeError, {"return_lse": None}),
         (r"backend must be one of 'auto', 'torch', got 'cuda'", ValueError, {"backend": "cuda"}),
         (r"forward: q must be a torch.Tensor, got list", TypeError, {"q": [1.0]}),
+        (r"deterministic must be a bool, got 1", TypeError, {"deterministic": 1}),
+        (r"save_selection must be one of True, False, 'auto', got 1", ValueError, {"save_selection": 1}),
+        (r"save_selection must be one of True, False, 'auto', got None", ValueError, {"save_selection": None}),
+        (r"save_selection must be one of True, False, 'auto', got 'never'", ValueError, {"save_selection": "never"}),
     ],
 )  # fmt: skip
 def test_forward_option_errors(match, error, options):

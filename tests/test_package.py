@@ -89,7 +89,17 @@ def test_sdist_is_complete(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     expected = {"setup.py", "pyproject.toml", "LICENSE", "NOTICE", "README.md"}
-    for folder in ("csrc", "htree_cuda", "build_backend", "scripts", "tests", "benchmarks", "docs", "third_party"):
+    for folder in (
+        "csrc",
+        "htree_cuda",
+        "build_backend",
+        "scripts",
+        "tests",
+        "benchmarks",
+        "docs",
+        "examples",
+        "third_party",
+    ):
         for path in (ROOT / folder).rglob("*"):
             built = path.suffix in (".so", ".pyc") or path.name == "_build_info.json" or "__pycache__" in path.parts
             if path.is_file() and not built:

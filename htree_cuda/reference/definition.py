@@ -1,4 +1,5 @@
-"""htree attention, its backward and attn_dist, written straight from their definition: one query at a time.
+"""htree attention and its backward, attention over an index list, attn_dist and the indexer loss, written straight from
+their definition: one query at a time.
 
 This file is the oracle of every test and is meant to be read, not to be fast. The tree is stored in the dtype of the
 inputs, as the definition demands; everything after it runs in ``compute_dtype`` (float64 unless told otherwise).
@@ -315,6 +316,21 @@ def backward(
     return dq, dtree_k[0], dtree_v[0]
 
 
+def valid_slots(
+    indices: Tensor, s: int, *, s_kv: int, q_start: int | None, k_stride: int, topk_length: Tensor | None
+) -> list[tuple[int, int]]:
+    """(slot, key row) of query ``s`` for every slot that counts, ascending. indices: [s_q, 1, topk]."""
+    visible = s_kv if q_start is None else (q_start + s + 1) // k_stride
+    length = indices.shape[2] if topk_length is None else int(topk_length[s])
+    rows = enumerate(indices[s, 0].tolist()[: max(length, 0)])
+    return [(j, i) for j, i in rows if 0 <= i < min(s_kv, visible)]
+
+
+def batch_starts(q_start: int | list[int] | None, B: int) -> list[int | None]:
+    """One start for each batch element."""
+    return list(q_start) if isinstance(q_start, (list, tuple)) else [q_start] * B
+
+
 def attn_dist(
     q: Tensor,
     k: Tensor,
@@ -334,14 +350,13 @@ def attn_dist(
     """
     if q.dim() == 4:
         B = q.shape[0]
-        starts = list(q_start) if isinstance(q_start, (list, tuple)) else [q_start] * B
         rows = [
             attn_dist(
-                q[b], k[b], indices[b], lse[b], sm_scale=sm_scale, q_start=starts[b], k_stride=k_stride,
+                q[b], k[b], indices[b], lse[b], sm_scale=sm_scale, q_start=start, k_stride=k_stride,
                 topk_length=None if topk_length is None else topk_length[b], lse_base=lse_base,
                 compute_dtype=compute_dtype,
             )
-            for b in range(B)
+            for b, start in enumerate(batch_starts(q_start, B))
         ]  # fmt: skip
         groups = (q.shape[2] + 63) // 64
         return torch.stack(rows) if rows else q.new_zeros(0, groups, q.shape[1], indices.shape[3], dtype=compute_dtype)
@@ -352,14 +367,106 @@ def attn_dist(
     for s in range(s_q):
         lse2 = lse[s].to(compute_dtype) * math.log2(lse_base)
         silent = lse[s].isinf()
-        visible = s_kv if q_start is None else (q_start + s + 1) // k_stride
-        length = topk if topk_length is None else int(topk_length[s])
-        for j in range(min(length, topk)):
-            i = int(indices[s, 0, j])
-            if not 0 <= i < min(s_kv, visible):
-                continue
+        rule = {"s_kv": s_kv, "q_start": q_start, "k_stride": k_stride, "topk_length": topk_length}
+        for j, i in valid_slots(indices, s, **rule):
             score2 = q[s].to(compute_dtype) @ k[i, 0].to(compute_dtype) * (sm_scale * math.log2(math.e))
             p = torch.where(silent, 0.0, torch.exp2(score2 - lse2))
             for group in range(out.shape[0]):
                 out[group, s, j] = p[group * 64 : (group + 1) * 64].sum()
     return out
+
+
+def sparse_attention(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    d_v: int = 512,
+    sm_scale: float | None = None,
+    q_start: int | list[int] | None = None,
+    k_stride: int = 1,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    lse_base: float = 2.0,
+    compute_dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Attention over an index list: out [s_q, h_q, d_v], lse [s_q, h_q] in ``compute_dtype`` (batched: a leading B).
+
+    q: [s_q, h_q, d_qk], kv: [s_kv, 1, d_qk] with the values in its first d_v columns, indices: [s_q, 1, topk],
+    attn_sink: [h_q]. Differentiable with respect to q, kv and attn_sink.
+    """
+    if q.dim() == 4:
+        B = q.shape[0]
+        rows = [
+            sparse_attention(
+                q[b], kv[b], indices[b], d_v=d_v, sm_scale=sm_scale, q_start=start, k_stride=k_stride,
+                topk_length=None if topk_length is None else topk_length[b], attn_sink=attn_sink, lse_base=lse_base,
+                compute_dtype=compute_dtype,
+            )
+            for b, start in enumerate(batch_starts(q_start, B))
+        ]  # fmt: skip
+        if not rows:
+            out = q.new_zeros(*q.shape[:-1], d_v, dtype=compute_dtype)
+            return out, out.sum(-1)
+        return torch.stack([out for out, _ in rows]), torch.stack([lse for _, lse in rows])
+    s_q, h_q, d_qk = q.shape
+    sm_scale = d_qk**-0.5 if sm_scale is None else sm_scale
+    rule = {"s_kv": kv.shape[0], "q_start": q_start, "k_stride": k_stride, "topk_length": topk_length}
+    out_rows, lse_rows = [], []
+    for s in range(s_q):
+        rows = [i for _, i in valid_slots(indices, s, **rule)]
+        if not rows:
+            out_rows.append(q.new_zeros(h_q, d_v, dtype=compute_dtype))
+            lse_rows.append(q.new_full((h_q,), -math.inf, dtype=compute_dtype))
+            continue
+        keys = kv[rows, 0].to(compute_dtype)
+        scores = infinite_to_nan(q[s].to(compute_dtype) @ keys.T * sm_scale)
+        lse = torch.logsumexp(scores, dim=1)
+        denominator = lse if attn_sink is None else torch.logaddexp(lse, attn_sink.to(compute_dtype))
+        out_rows.append(torch.exp(scores - denominator[:, None]) @ keys[:, :d_v])
+        lse_rows.append(lse / math.log(lse_base))
+    if not out_rows:
+        out = q.new_zeros(0, h_q, d_v, dtype=compute_dtype)
+        return out, out.sum(-1)
+    return torch.stack(out_rows), torch.stack(lse_rows)
+
+
+def indexer_loss(
+    logits: Tensor,
+    attn_dist: Tensor,
+    indices: Tensor,
+    *,
+    s_kv: int,
+    q_start: int | list[int] | None = None,
+    k_stride: int = 1,
+    topk_length: Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """KL divergence of every query [s_q], and whether it has a valid slot [s_q] (batched: a leading B).
+
+    logits, attn_dist: [s_q, topk], indices: [s_q, 1, topk]. Differentiable with respect to logits.
+    """
+    if logits.dim() == 3:
+        rows = [
+            indexer_loss(
+                logits[b], attn_dist[b], indices[b], s_kv=s_kv, q_start=start, k_stride=k_stride,
+                topk_length=None if topk_length is None else topk_length[b], compute_dtype=compute_dtype,
+            )
+            for b, start in enumerate(batch_starts(q_start, logits.shape[0]))
+        ]  # fmt: skip
+        losses = torch.stack([loss for loss, _ in rows]) if rows else logits.sum(-1, dtype=compute_dtype)
+        return losses, torch.tensor([counts.tolist() for _, counts in rows], dtype=torch.bool)
+    rule = {"s_kv": s_kv, "q_start": q_start, "k_stride": k_stride, "topk_length": topk_length}
+    losses, counts = [], []
+    for s in range(logits.shape[0]):
+        slots = [j for j, _ in valid_slots(indices, s, **rule)]
+        loss = logits.new_zeros((), dtype=compute_dtype)
+        target = attn_dist[s, slots].to(compute_dtype)
+        log_p = torch.log_softmax(logits[s, slots].to(compute_dtype), dim=0)
+        for t, log_prob in zip(target / target.sum(), log_p):
+            if t != 0 and target.sum() != 0:
+                loss = loss + t * (t.log() - log_prob)
+        losses.append(loss)
+        counts.append(bool(slots))
+    losses = torch.stack(losses) if losses else logits.sum(-1, dtype=compute_dtype)
+    return losses, torch.tensor(counts, dtype=torch.bool)

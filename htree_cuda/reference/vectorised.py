@@ -1,4 +1,5 @@
-"""The torch backend: htree attention, its backward and attn_dist over chunks of queries, with bounded memory.
+"""The torch backend, over chunks of queries with bounded memory: htree attention, attention over an index list, the
+backward of both, and attn_dist.
 
 Any device, any floating dtype; bf16 and fp16 inputs are accumulated in float32. What it computes is `definition.py`;
 how it gets there:
@@ -12,7 +13,8 @@ how it gets there:
   zeroed in the gathered keys and values, not just given probability zero: 0 * NaN is NaN. The dense products of the
   top layer share their rows; where one is not finite (looked up once a call: the only synchronisation), the product
   runs without it and NaN is put back where it is attended. That changes no bit of any other number.
-* The backward keeps nothing but the selection and walks again, chunk by chunk.
+* The backward keeps nothing but the selection and walks again, chunk by chunk. That of attention over an index list
+  keeps nothing but the list, and gathers again.
 """
 
 from __future__ import annotations
@@ -212,7 +214,9 @@ class _LowerLayer(_Layer):
     keys: [BH, N_l, K], values: [BH, N_l, V] in the input dtype; parents: [rows, P] ascending, padded with anything.
     """
 
-    def __init__(self, layer: int, n: Tensor, t: Tensor, parents: Tensor, keys, values, cos, sin, r: int, scratch):
+    def __init__(
+        self, layer: int, n: Tensor, t: Tensor, parents: Tensor, keys, values, cos, sin, r: int, scratch, deterministic
+    ):
         width = parents.shape[1] * r
         super().__init__(layer, n, width)
         self.cos, self.sin = cos[:width], sin[:width]
@@ -222,7 +226,7 @@ class _LowerLayer(_Layer):
         rows_per_bh = n.shape[0] // BH
         first = torch.arange(BH, device=n.device).repeat_interleave(rows_per_bh) * N
         self.flat = (self.node + first[:, None]).flatten()
-        self.scratch, self.acc = scratch, accumulation_dtype(keys.dtype)
+        self.scratch, self.acc, self.deterministic = scratch, accumulation_dtype(keys.dtype), deterministic
         gathered = self._gather(keys, "gathered")
         self.keys_rot = _rotate(gathered, self.cos, self.sin, out=self._buffer("keys", gathered.shape[2]))
         self.values = self._gather(values, "values")
@@ -236,6 +240,15 @@ class _LowerLayer(_Layer):
         rows = self.scratch.get(name, (self.flat.shape[0], x.shape[2]), x.dtype)
         torch.index_select(x.flatten(0, 1), 0, self.flat, out=rows)
         return rows.view(*self.node.shape, x.shape[2])
+
+    def _add_rows(self, total: Tensor, rows: Tensor) -> None:
+        """Adds rows [rows, width, D] to their nodes of total [BH, N_l, D]."""
+        total, rows = total.flatten(0, 1), rows.flatten(0, 1)
+        if self.deterministic and total.is_cuda:
+            # On CUDA index_add_ adds atomically, in any order; index_put_ sorts stably first and adds in that order.
+            total.index_put_((self.flat,), rows, accumulate=True)
+        else:
+            total.index_add_(0, self.flat, rows)
 
     def nodes(self) -> Tensor:
         return self.node
@@ -257,10 +270,10 @@ class _LowerLayer(_Layer):
         dk_rot = torch.bmm(dS.transpose(1, 2), q_rot, out=self._buffer("products", q_rot.shape[2]))
         dk_rot.masked_fill_(not_leaf, 0.0)
         rows = _rotate(dk_rot, self.cos, self.sin, sign=-1, out=self._buffer("turned", q_rot.shape[2]))
-        dk.flatten(0, 1).index_add_(0, self.flat, rows.flatten(0, 1))
+        self._add_rows(dk, rows)
         rows = torch.bmm(P.transpose(1, 2), dout, out=self._buffer("products", dout.shape[2]))
         rows.masked_fill_(not_leaf, 0.0)
-        dv.flatten(0, 1).index_add_(0, self.flat, rows.flatten(0, 1))
+        self._add_rows(dv, rows)
 
 
 # --------------------------------------------------------------------------------------------------------------- walk
@@ -274,7 +287,8 @@ def _bad(x: Tensor) -> Tensor | None:
 class _Walk:
     """What every chunk of one call shares: the tree, the tables, the rotated keys of the top layer."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, params: TreeParams):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, params: TreeParams, *, deterministic: bool = False):
+        self.deterministic = deterministic
         # With more children than tokens there is one node anyway: tables and gathers need not be wider.
         r = min(params.compression_rate, max(2, 1 << (k.shape[1] - 1).bit_length()))
         params = dataclasses.replace(params, compression_rate=r)
@@ -344,7 +358,7 @@ class _Walk:
         r, layer = self.params.compression_rate, above.layer - 1
         n = (above.n.clamp(max=self.params.top_k) - 1) * r + t // r**layer % r + 1
         keys, values = self.tree_k[layer][bh], self.tree_v[layer][bh]
-        return _LowerLayer(layer, n, t, parents, keys, values, self.cos, self.sin, r, self.scratch)
+        return _LowerLayer(layer, n, t, parents, keys, values, self.cos, self.sin, r, self.scratch, self.deterministic)
 
     def query_at(self, q: Tensor, layer: _Layer, sign: int = 1) -> Tensor:
         """q [rows, G, K] rotated to each query's own position n - 1 (sign -1: rotated back)."""
@@ -450,9 +464,14 @@ def backward(
     lse: Tensor,
     selection: Tensor,
     params: TreeParams,
+    *,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the dtype of the inputs. dlse [B,T_q,H]; out, lse, selection as `forward` returned them."""
-    walk = _Walk(q, k, v, params)
+    """dq, dk, dv in the dtype of the inputs. dlse [B,T_q,H]; out, lse, selection as `forward` returned them.
+
+    deterministic: no atomic additions, on a device that has them.
+    """
+    walk = _Walk(q, k, v, params, deterministic=deterministic)
     finite = _bad(q) is None and _bad(dout) is None
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dtree_k = [torch.zeros(x.shape, dtype=walk.acc, device=x.device) for x in walk.tree_k]
@@ -492,7 +511,74 @@ def backward(
     return dq, dk, dv
 
 
-# ---------------------------------------------------------------------------------------------------------- attn_dist
+# ----------------------------------------------------------------------------------------- attention over an index list
+
+
+def valid_slots(
+    indices: Tensor, *, s_kv: int, position: Tensor | None, k_stride: int, topk_length: Tensor | None
+) -> Tensor:
+    """Marks [..., s_q, topk] of the slots that count; indices [..., s_q, topk], topk_length [..., s_q].
+
+    position: [..., s_q], the absolute position of each query; None: no causal rule.
+    """
+    valid = (indices >= 0) & (indices < s_kv)
+    if position is not None:
+        valid &= indices < ((position + 1) // k_stride)[..., None]
+    if topk_length is not None:
+        valid &= torch.arange(indices.shape[-1], device=indices.device) < topk_length[..., None]
+    return valid
+
+
+class _Lists:
+    """What every chunk of one call shares: keys, index lists, the rules of validity and the gathering.
+
+    q [B,s_q,h_q,d_qk], k [B,s_kv,1,d_qk], indices [B,s_q,1,topk], topk_length [B,s_q], q_start B numbers.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, indices: Tensor, topk_length: Tensor | None, q_start, k_stride: int):
+        self.B, self.s_q, self.h_q, self.d_qk = q.shape
+        self.s_kv, self.topk = k.shape[1], indices.shape[3]
+        self.k, self.indices, self.topk_length = k, indices, topk_length
+        self.q_start, self.k_stride = q_start, k_stride
+        self.acc = accumulation_dtype(q.dtype)
+        self.scratch = _Scratch(q.device)
+
+    def chunks(self, rows_per_slot: int, numbers_per_head: int) -> Iterator[tuple[int, slice, Tensor, Tensor, Tensor]]:
+        """(batch element, queries, key row of each slot, marks of the valid slots [n, topk], keys [n, topk, d_qk]).
+
+        An invalid slot holds key row 0 and a key of zeros. Chunk sizes follow from shapes alone; the temporaries of one
+        slot are ``rows_per_slot`` rows of d_qk numbers and ``numbers_per_head`` for each head.
+        """
+        if self.s_kv == 0 or self.topk == 0:
+            return
+        device = self.k.device
+        budget = CHUNK_BYTES_CPU if device.type == "cpu" else CHUNK_BYTES_GPU
+        item = torch.finfo(self.acc).bits // 8
+        step = max(1, budget // (self.topk * item * (rows_per_slot * self.d_qk + numbers_per_head * self.h_q + 8)))
+        for b in range(self.B):
+            for first in range(0, self.s_q, step):
+                rows = slice(first, min(first + step, self.s_q))
+                index = self.indices[b, rows, 0].to(torch.int64)
+                position = None
+                if self.q_start is not None:
+                    position = torch.arange(rows.start, rows.stop, device=device) + self.q_start[b]
+                length = None if self.topk_length is None else self.topk_length[b, rows]
+                valid = valid_slots(
+                    index, s_kv=self.s_kv, position=position, k_stride=self.k_stride, topk_length=length
+                )
+                index = torch.where(valid, index, 0)
+                keys = self._gather(self.k[b, :, 0], index).masked_fill_(~valid[:, :, None], 0.0)
+                yield b, rows, index, valid, keys
+
+    def buffer(self, name: str, n: int) -> Tensor:
+        """[n, topk, d_qk] in the accumulation dtype, kept between chunks."""
+        return self.scratch.get(name, (n, self.topk, self.d_qk), self.acc)
+
+    def _gather(self, k: Tensor, index: Tensor) -> Tensor:
+        rows = self.scratch.get("gathered", (index.numel(), self.d_qk), k.dtype)
+        torch.index_select(k, 0, index.flatten(), out=rows)
+        rows = rows.view(*index.shape, self.d_qk)
+        return rows if k.dtype == self.acc else self.buffer("keys", index.shape[0]).copy_(rows)
 
 
 def attn_dist(
@@ -508,33 +594,99 @@ def attn_dist(
     lse_base: float,
 ) -> Tensor:
     """q [B,s_q,h_q,d], k [B,s_kv,1,d], indices [B,s_q,1,topk], lse [B,s_q,h_q] -> [B, ceil(h_q/64), s_q, topk]."""
-    B, s_q, h_q, d_qk = q.shape
-    s_kv, topk = k.shape[1], indices.shape[3]
-    groups = (h_q + 63) // 64
-    acc = accumulation_dtype(q.dtype)
-    out = torch.zeros(B, groups, s_q, topk, dtype=acc, device=q.device)
-    if s_kv == 0 or out.numel() == 0:
-        return out
-    budget = CHUNK_BYTES_CPU if q.device.type == "cpu" else CHUNK_BYTES_GPU
-    step = max(1, budget // (topk * out.element_size() * (2 * d_qk + 3 * h_q + 8)))
-    slot = torch.arange(topk, device=q.device)
-    for b in range(B):
-        for first in range(0, s_q, step):
-            rows = slice(first, min(first + step, s_q))
-            index = indices[b, rows, 0].to(torch.int64)
-            valid = (index >= 0) & (index < s_kv)
-            if q_start is not None:
-                s = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
-                valid &= index < (q_start[b] + s + 1) // k_stride
-            if topk_length is not None:
-                valid &= slot < topk_length[b, rows, None]
-            keys = (
-                k[b, :, 0].index_select(0, torch.where(valid, index, 0).flatten()).reshape(*index.shape, d_qk).to(acc)
-            )
-            lse2 = lse[b, rows].to(acc) * math.log2(lse_base)
-            score2 = torch.bmm(q[b, rows].to(acc), keys.transpose(1, 2)) * (sm_scale * math.log2(math.e))
-            p = score2.sub_(lse2[:, :, None]).exp2_()
-            p.masked_fill_(lse[b, rows].isinf()[:, :, None] | ~valid[:, None], 0.0)
-            for group in range(groups):
-                out[b, group, rows] = p[:, group * 64 : (group + 1) * 64].sum(1)
+    lists = _Lists(q, k, indices, topk_length, q_start, k_stride)
+    acc = lists.acc
+    groups = (lists.h_q + 63) // 64
+    out = torch.zeros(lists.B, groups, lists.s_q, lists.topk, dtype=acc, device=q.device)
+    for b, rows, _, valid, keys in lists.chunks(rows_per_slot=2, numbers_per_head=3):
+        lse2 = lse[b, rows].to(acc) * math.log2(lse_base)
+        score2 = torch.bmm(q[b, rows].to(acc), keys.transpose(1, 2)) * (sm_scale * math.log2(math.e))
+        p = score2.sub_(lse2[:, :, None]).exp2_()
+        p.masked_fill_(lse[b, rows].isinf()[:, :, None] | ~valid[:, None], 0.0)
+        for group in range(groups):
+            out[b, group, rows] = p[:, group * 64 : (group + 1) * 64].sum(1)
     return out
+
+
+def sparse_attention(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    d_v: int,
+    sm_scale: float,
+    q_start: list[int] | None,
+    k_stride: int,
+    topk_length: Tensor | None,
+    attn_sink: Tensor | None,
+    lse_base: float,
+) -> tuple[Tensor, Tensor]:
+    """q [B,s_q,h_q,d_qk], kv [B,s_kv,1,d_qk], indices [B,s_q,1,topk] -> out [B,s_q,h_q,d_v] (their dtype), lse
+    [B,s_q,h_q] (accumulation dtype)."""
+    lists = _Lists(q, kv, indices, topk_length, q_start, k_stride)
+    out = q.new_zeros(*q.shape[:3], d_v)
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=lists.acc)
+    for b, rows, _, valid, keys in lists.chunks(rows_per_slot=2, numbers_per_head=3):
+        scores = _list_scores(q[b, rows].to(lists.acc), keys, valid, sm_scale)
+        row_max = scores.amax(2, keepdim=True)
+        row_max = row_max.masked_fill(row_max == -math.inf, 0.0)  # an empty row: exp(-inf - 0) = 0
+        p = scores.sub_(row_max).exp_()
+        row_sum = p.sum(2, keepdim=True)
+        row_lse = row_max + row_sum.log()
+        # An empty row divides by 1, and NaN stays NaN.
+        out_rows = torch.bmm(p, keys[:, :, :d_v]) / torch.where(row_sum == 0, 1.0, row_sum)
+        if attn_sink is not None:
+            out_rows *= torch.sigmoid(row_lse - attn_sink[:, None]).masked_fill(row_lse == -math.inf, 1.0)
+        out[b, rows] = out_rows.to(out.dtype)
+        lse[b, rows] = row_lse[:, :, 0] / math.log(lse_base)
+    return out, lse
+
+
+def _list_scores(q: Tensor, keys: Tensor, valid: Tensor, sm_scale: float) -> Tensor:
+    """q [n,h_q,d_qk], keys [n,topk,d_qk] -> [n,h_q,topk], -inf where invalid, NaN where a score is not finite."""
+    scores = torch.bmm(q, keys.transpose(1, 2)).mul_(sm_scale)
+    return scores.masked_fill_(scores.isinf(), math.nan).masked_fill_(~valid[:, None], -math.inf)
+
+
+def sparse_attention_backward(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    sm_scale: float,
+    q_start: list[int] | None,
+    k_stride: int,
+    topk_length: Tensor | None,
+    attn_sink: Tensor | None,
+    lse_base: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dkv in the dtype of the inputs, dsink [h_q] (size 0 without a sink). dout, out [B,s_q,h_q,d_v], dlse, lse
+    [B,s_q,h_q] as `sparse_attention` returned them."""
+    lists = _Lists(q, kv, indices, topk_length, q_start, k_stride)
+    acc, d_v = lists.acc, out.shape[3]
+    dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    dkv = torch.zeros(lists.B, lists.s_kv, lists.d_qk, dtype=acc, device=q.device)
+    dsink = q.new_zeros(0 if attn_sink is None else lists.h_q, dtype=acc)
+    for b, rows, index, valid, keys in lists.chunks(rows_per_slot=4, numbers_per_head=6):
+        q_rows, do = q[b, rows].to(acc), dout[b, rows].to(acc)
+        row_lse = lse[b, rows, :, None] * math.log(lse_base)
+        invalid = ~valid[:, None]
+        P = _list_scores(q_rows, keys, valid, sm_scale).sub_(row_lse).exp_().masked_fill_(invalid, 0.0)
+        delta = (do * out[b, rows].to(acc)).sum(2, keepdim=True)
+        weights = P
+        if attn_sink is not None:
+            weights = P * torch.sigmoid(row_lse - attn_sink[:, None])
+            to_sink = torch.sigmoid(attn_sink[:, None] - row_lse) * delta
+            dsink -= to_sink.masked_fill_(~valid.any(1)[:, None, None], 0.0).sum((0, 2))
+        dS = torch.bmm(do, keys[:, :, :d_v].transpose(1, 2)).sub_(delta).mul_(weights)
+        dS.add_(P * (dlse[b, rows, :, None] / math.log(lse_base))).mul_(sm_scale).masked_fill_(invalid, 0.0)
+        dq[b, rows] = torch.bmm(dS, keys).to(dq.dtype)
+        dkeys = torch.bmm(dS.transpose(1, 2), q_rows, out=lists.buffer("dkeys", valid.shape[0]))
+        dkeys[:, :, :d_v].baddbmm_(weights.transpose(1, 2), do)
+        dkeys.masked_fill_(~valid[:, :, None], 0.0)
+        dkv[b].index_add_(0, index.flatten(), dkeys.flatten(0, 1))
+    return dq, dkv[:, :, None].to(kv.dtype), dsink

@@ -18,14 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
 OUT = ROOT / "build" / "emulator"
 LIBRARY = "libhtree_cuda_emulated.so"
+FAULTS = "libfaults.so"
+BENCHMARKS = ["benchmarks/cpp/forward.cu"]
 # Contraction would change the rounding of what PTX spells out; the translated code is long, so -O1.
-USUAL = [
-    "attn_dist/inst/bf16_576",
-    "attn_dist/inst/fp16_128",
-    "htree_backward/inst/bf16_64",
-    "htree_layer/inst/bf16_64_",
+USUAL = [  # in every test run
+    "attn_dist/inst/bf16_576", "attn_dist/inst/bf16_128", "htree_backward/inst/bf16_64", "htree_layer/inst/bf16_64_",
     "smxx",
-]  # in every test run
+]  # fmt: skip
 CXX_FLAGS = ["-std=c++20", "-mavx2", "-mf16c", "-mfma", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-w"]
 
 
@@ -57,7 +56,7 @@ def why_not() -> str:
     return ""
 
 
-def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> Path:
+def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> None:
     tree = setup()
     ninja = tree.ninja
     flags = [x for x in ninja.nvcc_flags(ninja.Options(ROOT, OUT, []), tools) if x != "-lineinfo"]
@@ -70,7 +69,7 @@ def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> Path:
         lines.extend(["  depfile = $out.d", "  deps = gcc"] if depfile else [])
         lines.append("")
 
-    def edge(name: str, target: Path, inputs: list[Path], implicit: list[Path] = ()) -> None:
+    def edge(name: str, target: Path, inputs: list[Path], implicit: Sequence[Path] = ()) -> None:
         after = f" | {' '.join(map(ninja.escape_path, implicit))}" if implicit else ""
         inputs = " ".join(map(ninja.escape_path, inputs))
         lines.extend([f"build {ninja.escape_path(target)}: {name} {inputs}{after}", ""])
@@ -85,48 +84,84 @@ def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> Path:
     module = [*ninja.cxx_flags(ROOT), "-MD", "-MF", "$out.d", "-o", "$out", "$in", f"-L{OUT}", "-lhtree_cuda_emulated"]
     rule("module", [tools.cxx, *module, "-Wl,-rpath,$ORIGIN"], depfile=True)
 
-    objects = []
-    for name in ("runtime", "cudart"):
-        objects.append(OUT / f"{name}.o")
-        edge("runtime", objects[-1], [HERE / f"{name}.cpp"])
+    runtime_objects = []
+    for name in ("scheduler", "memory", "warp", "barriers", "products", "cudart"):
+        runtime_objects.append(OUT / f"{name}.o")
+        edge("runtime", runtime_objects[-1], [HERE / f"{name}.cpp"])
+
+    def kernel(source: Path, stem: Path, headers: Sequence[Path] = ()) -> Path:
+        edge("ptx", stem.with_suffix(".ptx"), [source], headers)
+        translator = [HERE / "translate.py", HERE / "instructions.py"]
+        edge("translate", stem.with_suffix(".cpp"), [stem.with_suffix(".ptx")], translator)
+        edge("kernel", stem.with_suffix(".o"), [stem.with_suffix(".cpp")], [HERE / "runtime.h"])
+        return stem.with_suffix(".o")
+
+    # The kernels of test_emulator.py.
+    rule("host", [tools.nvcc, *flags, "-c", "$in", "-o", "$out"])
+    edge("host", OUT / "faults_host.o", [HERE / "faults.cu"])
+    edge("library", OUT / FAULTS, [*runtime_objects, OUT / "faults_host.o", kernel(HERE / "faults.cu", OUT / "faults")])
+
+    # A C++ benchmark: its own kernels, and the emulated library.
+    benchmark = [tools.nvcc, *flags, "-I", str(ROOT / "benchmarks" / "cpp")]
+    rule("benchmark_host", [*benchmark, "-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out"], depfile=True)
+    rule("benchmark_ptx", [*benchmark, "-MD", "-MF", "$out.d", "--ptx", "$in", "-o", "$out"], depfile=True)
+    program = [tools.cxx, "-o", "$out", "$in", f"-L{OUT}", "-lhtree_cuda_emulated", "-Wl,-rpath,$ORIGIN/..", "-ldl"]
+    rule("program", [*program, "-pthread"])
+    for source in BENCHMARKS:
+        stem = (OUT / "kernel" / source).with_suffix("")
+        edge("benchmark_host", stem.with_suffix(".host.o"), [ROOT / source])
+        edge("benchmark_ptx", stem.with_suffix(".ptx"), [ROOT / source])
+        translator = [HERE / "translate.py", HERE / "instructions.py"]
+        edge("translate", stem.with_suffix(".cpp"), [stem.with_suffix(".ptx")], translator)
+        edge("kernel", stem.with_suffix(".o"), [stem.with_suffix(".cpp")], [HERE / "runtime.h"])
+        parts = [stem.with_suffix(".host.o"), stem.with_suffix(".o")]
+        edge("program", OUT / "bin" / stem.name, parts, [OUT / LIBRARY])
+
+    objects = [*runtime_objects]
     for source in tree.KERNEL_SOURCES:
         objects.append((kernels_dir / "obj" / source).with_suffix(".o"))  # its launchers; the code for the GPU rests
         if not only or any(text in source for text in only):
-            stem = OUT / "kernel" / source
-            edge("ptx", stem.with_suffix(".ptx"), [ROOT / source])
-            edge("translate", stem.with_suffix(".cpp"), [stem.with_suffix(".ptx")], [HERE / "translate.py"])
-            objects.append(stem.with_suffix(".o"))
-            edge("kernel", objects[-1], [stem.with_suffix(".cpp")], [HERE / "runtime.h"])
+            objects.append(kernel(ROOT / source, OUT / "kernel" / source, ninja.headers_of(ROOT, source)))
     edge("library", OUT / LIBRARY, objects)
     edge("module", OUT / ninja.module_name(), [ROOT / "csrc" / "bindings.cpp"], [OUT / LIBRARY])
     path = OUT / "build.ninja"
     text = "\n".join(lines)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
-    return OUT / ninja.module_name()
 
 
 @functools.cache
-def _build(only: tuple[str, ...]) -> Path:
+def _build(only: tuple[str, ...], target: str) -> Path:
     tree = setup()
     tools = tree.build.resolve(tree.build.plan({**os.environ, "HTREE_CUDA_KERNELS": "on"}))
     kernels_dir = tree.in_place_build_dir(False)
     OUT.mkdir(parents=True, exist_ok=True)
     with open(OUT / "lock", "w") as lock:  # test processes side by side
         fcntl.flock(lock, fcntl.LOCK_EX)
-        tree.ninja.run_ninja(tree.ninja.Options(ROOT, kernels_dir, tree.KERNEL_SOURCES), tools, ["library"])
-        module = _write_ninja(only, tools, kernels_dir)
+        if target != FAULTS:
+            tree.ninja.run_ninja(tree.ninja.Options(ROOT, kernels_dir, tree.KERNEL_SOURCES), tools, ["library"])
+        _write_ninja(only, tools, kernels_dir)
         jobs = str(tree.build.max_jobs())
-        command = [tools.ninja, "-f", str(OUT / "build.ninja"), "-j", jobs, str(module)]
+        command = [tools.ninja, "-f", str(OUT / "build.ninja"), "-j", jobs, str(OUT / target)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"building the emulator failed:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
-    return module
+    return OUT / target
 
 
 def build(only: Sequence[str] = ()) -> Path:
     """Builds, and returns the Python module; `only` selects the kernels that are translated (none: all)."""
-    return _build(tuple(only))
+    return _build(tuple(only), setup().ninja.module_name())
+
+
+def build_benchmark(name: str) -> Path:
+    """Builds a program of benchmarks/cpp over the emulated library, with the usual kernels."""
+    return _build(tuple(USUAL), f"bin/{name}")
+
+
+def build_faults() -> Path:
+    """Builds the library of small right and wrong kernels."""
+    return _build(tuple(USUAL), FAULTS)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ Options const& configuration();
 
 // From the first call on, global memory outside the allowed ranges is out of bounds.
 void allow(uint64_t address, uint64_t bytes);
+void forbid(uint64_t address);
 void forget_allocations();
 uint64_t launch_count();
 

@@ -659,10 +659,11 @@ struct Registration {
   struct Parameter {
     uint32_t offset, bytes;
   };
-  Registration(char const* name, Kernel kernel, std::vector<Parameter> parameters, uint32_t static_shared);
+  Registration(char const* name, Kernel kernel, std::vector<Parameter> parameters, uint32_t static_shared,
+               uint32_t cluster);
   Kernel kernel;
   std::vector<Parameter> parameters;
-  uint32_t static_shared;
+  uint32_t static_shared, cluster;
 };
 
 }  // namespace emulator

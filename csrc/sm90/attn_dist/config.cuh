@@ -14,13 +14,12 @@ namespace htree_cuda::distribution {
 inline constexpr int kMaxStarts = 128;
 
 // Where a consumer warp stores its sums and what decides their validity; in shared memory because the registers are
-// full and it is read once every four tiles.
-struct OutputRow {
+// full.
+struct alignas(16) OutputRow {
   float* out;          // [topk]: the row of this query and group
   int const* indices;  // [topk]
   int length;          // slots at and past it are invalid
   int visible;         // indices outside [0, visible) are invalid
-  int padding[2];
 };
 
 // What the kernel is told. Strides in bytes.
@@ -50,7 +49,7 @@ struct KernelParams {
   float scale_log2;          // sm_scale * log2(e)
   float lse_scale;           // to base 2
   bool causal;
-  bool bulk_store;           // topk % 4 == 0: rows of the output are 16-byte aligned
+  bool bulk_store;           // rows of `out` are multiples of 16 bytes
 };
 
 // How the two consumer warpgroups share the work.
@@ -83,6 +82,11 @@ struct Config {
   static_assert(kPanels % kStagePanels == 0);
   static_assert(2 * kTileStages <= kStages, "both groups' Q, or two tiles, pass through the ring at once");
 
+  // Stages whose copies the producer leaves in flight before it waits for the oldest, fences and hands it over. More
+  // hides more latency; fewer leaves more finished stages in front of the consumers.
+  static constexpr int kCopyLag = 4;
+  static_assert(kCopyLag + kTileStages < kStages, "a consumer frees a stage once it has the whole next tile");
+
   // ---- Q ----
   // 64 x 576 in registers would be 144 a thread and leave no room for a second set of accumulators: the ninth panel is
   // a shared-memory operand.
@@ -90,7 +94,7 @@ struct Config {
   static constexpr int kSharedPanels = kPanels - kRegPanels;
   static_assert(kSharedPanels <= 1);
   static constexpr int kPanelSteps = kPanelCols / wgmma::kDepth;
-
+  static constexpr int kSteps = kPanels * kPanelSteps;  // WGMMAs a tile
   // ---- threads and registers ----
   static constexpr int kConsumers = 2;  // warpgroups
   static constexpr int kGroups = kSplit == Split::kHeads ? kConsumers : 1;  // of heads, at a time
@@ -109,27 +113,26 @@ struct Config {
   struct SharedStorage {
     alignas(1024) uint8_t ring[kStages][kStageBytes];                            // K tiles; Q on its way to registers
     alignas(1024) uint8_t q_panel[kConsumers][kSharedPanels ? kPanelBytes : 16];  // the ninth panel of Q
-    alignas(16) float partial[kConsumers][kWarps][kWarps][kTileKeys];  // sums over a warp's 16 heads, four tiles deep
-    alignas(16) float staging[kConsumers][kWarps][kTileKeys];     // sums over 64 heads, source of the bulk store
+    // Sums over four of a warp's 16 heads, two tiles deep.
+    alignas(16) float partial[kConsumers][2][kWarps][4][kTileKeys];
     alignas(8) float2 negative_lse[kConsumers][128];  // of each thread's two rows of scores
     OutputRow rows[kConsumers][kWarps];  // a warp's own
+    alignas(16) float staging[kConsumers][kWarps][kTileKeys / kWarps];  // 16 sums on their way to global memory
     uint64_t full[kStages];
     uint64_t empty[kStages];
   };
-  // The storing warp waits for the others, who only arrive. They come back to a tile's partial sums and barrier four
-  // tiles on, while they multiply the second stage of the fifth; its slot was given back by the storing warp, a ring
-  // before, only after that one had stored. Where the ring holds too many tiles for this, all four warps meet.
-  static constexpr bool kStoreWithoutMeeting = 5 * kTileStages + 1 - kStages >= kTileStages + 2;
   static constexpr int kSharedBytes = sizeof(SharedStorage);
   static_assert(kSharedBytes <= 232448, "shared memory of an SM90 CTA");
 
-  static constexpr int kEmptyArrivals = kConsumers * kWarps;  // every consumer warp gives every stage back
-  static_assert(kStages % kWarps == 0, "a slot belongs to one producer warp, which sees each of its rounds");
+  // An empty barrier completes at one unit from each of the 4 warps of both consumers; where one consumer reads the stage
+  // alone, its warps give two.
+  static constexpr int kEmptyUnits = kConsumers * kWarps;
+  static constexpr int kKeyUnits = kSplit == Split::kHeads ? 1 : 2;
+  static constexpr int kQueryUnits = kSplit == Split::kHeads ? 2 : 1;
+  static_assert(kTileStages + 1 < kStages, "a consumer has read a stage less than a round before the one it waits for");
 };
 
-// Named barriers; 0 is __syncthreads'. One a consumer warpgroup, where all its warps meet once a segment; one a
-// consumer warp, where it waits for the partial sums of the tiles it stores.
-inline constexpr int kMeetBarrier = 1;
-inline constexpr int kStoreBarrier = 3;
+// Named barriers; 0 is __syncthreads'. One a consumer warpgroup.
+inline constexpr int kConsumerBarrier = 1;
 
 }  // namespace htree_cuda::distribution

@@ -4,12 +4,16 @@
 //   exponentials go to fresh registers (writing the accumulators in place would make ptxas wait for every WGMMA in
 //   flight), rows l / 4 and l / 4 + 8 added at once; a transposing reduction over the eight lanes of a column, 14
 //   shuffles, leaves lane l with columns 2 l and 2 l + 1 of the warp's 16 heads, which go to the warp's own slot in
-//   shared memory; one warp, a different one each tile, waits for the slots of the others (who only arrive), adds the
-//   four in the order of the warps, zeroes the invalid slots and stores 256 bytes
+//   shared memory; a tile later, when the warps have met, each adds the four slots of 16 columns in the order of the
+//   warps, zeroes the invalid slots and stores 64 bytes by a bulk copy (plain stores where rows are not multiples of 16
+//   bytes)
+//
+// The four warps do the same, because WGMMAs wait for the slowest of them.
 //
 // The order of every addition is fixed: results are the same bits each time.
 #pragma once
 
+#include <cfloat>
 #include <cstdint>
 
 #include "../device/barriers.cuh"
@@ -35,9 +39,7 @@ public:
       int const head = group * C::kGroupHeads + warp_ * 16 + lane() / 4 + 8 * i;
       lse[i] = head < p_.h_q ? __ldg(p_.lse + static_cast<int64_t>(g.row) * p_.h_q + head) : INFINITY;
     }
-    // Minus infinity marks a head that contributes nothing.
-    ptx::store_shared_8B(lse_address(), {isinf(lse[0]) ? -INFINITY : -lse[0] * p_.lse_scale,
-                                         isinf(lse[1]) ? -INFINITY : -lse[1] * p_.lse_scale});
+    ptx::store_shared_8B(lse_address(), {negative(lse[0]), negative(lse[1])});
     if (lane() == 0) {
       OutputRow& row = shared_.rows[warpgroup_][warp_];
       int64_t const out_row = (static_cast<int64_t>(g.b) * p_.groups + group) * p_.s_q + g.s;
@@ -50,110 +52,98 @@ public:
     return isinf(lse[0]) || isinf(lse[1]);
   }
 
-  // Whether any thread of the warpgroup said `value`; what they wrote before is visible after.
+  // The four warps of the warpgroup: partial sums written before are visible after, and those read may be overwritten.
+  __device__ __forceinline__ void meet() const { barriers::named_sync(kConsumerBarrier + warpgroup_, 128); }
+
+  // Likewise; whether any thread said `value`.
   __device__ __forceinline__ bool meet_any(bool value) const {
-    return barriers::named_sync_or(kMeetBarrier + warpgroup_, 128, value);
+    return barriers::named_sync_or(kConsumerBarrier + warpgroup_, 128, value);
   }
 
-  // From scores to the warp's partial sums in shared memory, in two halves; between them the main loop issues WGMMAs.
-  // kMasked: some head of the group contributes nothing.
-  template <bool kMasked>
-  __device__ __forceinline__ void reduce_first_half(float const (&acc)[wgmma::kAccumulators]) {
-    float2 const negative_lse = ptx::load_shared_8B_volatile(lse_address());
-    pair_sums<kMasked, 0>(acc, negative_lse);
-    pair_sums<kMasked, 1>(acc, negative_lse);
-  }
+  // What is left of the tile before (`stored`: there is one), then the reduction of this tile,
+  // which began at `slot`, in slices for the main loop to put among its WGMMAs. The meeting comes first: it also tells
+  // that the sums which this tile's overwrite have been read. kMasked: some head of the group contributes nothing.
+  static constexpr int kSlices = 7;
 
-  template <bool kMasked>
-  __device__ __forceinline__ void reduce_second_half(float const (&acc)[wgmma::kAccumulators]) {
-    // Read again, not kept: without this dependence on what comes after the latest WGMMAs, ptxas moves these
-    // exponentials before them.
-    float2 const negative_lse = ptx::load_shared_8B_volatile(lse_address());
-    pair_sums<kMasked, 2>(acc, negative_lse);
-    pair_sums<kMasked, 3>(acc, negative_lse);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        columns_[j][c] = exchange(columns_[j][c], columns_[j + 2][c], 8);
-      }
+  template <bool kMasked, int kSlice>
+  __device__ __forceinline__ void slice(float const (&acc)[wgmma::kAccumulators], int slot, bool stored) {
+    if constexpr (kSlice == 0) {
+      meet();
+      store(slot - C::kTileKeys, stored);
+    } else if constexpr (kSlice <= 4) {
+      reduce<kMasked, kSlice - 1>(acc);
+    } else if constexpr (kSlice == 5) {
+      half_ ^= 1;
+      fetch(slot);
+    } else {
+      send(slot - C::kTileKeys, stored);
     }
-    // Now lane l holds block l / 4, columns 2 (l % 4) + 0..1 of it, summed over the warp's 16 heads.
-    float2 total;
-    total.x = exchange(columns_[0][0], columns_[1][0], 4);
-    total.y = exchange(columns_[0][1], columns_[1][1], 4);
-    ptx::store_shared_8B(partial(warp_), total);
-    if (C::kStoreWithoutMeeting && !my_turn()) barriers::named_arrive(store_barrier(), 128);
   }
 
-  // The storing warp asks for the indices of the tile that will be reduced next; its slots start at `first_slot`.
-  __device__ __forceinline__ void prefetch(int first_slot) {
-    if (!my_turn()) return;
+  // Asks for the index of this lane's slot of the tile at `first_slot`: 16 slots a warp, two lanes each.
+  __device__ __forceinline__ void fetch(int first_slot) {
     OutputRow const& row = shared_.rows[warpgroup_][warp_];
-    int const slot = first_slot + 2 * lane();
-    int const length = row.length;
-    int const* const indices = row.indices + slot;
-    index_[0] = slot < length ? __ldg(indices) : -1;
-    index_[1] = slot + 1 < length ? __ldg(indices + 1) : -1;
+    int const slot = first_slot + 16 * warp_ + lane() % 16;
+    index_ = ptx::load_global_if(slot < row.length, row.indices + slot, -1);
   }
 
-  // Sums of the tile that prefetch() was told of, reduced since: the warp whose turn it is waits for the others'.
-  __device__ __forceinline__ void store(int first_slot) {
-    if (!C::kStoreWithoutMeeting || my_turn()) barriers::named_sync(store_barrier(), 128);
-    if (my_turn()) store_sums(first_slot);
-    tick_ = (tick_ + 1) % C::kWarps;
+  // After a meeting: the sums of the tile reduced last. Two lanes a column, each adds two of four slots a warp.
+  __device__ __forceinline__ void store(int first_slot, bool wanted) const {
+    OutputRow const& row = shared_.rows[warpgroup_][warp_];
+    int const column = 16 * warp_ + lane() % 16;
+    float part[2 * C::kWarps];
+#pragma unroll
+    for (int i = 0; i < 2 * C::kWarps; ++i) {
+      part[i] = ptx::load_shared_float(partial(half_ ^ 1, i / 2, lane() / 16 * 2 + i % 2, column));
+    }
+    float sum = ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
+    sum += __shfl_xor_sync(0xffffffffu, sum, 16);
+    bool const valid = static_cast<unsigned>(index_) < static_cast<unsigned>(row.visible);
+    int const slot = first_slot + column;
+    float const value = valid ? sum : 0.f;
+    ptx::store_global_if(wanted && !p_.bulk_store && lane() < 16 && slot < p_.topk, row.out + slot, value);
+    // No branch around this: see multiply() in mainloop.cuh. Lanes l and l + 16 hold and write the same.
+    finish_stores();
+    __syncwarp();
+    ptx::store_shared_4B(staging() + 4 * (lane() % 16), __float_as_uint(value));
   }
 
-  // Before the CTA ends: shared memory that a bulk store still reads must live on.
-  __device__ __forceinline__ void drain() const {
-    if (p_.bulk_store && lane() == 0) ptx::bulk_wait_read<0>();
+  // The bulk copy of what store() has staged. Apart from it, because the fence takes long.
+  __device__ __forceinline__ void send(int first_slot, bool wanted) const {
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    OutputRow const& row = shared_.rows[warpgroup_][warp_];
+    int const first = first_slot + 16 * warp_;
+    int const count = min(p_.topk - first, 16);
+    ptx::bulk_store_if(wanted && p_.bulk_store && lane() == 0 && count > 0, row.out + first, staging(), 4 * count);
+    ptx::bulk_commit();
   }
+
+  // Until this warp's bulk stores have read what they store.
+  __device__ __forceinline__ void finish_stores() const { ptx::bulk_wait_read<0>(); }
 
 private:
-  __device__ __forceinline__ bool my_turn() const { return tick_ == warp_; }
-  __device__ __forceinline__ int store_barrier() const { return kStoreBarrier + C::kWarps * warpgroup_ + tick_; }
-
-  __device__ __forceinline__ void store_sums(int first_slot) const {
-    float2 part[C::kWarps];
-#pragma unroll
-    for (int w = 0; w < C::kWarps; ++w) {
-      part[w] = ptx::load_shared_8B(partial(w));
-    }
-    float2 sum;
-    sum.x = (part[0].x + part[1].x) + (part[2].x + part[3].x);
-    sum.y = (part[0].y + part[1].y) + (part[2].y + part[3].y);
-    OutputRow const& row = shared_.rows[warpgroup_][warp_];
-    unsigned const visible = row.visible;
-    sum.x = static_cast<unsigned>(index_[0]) < visible ? sum.x : 0.f;
-    sum.y = static_cast<unsigned>(index_[1]) < visible ? sum.y : 0.f;
-    float* const out = row.out + first_slot;
-    int const slots = min(C::kTileKeys, p_.topk - first_slot);
-    if (p_.bulk_store) {
-      uint32_t const staging = ptx::shared_address(&shared_.staging[warpgroup_][warp_][0]);
-      if (lane() == 0) ptx::bulk_wait_read<0>();  // this warp's store of four tiles ago
-      __syncwarp();
-      ptx::store_shared_8B(staging + 8 * lane(), sum);
-      ptx::fence_proxy_async_shared();
-      __syncwarp();
-      if (lane() == 0) {
-        ptx::bulk_store(out, staging, 4 * slots);
-        ptx::bulk_commit();
-      }
-    } else {
-      int const slot = 2 * lane();
-      if (slot < slots) out[slot] = sum.x;
-      if (slot + 1 < slots) out[slot + 1] = sum.y;
-    }
+  // An lse as the exponent takes it, in base 2. Minus infinity marks a head that contributes nothing; the change of base
+  // must not make one of a finite lse.
+  __device__ __forceinline__ float negative(float lse) const {
+    if (isinf(lse)) return -INFINITY;
+    float const exponent = -lse * p_.lse_scale;
+    return exponent < -FLT_MAX ? -FLT_MAX : exponent;
   }
 
-  // Blocks (of eight columns) kPair and kPair + 4.
+  // Blocks (of eight columns) kPair and kPair + 4: exponentials, rows added, the halves of the warp added. Then lane l
+  // holds columns 2 (l % 4) + 0..1 of block kPair + 4 (l / 16), of four heads a slot l / 4 % 4.
   template <bool kMasked, int kPair>
-  __device__ __forceinline__ void pair_sums(float const (&acc)[wgmma::kAccumulators], float2 negative_lse) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      columns_[kPair][c] = exchange(row_sum<kMasked>(acc, kPair, c, negative_lse),
-                                    row_sum<kMasked>(acc, kPair + 4, c, negative_lse), 16);
-    }
+  __device__ __forceinline__ void reduce(float const (&acc)[wgmma::kAccumulators]) {
+    // Read again each time, not kept; and the sums go to shared memory at once: between these two accesses, which stay
+    // where they are among the waits for WGMMAs, ptxas must do the exponentials. It would else collect those of all
+    // slices before or after the WGMMAs.
+    float2 const negative_lse = ptx::load_shared_8B_volatile(lse_address());
+    float2 sum;
+    sum.x = exchange(row_sum<kMasked>(acc, kPair, 0, negative_lse), row_sum<kMasked>(acc, kPair + 4, 0, negative_lse), 16);
+    sum.y = exchange(row_sum<kMasked>(acc, kPair, 1, negative_lse), row_sum<kMasked>(acc, kPair + 4, 1, negative_lse), 16);
+    ptx::store_shared_8B_volatile(
+        partial(half_, warp_, lane() / 4 % 4, 8 * (kPair + 4 * (lane() / 16)) + 2 * (lane() % 4)), sum);
   }
 
   // Column `c` of this thread's two in block `block` of eight columns, its two rows added.
@@ -176,9 +166,13 @@ private:
     return ptx::shared_address(&shared_.negative_lse[warpgroup_][threadIdx.x % 128]);
   }
 
-  // Where this lane's two columns of warp `warp`'s sums of the current tile lie.
-  __device__ __forceinline__ uint32_t partial(int warp) const {
-    return ptx::shared_address(&shared_.partial[warpgroup_][tick_][warp][2 * lane()]);
+  __device__ __forceinline__ uint32_t staging() const {
+    return ptx::shared_address(&shared_.staging[warpgroup_][warp_][0]);
+  }
+
+  // Column `column` of slot `slot` of warp `warp`'s partial sums.
+  __device__ __forceinline__ uint32_t partial(int half, int warp, int slot, int column) const {
+    return ptx::shared_address(&shared_.partial[warpgroup_][half][warp][slot][column]);
   }
 
   // The lane whose bit `bit` is clear keeps `low` and gives `high` away, its partner the other way round.
@@ -192,9 +186,8 @@ private:
   KernelParams const& p_;
   typename C::SharedStorage& shared_;
   int const warpgroup_, warp_;
-  int index_[2];
-  float columns_[4][2];
-  int tick_ = 0;  // tile modulo 4: its slots in `partial`, the warp that stores it and the barrier where that one waits
+  int index_;
+  int half_ = 0;  // of `partial`, to write
 };
 
 // Zeros in the slots of a segment's tiles past the query's length; all threads of a warpgroup.

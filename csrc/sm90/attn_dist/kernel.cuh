@@ -19,14 +19,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&q_map);
-    ring.init(1, C::kEmptyArrivals);
+    ring.init(C::kWarps, C::kEmptyUnits);
     barriers::mbarrier_init_fence();
   }
   __syncthreads();
 
   if (warpgroup == C::kConsumers) {
     ptx::lower_registers<C::kProducerRegisters>();
-    Producer<C>(params, q_map, shared, ring, warp % C::kWarps).run();
+    Producer<C>(params, q_map, shared, ring).run();
   } else {
     ptx::raise_registers<C::kConsumerRegisters>();
     Consumer<C>(params, shared, ring, warpgroup, warp % C::kWarps).run();

@@ -3,17 +3,17 @@
 //
 // Barriers
 //   name          who arrives                           who waits           what becomes visible, or free
-//   full[slot]    one lane of the producer warp whose   both consumers      the stage's K rows (cp.async, fenced by each
-//                 stage it is: K after every lane                           writing thread) or Q panels (TMA)
-//                 waited for its copies and fenced
-//                 them; Q at once, with TMA bytes
-//   empty[slot]   one lane of each of the 8 consumer    the producer warp   the slot may be rewritten: the WGMMAs (K) or
-//                 warps; at once where the stage is     whose stage is      ldmatrix (Q) that read it have finished
-//                 meant for the other consumer          next in the slot
+//   full[slot]    4 producer warps, one lane each,      the consumers it    the stage's K rows (cp.async, fenced by each
+//                 after every lane waited for its own   is meant for; the   writing thread) or Q panels (TMA); all stages
+//                 copies and fenced them; TMA bytes     producer, before    before it are full or have been (hand_over)
+//                 where the stage is Q                  the next stage
+//   empty[slot]   8 units: a warp gives one where both  the producer        the slot may be rewritten: the WGMMAs (K) or
+//                 consumers read the stage, two where                       ldmatrix (Q) that read it have finished
+//                 only its own does
 //   named 1, 2    the 4 warps of consumer 0, 1          the same            once a segment: Q's ninth panel is written
-//                                                                           and fenced
-//   named 3 .. 10 the other 3 warps of the consumer     the warp whose      the partial sums of the tile (reused four
-//                                                       turn it is to store tiles on: see kStoreWithoutMeeting)
+//                                                                           and fenced; once a tile: the partial sums of
+//                                                                           the tile before are written, and those of
+//                                                                           the one before that have been read
 //
 // Stages of a segment, in order: Q of each group of 64 heads, then those of each live tile.
 //   Split::kHeads   two groups; consumer c reads Q of group c, and both read every K stage
@@ -35,114 +35,92 @@ namespace htree_cuda::distribution {
 
 // ---- producer --------------------------------------------------------------------------------------------------
 
-// The four warps take turns, a stage each: the fence that hands a stage over stalls a warp until its copies have
-// landed, while the other three go on issuing.
 template <class C>
 class Producer {
 public:
   __device__ __forceinline__ Producer(KernelParams const& p, CUtensorMap const& q_map,
-                                      typename C::SharedStorage& shared, RingBarriers<C::kStages> ring, int warp)
-      : p_(p), q_map_(q_map), ring_(ring), warp_(warp), lane_(threadIdx.x % 32),
-        stages_(ptx::shared_address(&shared.ring[0][0])), copy_(lane_) {}
+                                      typename C::SharedStorage& shared, RingBarriers<C::kStages> ring)
+      : p_(p), q_map_(q_map), ring_(ring), thread_(threadIdx.x % 128),
+        stages_(ptx::shared_address(&shared.ring[0][0])) {}
 
   __device__ __forceinline__ void run() {
-    at_ = at_.ahead(warp_);
-    int mine = warp_;  // the next stage that is this warp's turn, counted from the segment's first
+    gather::RowGather<C::kTileKeys> copy(thread_);
     for (WorkRange work(p_); !work.done(); work.next()) {
       Segment const g = work.segment();
       if (g.live == 0) continue;
-      int const q_stages = C::kGroups * C::kTileStages;
-      int const stages = q_stages + g.live * C::kTileStages;
-      for (; mine < q_stages; mine += C::kWarps) load_q(g, mine);
-      if (mine < stages) {
-        char const* const base = p_.k + g.b * p_.k_stride_b + copy_.chunk_offset();
-        Rows next = load_indices(g, (mine - q_stages) / C::kTileStages);
-        for (; mine < stages; mine += C::kWarps) {
-          int const stage = mine - q_stages;
-          // Looked at no earlier than here, a stage after they were asked for.
-          Rows current;
+      int const* const indices = p_.indices + static_cast<int64_t>(g.row) * p_.topk;
+      char const* const k = p_.k + g.b * p_.k_stride_b;
+      int slot = g.tile * C::kTileKeys + copy.row_to_load();
+      int index = slot < g.length ? __ldg(indices + slot) : -1;
+      load_q(g);
+      for (int t = 0; t < g.live; ++t) {
+        copy.point(static_cast<unsigned>(index) < static_cast<unsigned>(g.visible) ? index : -1, k, p_.k_stride_s);
+        // Looked at no earlier than the next tile.
+        slot += C::kTileKeys;
+        index = t + 1 < g.live && slot < g.length ? __ldg(indices + slot) : -1;
 #pragma unroll
-          for (int i = 0; i < Copy::kRowsPerLane; ++i) {
-            current[i] = static_cast<unsigned>(next[i]) < static_cast<unsigned>(g.visible) ? next[i] : -1;
-          }
-          if (mine + C::kWarps < stages) next = load_indices(g, (stage + C::kWarps) / C::kTileStages);
-          load_k(base + stage % C::kTileStages * (C::kStageCols * 2), current);
+        for (int st = 0; st < C::kTileStages; ++st) {
+          ring_.wait_empty(at_, "attn_dist: a free stage for K");
+          copy.template copy<C::kStagePanels>(stages_ + at_.slot * C::kStageBytes, st * C::kStageCols * 2);
+          issued();
         }
       }
-      mine -= stages;
     }
-    hand_over<0>();
+    while (pending_ > 0) hand_over<0>();
   }
 
 private:
-  using Copy = gather::WarpGather<C::kTileKeys>;
-  using Rows = typename Copy::Rows;
-
-  // The indices of a tile: lane l has those of slots l and l + 32, -1 past the query's length.
-  __device__ __forceinline__ Rows load_indices(Segment const& g, int t) const {
-    Rows indices;
+  __device__ __forceinline__ void load_q(Segment const& g) {
+    int const first = p_.first_group + g.pass * C::kGroups;
+    for (int group = first; group < first + C::kGroups; ++group) {
+#pragma unroll 1
+      for (int st = 0; st < C::kTileStages; ++st) {
+        ring_.wait_empty(at_, "attn_dist: a free stage for Q");
+        if (thread_ == 0) {
+          uint32_t const full = ring_.full_at(at_.slot);
+          barriers::mbarrier_expect_bytes(full, C::kStageBytes);
 #pragma unroll
-    for (int i = 0; i < Copy::kRowsPerLane; ++i) {
-      int const slot = (g.tile + t) * C::kTileKeys + lane_ + 32 * i;
-      indices[i] = slot < g.length ? __ldg(p_.indices + static_cast<int64_t>(g.row) * p_.topk + slot) : -1;
-    }
-    return indices;
-  }
-
-  __device__ __forceinline__ void load_k(char const* first_column, Rows const& rows) {
-    wait_empty("attn_dist: a free stage for K");
-    copy_.template copy<C::kStagePanels>(stages_ + at_.slot * C::kStageBytes, first_column, p_.k_stride_s, rows);
-    ptx::copy_async_commit();
-    hand_over<1>();
-    pending_ = ring_.full_at(at_.slot);
-    at_ = at_.ahead(C::kWarps);
-  }
-
-  __device__ __forceinline__ void load_q(Segment const& g, int stage) {
-    wait_empty("attn_dist: a free stage for Q");
-    if (lane_ == 0) {
-      int const group = p_.first_group + g.pass * C::kGroups + stage / C::kTileStages;
-      uint32_t const full = ring_.full_at(at_.slot);
-      barriers::mbarrier_arrive_expect_bytes(full, C::kStageBytes);
-#pragma unroll
-      for (int p = 0; p < C::kStagePanels; ++p) {
-        ptx::tma_load_4d(stages_ + at_.slot * C::kStageBytes + p * C::kPanelBytes, &q_map_, full, ptx::kEvictFirst,
-                         stage % C::kTileStages * C::kStageCols + p * C::kPanelCols,
-                         group * C::kGroupHeads * p_.q_coord_h, g.s * p_.q_coord_s, g.b * p_.q_coord_b);
+          for (int p = 0; p < C::kStagePanels; ++p) {
+            ptx::tma_load_4d(stages_ + at_.slot * C::kStageBytes + p * C::kPanelBytes, &q_map_, full, ptx::kEvictFirst,
+                             st * C::kStageCols + p * C::kPanelCols, group * C::kGroupHeads * p_.q_coord_h,
+                             g.s * p_.q_coord_s, g.b * p_.q_coord_b);
+          }
+        }
+        __syncwarp();
+        issued();
       }
     }
-    __syncwarp();
-    at_ = at_.ahead(C::kWarps);
   }
 
-  // While the ring is full there is time to hand over what has been issued; while it is not, one stage stays in flight
-  // behind the next.
-  __device__ __forceinline__ void wait_empty(char const* name) {
-    if (!ring_.test_empty(at_)) {
-      hand_over<0>();
-      ring_.wait_empty(at_, name);
-    }
+  // The stage at `at_` is on its way; the one issued kCopyLag stages ago goes to the consumers.
+  __device__ __forceinline__ void issued() {
+    ptx::copy_async_commit();
+    at_ = at_.ahead(1);
+    if (++pending_ > C::kCopyLag) hand_over<C::kCopyLag>();
   }
 
-  // Gives the consumers the pending stage, leaving kInFlight younger ones alone.
+  // Hands over the oldest of the pending stages: all but kInFlight of the issued ones have landed.
   template <int kInFlight>
   __device__ __forceinline__ void hand_over() {
-    if (pending_ == 0) return;
     ptx::copy_async_wait<kInFlight>();
     ptx::fence_proxy_async_shared();
+    // In the order of the ring: a barrier tells only the parity of its phase, so a consumer that passes over a stage of
+    // the other one relies on it being complete when a later one is.
+    ring_.wait_full(oldest_.behind(1), "attn_dist: the stage before");
     __syncwarp();
-    if (lane_ == 0) barriers::mbarrier_arrive(pending_);
-    pending_ = 0;
+    if (thread_ % 32 == 0) barriers::mbarrier_arrive(ring_.full_at(oldest_.slot));
+    oldest_ = oldest_.ahead(1);
+    --pending_;
   }
 
   KernelParams const& p_;
   CUtensorMap const& q_map_;
   RingBarriers<C::kStages> const ring_;
-  int const warp_, lane_;
+  int const thread_;
   uint32_t const stages_;
-  Copy const copy_;
-  RingPosition<C::kStages> at_;
-  uint32_t pending_ = 0;  // full barrier of the stage this warp has issued and not handed over; 0: none
+  RingPosition<C::kStages> at_;      // to issue next
+  RingPosition<C::kStages> oldest_;  // to hand over next
+  int pending_ = 0;                  // stages between the two
 };
 
 // ---- consumers -------------------------------------------------------------------------------------------------
@@ -164,7 +142,7 @@ public:
       if (g.live == 0) continue;
       bool const silent_heads = epilogue_.begin(g, group);
       load_q();
-      // After this meeting the ninth panel is written, and the partial sums of the segment before have been read.
+      // After this meeting the ninth panel is written.
       bool const masked = epilogue_.meet_any(silent_heads);
       if constexpr (C::kSplit == Split::kKeys) {
         alternate_tiles(g.tile, g.live);
@@ -174,7 +152,7 @@ public:
         pipelined_tiles<false>(g.tile * C::kTileKeys, g.live);
       }
     }
-    epilogue_.drain();
+    epilogue_.finish_stores();
   }
 
 private:
@@ -182,7 +160,7 @@ private:
   __device__ __forceinline__ void load_q() {
     int const thread = threadIdx.x % 128;
     int const lane = thread % 32;
-    if (C::kGroups > 1 && warpgroup_ == 1) pass_over(C::kTileStages);
+    if (C::kGroups > 1) at_ = at_.ahead(warpgroup_ * C::kTileStages);
     RingPosition<C::kStages> const first = at_;
     // ldmatrix: lane l names row l % 16 of the warp's 16, 16-byte chunk l / 16 of the two that a step takes.
     uint32_t const row = warp_ * 16 + lane % 16;
@@ -215,20 +193,9 @@ private:
     __syncwarp();
 #pragma unroll
     for (int st = 0; st < C::kTileStages; ++st) {
-      release(first.ahead(st).slot);
+      release(first.ahead(st).slot, C::kQueryUnits);
     }
-    if (C::kGroups > 1 && warpgroup_ == 0) pass_over(C::kTileStages);
-  }
-
-  // Stages meant for the other consumer. This one waits for them and gives them back all the same: a barrier tells
-  // only the parity of its phase, so whoever skipped one could take it for the one before or after.
-  __device__ __forceinline__ void pass_over(int stages) {
-#pragma unroll 1
-    for (int st = 0; st < stages; ++st) {
-      ring_.wait_full(at_, "attn_dist: a stage of the other consumer");
-      release(at_.slot);
-      at_ = at_.ahead(1);
-    }
+    if (C::kGroups > 1) at_ = at_.ahead((1 - warpgroup_) * C::kTileStages);
   }
 
   // Heads split: `count` tiles, the first at slot `slot`. Two accumulator sets take turns: while one is written by
@@ -237,18 +204,20 @@ private:
   __device__ __forceinline__ void pipelined_tiles(int slot, int count) {
     float even[wgmma::kAccumulators];
     float odd[wgmma::kAccumulators];
-    multiply<false, kMasked>(even, odd, slot);
+    multiply<false, kMasked>(even, odd, 0, false);
+    bool stored = false;  // partial sums of the tile before `slot` wait to be stored
 #pragma unroll 1
     for (; count > 2; count -= 2) {
-      multiply<true, kMasked>(odd, even, slot);
-      multiply<true, kMasked>(even, odd, slot + C::kTileKeys);
+      multiply<true, kMasked>(odd, even, slot, stored);
+      multiply<true, kMasked>(even, odd, slot + C::kTileKeys, true);
       slot += 2 * C::kTileKeys;
+      stored = true;
     }
     if (count == 2) {
-      multiply<true, kMasked>(odd, even, slot);
-      finish<kMasked>(odd, slot + C::kTileKeys);
+      multiply<true, kMasked>(odd, even, slot, stored);
+      finish<kMasked>(odd, slot + C::kTileKeys, true);
     } else {
-      finish<kMasked>(even, slot);
+      finish<kMasked>(even, slot, stored);
     }
   }
 
@@ -259,82 +228,101 @@ private:
 #pragma unroll 1
     for (int t = 0; t < live; ++t) {
       if (t % 2 != warpgroup_) {
-        pass_over(C::kTileStages);
+        at_ = at_.ahead(C::kTileStages);
         continue;
       }
-      multiply<false, true>(acc, acc, 0);
-      finish<true>(acc, (tile + t) * C::kTileKeys);
+      multiply<false, true>(acc, acc, 0, false);
+      finish<true>(acc, (tile + t) * C::kTileKeys, false);
     }
   }
 
-  // Issues the WGMMAs of the tile at `at_` into `next`. They queue up, and in their shadow the warp does the epilogue
-  // of the tile in `last`, which began at slot `last_slot`, a part a stage: so the queue does not run dry.
+  // Issues the WGMMAs of the tile at `at_` into `next`, and among them the epilogue of the tile in `last`, which began at
+  // slot `last_slot`. `stored`: the tile before that one has partial sums to store.
+  //
+  // WGMMAs queue up and run by themselves; what costs time is an empty queue. So after each panel's four the warp waits
+  // for the panel before (with four still queued), does a slice of the epilogue and issues the next four. There is no
+  // branch between: after one ptxas wants a warpgroup.arrive, which drains the queue. All stages of the tile are therefore
+  // waited for at its beginning (they are there: the tensor cores are the limit).
   template <bool kOverlap, bool kMasked>
   __device__ __forceinline__ void multiply(float (&next)[wgmma::kAccumulators], float (&last)[wgmma::kAccumulators],
-                                           int last_slot) {
-#pragma unroll
-    for (int st = 0; st < C::kTileStages; ++st) {
-      multiply_stage(next, st);
-      // The stage before has been multiplied once only this one is in the queue.
-      if (kOverlap || st > 0) {
-        wgmma::wait<1>();
-        release(previous_slot_);
-      }
-      previous_slot_ = at_.slot;
-      at_ = at_.ahead(1);
-      if constexpr (kOverlap) {
-        constexpr int kLast = C::kTileStages - 1;
-        if (st == 0) {
-          wgmma::pin(last);
-          epilogue_.template reduce_first_half<kMasked>(last);
-        }
-        if (st == (kLast < 1 ? kLast : 1)) {
-          // Branches, which keeps ptxas from spreading the second half among the WGMMAs before it.
-          epilogue_.prefetch(last_slot);
-          epilogue_.template reduce_second_half<kMasked>(last);
-        }
-        if (st == (kLast < 2 ? kLast : 2)) epilogue_.store(last_slot);
-      }
-    }
-  }
-
-  // The WGMMAs of the stage at `at_`; a group of their own.
-  __device__ __forceinline__ void multiply_stage(float (&acc)[wgmma::kAccumulators], int st) {
+                                           int last_slot, bool stored) {
     // Through a shuffle, which tells the compiler that it is uniform: each WGMMA would else move its descriptor from
     // vector to uniform registers.
-    wgmma::Descriptor const stage(uniform(stages_ + at_.slot * C::kStageBytes));
-    wgmma::Descriptor const q_panel(q_panel_);
-    ring_.wait_full(at_, "attn_dist: K");
-    // In the block of the WGMMAs: after a branch ptxas would else insert its own and serialise them (C7520).
+    at_.slot = uniform(at_.slot);
+    wgmma::Descriptor k[C::kTileStages];
+#pragma unroll
+    for (int st = 0; st < C::kTileStages; ++st) {
+      k[st] = wgmma::Descriptor(stages_ + at_.ahead(st).slot * C::kStageBytes);
+    }
+#pragma unroll
+    for (int st = 0; st < C::kTileStages; ++st) ring_.wait_full(at_.ahead(st), "attn_dist: K");
     wgmma::fence();
 #pragma unroll
-    for (int s = 0; s < C::kStagePanels * C::kPanelSteps; ++s) {
-      int const panel = st * C::kStagePanels + s / C::kPanelSteps;
-      int const step = st * C::kStagePanels * C::kPanelSteps + s;
-      uint64_t const b = stage.at((s / C::kPanelSteps) * C::kPanelBytes + (s % C::kPanelSteps) * 32);
+    for (int panel = 0; panel < C::kPanels; ++panel) {
+      int const st = panel / C::kStagePanels;
+      multiply_panel(next, panel, k[st]);
+      if (panel > 0 || kOverlap) wgmma::wait<1>();
+      if (panel == 0 && kOverlap) {
+        release(previous_slot_, C::kKeyUnits);
+        wgmma::pin(last);
+      } else if (panel > 0 && panel % C::kStagePanels == 0) {
+        release(at_.ahead(st - 1).slot, C::kKeyUnits);
+      }
+      if constexpr (kOverlap) slices<kMasked, 0>(panel, last, last_slot, stored);
+    }
+    previous_slot_ = at_.ahead(C::kTileStages - 1).slot;
+    at_ = at_.ahead(C::kTileStages);
+  }
+
+  // Four WGMMAs, a group of their own.
+  __device__ __forceinline__ void multiply_panel(float (&acc)[wgmma::kAccumulators], int panel, wgmma::Descriptor k) {
+    wgmma::Descriptor const q(q_panel_);
+#pragma unroll
+    for (int s = 0; s < C::kPanelSteps; ++s) {
+      int const step = panel * C::kPanelSteps + s;
+      uint64_t const b = k.at(panel % C::kStagePanels * C::kPanelBytes + s * 32);
       if (panel < C::kRegPanels) {
         wgmma::mma_rs<typename C::Element>(acc, q_[step], b, step > 0);
       } else {
-        wgmma::mma_ss<typename C::Element>(acc, q_panel.at((s % C::kPanelSteps) * 32), b, true);
+        wgmma::mma_ss<typename C::Element>(acc, q.at(s * 32), b, true);
       }
     }
     wgmma::commit();
   }
 
-  // The epilogue of a tile with nothing behind it.
-  template <bool kMasked>
-  __device__ __forceinline__ void finish(float (&acc)[wgmma::kAccumulators], int slot) {
-    epilogue_.prefetch(slot);
-    wgmma::wait<0>();
-    release(previous_slot_);
-    wgmma::pin(acc);
-    epilogue_.template reduce_first_half<kMasked>(acc);
-    epilogue_.template reduce_second_half<kMasked>(acc);
-    epilogue_.store(slot);
+  // The slices of the epilogue, from kSlice on, that come after panel `panel`.
+  template <bool kMasked, int kSlice>
+  __device__ __forceinline__ void slices(int panel, float (&last)[wgmma::kAccumulators], int last_slot, bool stored) {
+    if constexpr (kSlice < Epilogue<C>::kSlices) {
+      if (panel == kSlice * C::kPanels / Epilogue<C>::kSlices) {
+        epilogue_.template slice<kMasked, kSlice>(last, last_slot, stored);
+      }
+      slices<kMasked, kSlice + 1>(panel, last, last_slot, stored);
+    }
   }
 
-  __device__ __forceinline__ void release(uint32_t slot) const {
-    if (threadIdx.x % 32 == 0) barriers::mbarrier_arrive(ring_.empty_at(slot));
+  // The epilogue of the last tile, at slot `slot`, with nothing behind it; `stored` as above.
+  template <bool kMasked>
+  __device__ __forceinline__ void finish(float (&acc)[wgmma::kAccumulators], int slot, bool stored) {
+    wgmma::wait<0>();
+    release(previous_slot_, C::kKeyUnits);
+    wgmma::pin(acc);
+    finish_slices<kMasked, 0>(acc, slot, stored);
+    epilogue_.meet();
+    epilogue_.store(slot, true);
+    epilogue_.send(slot, true);
+  }
+
+  template <bool kMasked, int kSlice>
+  __device__ __forceinline__ void finish_slices(float (&acc)[wgmma::kAccumulators], int slot, bool stored) {
+    if constexpr (kSlice < Epilogue<C>::kSlices) {
+      epilogue_.template slice<kMasked, kSlice>(acc, slot, stored);
+      finish_slices<kMasked, kSlice + 1>(acc, slot, stored);
+    }
+  }
+
+  __device__ __forceinline__ void release(uint32_t slot, uint32_t units) const {
+    if (threadIdx.x % 32 == 0) barriers::mbarrier_arrive(ring_.empty_at(slot), units);
   }
 
   KernelParams const& p_;

@@ -17,52 +17,56 @@ __host__ __device__ constexpr uint32_t swizzled_offset(uint32_t row, uint32_t ch
   return row * kPanelBytesPerRow + ((chunk ^ (row & 7u)) * kChunkBytes);
 }
 
-// One warp copies kRows rows. Eight neighbouring lanes cover the 128 bytes of a row's panel (one L2 line), so an
-// instruction reads four whole lines and writes four rows without bank conflicts.
+// How the four warps of a warpgroup share kRows rows: evenly, because a warp with more to issue slows the other warps of
+// its quarter of the multiprocessor, and a WGMMA waits for the slowest quarter. Eight neighbouring lanes cover the 128
+// bytes of a row's panel (one L2 line), so an instruction reads four whole lines and writes four rows without bank
+// conflicts. Thread t owns chunk t % 8 of rows t / 8 + 16 i.
 template <int kRows>
-class WarpGather {
+class RowGather {
 public:
-  static constexpr int kRowsPerLane = kRows / 32;
+  static constexpr int kRowStep = 128 / kChunksPerRow;
+  static constexpr int kRowsPerThread = kRows / kRowStep;
   static constexpr int kPanelBytes = kRows * kPanelBytesPerRow;
-  static_assert(kRows % 32 == 0);
+  static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0, "a thread's rows share their place in the swizzle");
 
-  // Row numbers as loaded, one coalesced load for 32: lane l has those of rows l, l + 32, ...; negative: zeros.
-  struct Rows {
-    int row[kRowsPerLane];
-    __device__ int& operator[](int i) { return row[i]; }
-    __device__ int operator[](int i) const { return row[i]; }
-  };
+  __device__ __forceinline__ explicit RowGather(int thread)
+      : thread_(thread), offset_(swizzled_offset(thread / kChunksPerRow, thread % kChunksPerRow)) {}
 
-  __device__ __forceinline__ explicit WarpGather(int lane)
-      : lane_(lane), even_(swizzled_offset(lane / kChunksPerRow, lane % kChunksPerRow)) {}
+  // The row whose number this lane loads for its warp, so that one load serves the warp's 16 rows; twice each.
+  __device__ __forceinline__ int row_to_load() const {
+    int const lane = thread_ % 32;
+    return thread_ / 32 * 4 + lane % 4 + kRowStep * (lane / 4 % kRowsPerThread);
+  }
 
-  // Where in a panel's 128 bytes this lane reads.
-  __device__ __forceinline__ int chunk_offset() const { return lane_ % kChunksPerRow * kChunkBytes; }
-
-  // kPanels neighbouring panels of the rows; `base` is the first panel of row 0 plus chunk_offset().
-  template <int kPanels>
-  __device__ __forceinline__ void copy(uint32_t shared, char const* base, uint64_t row_stride,
-                                       Rows const& rows) const {
-    constexpr int kRowsAtOnce = 32 / kChunksPerRow;
-    uint32_t const even = shared + even_;
-    uint32_t const odd = shared + (even_ ^ (kRowsAtOnce * kChunkBytes));  // rows 4 .. 7 of eight: bit 2 of the swizzle
+  // From the row numbers that the lanes loaded (negative: zeros) to this thread's chunks of the first panel.
+  __device__ __forceinline__ void point(int number, char const* base, uint64_t row_stride) {
 #pragma unroll
-    for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
-      int const row =
-          __shfl_sync(0xffffffffu, rows[i * kRowsAtOnce / 32], i * kRowsAtOnce % 32 + lane_ / kChunksPerRow);
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      sign_[i] = __shfl_sync(0xffffffffu, number, thread_ % 32 / kChunksPerRow + 4 * i);
       // Row 0 stands in for an invalid one; it is not read.
-      char const* const source = base + static_cast<uint64_t>(static_cast<uint32_t>(max(row, 0))) * row_stride;
+      source_[i] = base + thread_ % kChunksPerRow * kChunkBytes +
+                   static_cast<uint64_t>(static_cast<uint32_t>(max(sign_[i], 0))) * row_stride;
+    }
+  }
+
+  // kPanels neighbouring panels, from byte `column` of the rows on.
+  template <int kPanels>
+  __device__ __forceinline__ void copy(uint32_t shared, int column) const {
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
 #pragma unroll
       for (int p = 0; p < kPanels; ++p) {
-        ptx::copy_async_16B((i % 2 == 0 ? even : odd) + p * kPanelBytes + i * kRowsAtOnce * kPanelBytesPerRow,
-                            source + p * kPanelBytesPerRow, row);
+        ptx::copy_async_16B(shared + offset_ + p * kPanelBytes + i * kRowStep * kPanelBytesPerRow,
+                            source_[i] + column + p * kPanelBytesPerRow, sign_[i]);
       }
     }
   }
 
 private:
-  int const lane_;
-  uint32_t const even_;
+  int const thread_;
+  uint32_t const offset_;
+  char const* source_[kRowsPerThread];
+  int sign_[kRowsPerThread];
 };
 
 }  // namespace htree_cuda::gather

@@ -20,6 +20,13 @@ struct RingPosition {
     bool const wraps = next >= kStages;
     return {wraps ? next - kStages : next, wraps ? parity ^ 1u : parity};
   }
+
+  // The position `steps` back; at most one round. Before the first round this is the parity of a phase that counts as
+  // complete.
+  __device__ __forceinline__ RingPosition behind(uint32_t steps) const {
+    bool const wraps = slot < steps;
+    return {wraps ? slot + kStages - steps : slot - steps, wraps ? parity ^ 1u : parity};
+  }
 };
 
 // The barriers of a ring, addressed by slot. A fresh ring is empty: producers wait for the

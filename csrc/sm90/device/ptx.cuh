@@ -63,6 +63,37 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t row_address, uint32_t c
                : "memory");
 }
 
+__device__ __forceinline__ float load_shared_float(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+
+// A word of read-only global memory, or `otherwise` and no access: without a branch.
+__device__ __forceinline__ int load_global_if(bool wanted, int const* address, int otherwise) {
+  int value = otherwise;
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %2, 0;\n"
+      "@wanted ld.global.nc.s32 %0, [%1];\n"
+      "}\n"
+      : "+r"(value)
+      : "l"(address), "r"(static_cast<uint32_t>(wanted)));
+  return value;
+}
+
+__device__ __forceinline__ void store_global_if(bool wanted, float* address, float value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %2, 0;\n"
+      "@wanted st.global.f32 [%0], %1;\n"
+      "}\n" ::"l"(address),
+      "f"(value), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+}
+
 __device__ __forceinline__ float2 load_shared_8B(uint32_t address) {
   float2 value;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
@@ -84,6 +115,10 @@ __device__ __forceinline__ float2 load_shared_8B_volatile(uint32_t address) {
   float2 value;
   asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
   return value;
+}
+
+__device__ __forceinline__ void store_shared_8B_volatile(uint32_t address, float2 value) {
+  asm volatile("st.volatile.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_8B(uint32_t address, float2 value) {
@@ -135,8 +170,8 @@ __device__ __forceinline__ void prefetch_tensor_map(void const* map) {
 inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;
 
 // One box of a 4-D tensor map to shared memory; its bytes count towards the transaction of `barrier`.
-__device__ __forceinline__ void tma_load_4d(uint32_t shared, void const* map, uint32_t barrier, uint64_t l2_policy,
-                                            int x0, int x1, int x2, int x3) {
+__device__ __forceinline__ void tma_load_4d(uint32_t shared, void const* map, uint32_t barrier, uint64_t l2_policy, int x0,
+                                            int x1, int x2, int x3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
@@ -152,10 +187,17 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, void const* global, u
                : "memory");
 }
 
-// `bytes` contiguous bytes from shared to global memory; both addresses and the count are multiples of 16.
-__device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
-               : "memory");
+// Where `wanted`, without a branch: `bytes` contiguous bytes from shared to global memory; both addresses and the count are
+// multiples of 16.
+__device__ __forceinline__ void bulk_store_if(bool wanted, void* global, uint32_t shared, uint32_t bytes) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %3, 0;\n"
+      "@wanted cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+      "}\n" ::"l"(global),
+      "r"(shared), "r"(bytes), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
 }
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -170,15 +212,13 @@ __device__ __forceinline__ void bulk_wait_read() {
 
 // c += a b: m16n8k16, a row-major, b column-major, float32 accumulators.
 __device__ __forceinline__ void mma_fp16(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ void mma_bf16(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

@@ -40,8 +40,8 @@ struct Atom<cutlass::half_t> {
 struct Descriptor {
   uint32_t low;
 
-  __device__ __forceinline__ explicit Descriptor(uint32_t shared_address)
-      : low(((shared_address >> 4) & 0x3fffu) | (1u << 16)) {}
+  Descriptor() = default;
+  __device__ __forceinline__ explicit Descriptor(uint32_t shared_address) : low(((shared_address >> 4) & 0x3fffu) | (1u << 16)) {}
   __device__ __forceinline__ uint64_t at(int byte_offset) const {
     constexpr uint64_t kHigh = (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
     return kHigh | (low + static_cast<uint32_t>(byte_offset >> 4));
@@ -67,8 +67,7 @@ __device__ __forceinline__ void ss(float (&acc)[kAccumulators], uint64_t a, uint
 
 // acc (+)= A B^T, A in registers: 64 x 16, this thread's fragment in the order of ldmatrix.x4.
 template <class Element>
-__device__ __forceinline__ void mma_rs(float (&acc)[kAccumulators], uint32_t const (&a)[4], uint64_t b,
-                                       bool accumulate) {
+__device__ __forceinline__ void mma_rs(float (&acc)[kAccumulators], uint32_t const (&a)[4], uint64_t b, bool accumulate) {
   detail::rs<typename Atom<Element>::RS>(acc, a, b, accumulate, std::make_index_sequence<kAccumulators>{});
 }
 

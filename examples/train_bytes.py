@@ -1,0 +1,536 @@
+"""Trains small byte-level decoders with three attentions and compares what they learn.
+
+    python examples/train_bytes.py                                # both tasks, seed 0, minutes on 2 CPU cores
+    python examples/train_bytes.py --preset gpu --seeds 0,1,2     # T = 32,768, one Hopper GPU
+
+Arms, equal in everything but the attention (parameters, their initial values, data and its order, steps):
+
+    dense   causal attention over everything, RoPE on token positions (PyTorch's SDPA)
+    htree   htree_cuda.HTreeAttention
+    window  causal attention over the last W tokens, W the mean number of candidates of an htree query: the same number
+            of scores, spent on the nearest tokens
+
+Tasks:
+
+    text    the next byte of the CPython standard library's sources and documentation, found in the running Python
+    recall  pairs of a key and a value lie in the first quarter of a sequence of filler, each in one token; queries at
+            the end name a key and ask for its value. Lengths grow from stage to stage. Every pair is farther from every
+            query than the window arm can see through all its layers.
+
+A run is a pure function of preset, task, arm and seed: batches are drawn from (seed, step), so an interrupted run that
+goes on from its checkpoint ends with the same bits on a CPU. docs/training.md has the protocol and what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from htree_cuda import HTreeAttention
+from htree_cuda.bench import identity, visited
+from htree_cuda.demo.progress import progress
+from htree_cuda.demo.text import python_sources, python_topics
+from htree_cuda.reference.definition import layer_sizes
+
+ARMS = ("dense", "htree", "window")
+TASKS = ("text", "recall")
+COLORS = {"dense": "#444444", "htree": "#4c9f70", "window": "#e08e45"}
+IGNORE = -100  # targets that carry no loss, as F.cross_entropy has it
+
+
+# ------------------------------------------------------------------------------------------------------------ presets
+
+
+@dataclass(frozen=True)
+class Stage:
+    """steps optimizer steps on batch sequences of T tokens."""
+
+    T: int
+    batch: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one task trains and how it is judged: eval_batches batches of the last stage, every eval_every steps."""
+
+    stages: tuple[Stage, ...]
+    lr: float
+    eval_every: int
+    eval_batches: int
+
+    @property
+    def steps(self) -> int:
+        return sum(stage.steps for stage in self.stages)
+
+    def stage_at(self, step: int) -> Stage:
+        for stage in self.stages:
+            if step < stage.steps:
+                return stage
+            step -= stage.steps
+        return self.stages[-1]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Model, tree and tasks. All arms share it."""
+
+    name: str
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    qk_norm: bool
+    rope_base: float
+    compression_rate: int
+    top_k: int
+    text: Task
+    recall: Task
+    n_keys: int
+    n_values: int
+    n_filler: int
+    autocast: bool
+
+    @property
+    def recall_vocabulary(self) -> int:
+        return self.n_keys * self.n_values + self.n_keys + self.n_values + self.n_filler
+
+    def tree(self, T: int) -> dict:
+        """What a query of a sequence of T tokens visits: layers, mean candidates, the share of the tokens it sees."""
+        r, most = self.compression_rate, self.top_k * self.compression_rate
+        candidates, _ = visited(T, 0, T, r, self.top_k, most)
+        last, _ = visited(T, T - 1, T, r, self.top_k, most)
+        return {
+            "T": T, "layers": len(layer_sizes(T, r, most)), "candidates_mean": candidates / T,
+            "candidates_last": last, "share_mean": candidates / (T * (T + 1) / 2), "share_last": last / T,
+        }  # fmt: skip
+
+    def window(self, T: int) -> int:
+        """Width of the window arm: the mean number of candidates of an htree query."""
+        return math.ceil(self.tree(T)["candidates_mean"])
+
+
+PRESETS = {
+    "cpu": Preset(
+        name="cpu", d_model=64, n_layers=2, n_heads=4, n_kv_heads=1, head_dim=16, qk_norm=True, rope_base=1e6,
+        compression_rate=4, top_k=16,
+        text=Task((Stage(1024, 2, 200),), lr=4e-3, eval_every=40, eval_batches=16),
+        recall=Task(
+            (Stage(32, 64, 100), Stage(64, 32, 40), Stage(128, 16, 40), Stage(256, 8, 40), Stage(512, 8, 120)),
+            lr=4e-3, eval_every=20, eval_batches=8,
+        ),
+        n_keys=8, n_values=8, n_filler=1, autocast=False,
+    ),
+    "gpu": Preset(
+        name="gpu", d_model=512, n_layers=4, n_heads=8, n_kv_heads=1, head_dim=64, qk_norm=True,
+        rope_base=1e6, compression_rate=16, top_k=64,
+        text=Task((Stage(32768, 1, 1200),), lr=1e-3, eval_every=100, eval_batches=16),
+        recall=Task(
+            (
+                Stage(512, 64, 400), Stage(2048, 16, 200), Stage(8192, 4, 200), Stage(32768, 1, 400),
+            ),
+            lr=1e-3, eval_every=100, eval_batches=16,
+        ),
+        n_keys=8, n_values=8, n_filler=1, autocast=True,
+    ),
+}  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------------- model
+
+
+def rope(x: Tensor, base: float) -> Tensor:
+    """Rotate-half RoPE of x [B, T, H, K] on token positions, computed in float32, angles in float64."""
+    T, K = x.shape[1], x.shape[3]
+    inv_freq = base ** (-2.0 * torch.arange(K // 2, dtype=torch.float64, device=x.device) / K)
+    angle = torch.arange(T, dtype=torch.float64, device=x.device)[:, None, None] * inv_freq
+    cos, sin = angle.cos().float(), angle.sin().float()
+    lo, hi = x.float().chunk(2, dim=3)
+    return torch.cat((lo * cos - hi * sin, lo * sin + hi * cos), dim=3).to(x.dtype)
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
+    """Causal attention of q, k, v [B, H, T, D] over the last `width` tokens, itself included: blocks of width queries
+    against their own and the previous block, so that memory and work grow with T * width."""
+    B, _, T, _ = q.shape
+    blocks = -(-T // width)
+    q, k, v = (F.pad(x, (0, 0, 0, blocks * width - T)).unflatten(2, (blocks, width)).transpose(1, 2) for x in (q, k, v))
+    k, v = (torch.cat((F.pad(x, (0, 0) * 3 + (1, 0))[:, :-1], x), dim=3) for x in (k, v))
+    i, j = torch.arange(width, device=q.device)[:, None], torch.arange(2 * width, device=q.device)
+    inside = (j > i) & (j <= i + width)
+    first = inside & (j >= width)  # the block before the first does not exist
+    mask = torch.stack([first] + [inside] * (blocks - 1)).repeat(B, 1, 1)[:, None]
+    out = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), attn_mask=mask)
+    return out.unflatten(0, (B, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :T]
+
+
+class DenseAttention(HTreeAttention):
+    """The same parameters with dense causal attention (window None) or a sliding window in htree's place."""
+
+    def __init__(self, *args, window: int | None, **options):
+        super().__init__(*args, **options)
+        self.window = window
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group = self.n_heads // self.n_kv_heads
+        base = self.options["rope_base"]
+        k, v = (x.repeat_interleave(group, dim=2) for x in (rope(k, base), v))
+        q, k, v = (x.transpose(1, 2) for x in (rope(q, base), k, v))
+        if self.window is None or self.window >= q.shape[2]:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            out = window_attention(q, k, v, self.window)
+        return out.transpose(1, 2)
+
+
+class Block(nn.Module):
+    def __init__(self, d_model: int, attention: nn.Module):
+        super().__init__()
+        self.attention_norm, self.attention = nn.RMSNorm(d_model, eps=1e-6), attention
+        self.mlp_norm = nn.RMSNorm(d_model, eps=1e-6)
+        self.mlp = nn.Sequential(
+            nn.Linear(d_model, 4 * d_model, bias=False), nn.GELU(), nn.Linear(4 * d_model, d_model, bias=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    """Pre-norm decoder: tokens [B, T] int64 -> logits [B, T, vocabulary]."""
+
+    def __init__(self, preset: Preset, arm: str, vocabulary: int, window: int, backend: str):
+        super().__init__()
+        shape = (preset.d_model, preset.n_heads, preset.n_kv_heads)
+        options = {
+            "head_dim": preset.head_dim, "qk_norm": preset.qk_norm, "rope_base": preset.rope_base,
+            "compression_rate": preset.compression_rate, "top_k_per_layer": preset.top_k, "backend": backend,
+        }  # fmt: skip
+
+        def attention() -> HTreeAttention:
+            if arm == "htree":
+                return HTreeAttention(*shape, **options)
+            return DenseAttention(*shape, window=window if arm == "window" else None, **options)
+
+        self.embedding = nn.Embedding(vocabulary, preset.d_model)
+        self.blocks = nn.Sequential(*(Block(preset.d_model, attention()) for _ in range(preset.n_layers)))
+        self.norm = nn.RMSNorm(preset.d_model, eps=1e-6)
+        self.head = nn.Linear(preset.d_model, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embedding(tokens))))
+
+
+# --------------------------------------------------------------------------------------------------------------- data
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """Seeded by all the numbers, so that no two purposes share a stream."""
+    digest = hashlib.sha256(repr(numbers).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+class Text:
+    """Bytes of the running Python's documentation and library, every 20th file held out for validation."""
+
+    vocabulary = 256
+
+    def __init__(self):
+        pieces = [topic.text.encode() for topic in (*python_topics(), *python_sources())]
+        held_out = b"\n".join(pieces[::20])
+        rest = b"\n".join(piece for i, piece in enumerate(pieces) if i % 20)
+        self.parts = {
+            name: torch.frombuffer(bytearray(part), dtype=torch.uint8)
+            for name, part in (("train", rest), ("validation", held_out))
+        }
+        self.about = {
+            "bytes_train": len(rest), "bytes_validation": len(held_out),
+            "sha256": hashlib.sha256(rest + held_out).hexdigest()[:16],
+        }  # fmt: skip
+
+    def batch(self, part: str, stage: Stage, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        data = self.parts[part]
+        first = torch.randint(
+            0, len(data) - stage.T, (stage.batch, 1), generator=generator(seed, step, part == "train")
+        )
+        rows = data[first + torch.arange(stage.T + 1)].long()
+        return rows[:, :-1], rows[:, 1:]
+
+
+class Recall:
+    """Token ids: pairs (key * n_values + value), then queries (one a key), then values (targets only), then filler."""
+
+    def __init__(self, preset: Preset):
+        self.preset = preset
+        self.vocabulary = preset.recall_vocabulary
+        self.about = {"chance": 1 / preset.n_values}
+
+    def distance(self, T: int) -> int:
+        """The least number of tokens between a pair and its query."""
+        return T - T // 4 - self.preset.n_keys
+
+    def batch(self, part: str, stage: Stage, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        p, g = self.preset, generator(seed, step, part == "train")
+        B, T = stage.batch, stage.T
+        queries, values = p.n_keys * p.n_values, p.n_keys * p.n_values + p.n_keys
+        filler = values + p.n_values
+        tokens = torch.randint(filler, filler + p.n_filler, (B, T), generator=g)
+        targets = torch.full((B, T), IGNORE)
+        room = T // 4 // p.n_keys
+        place = torch.randint(0, room, (B, p.n_keys), generator=g) + room * torch.rand(
+            B, p.n_keys, generator=g
+        ).argsort(1)
+        value = torch.randint(0, p.n_values, (B, p.n_keys), generator=g)
+        tokens.scatter_(1, place, torch.arange(p.n_keys) * p.n_values + value)
+        asked = torch.rand(B, p.n_keys, generator=g).argsort(1)
+        tokens[:, -p.n_keys :] = queries + asked
+        targets[:, -p.n_keys :] = values + value.gather(1, asked)
+        return tokens, targets
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def learning_rate(task: Task, step: int) -> float:
+    """Warm-up over the first 5% of the steps, then constant, so that no stage of a curriculum is favoured; over the
+    last eighth linearly down to a tenth."""
+    warm_up, decay = max(1, task.steps // 20), max(1, task.steps // 8)
+    left = (task.steps - step) / decay
+    return task.lr * min(1.0, (step + 1) / warm_up, 0.1 + 0.9 * left)
+
+
+def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor, autocast: bool) -> tuple[Tensor, Tensor]:
+    """(mean loss over the targets, share of them that the most likely token hits)."""
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+        logits = model(tokens)
+    kept = targets != IGNORE
+    logits, targets = logits[kept].float(), targets[kept]
+    return F.cross_entropy(logits, targets), (logits.argmax(1) == targets).float().mean()
+
+
+class Run:
+    """One (task, arm, seed): model, optimizer, step and log; saved and resumed as a whole."""
+
+    def __init__(self, preset: Preset, task_name: str, arm: str, seed: int, data, device: torch.device, backend: str):
+        self.preset, self.arm, self.seed, self.data, self.device = preset, arm, seed, data, device
+        self.task: Task = getattr(preset, task_name)
+        model = {name: value for name, value in dataclasses.asdict(preset).items() if name not in TASKS}
+        self.settings = {
+            "preset": model, "task": task_name, "schedule": dataclasses.asdict(self.task), "arm": arm, "seed": seed,
+            "data": data.about,
+        }  # fmt: skip
+        T = self.task.stages[-1].T
+        torch.manual_seed(seed)
+        self.model = Decoder(preset, arm, data.vocabulary, preset.window(T), backend).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.task.lr, betas=(0.9, 0.95))
+        self.step = 0
+        self.seconds = 0.0
+        self.log: list[dict] = []
+        self.pending: list[float] = []
+
+    @property
+    def name(self) -> str:
+        return f"{self.preset.name}_{self.settings['task']}_{self.arm}_{self.seed}"
+
+    def state(self) -> dict:
+        return {
+            "settings": self.settings, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "step": self.step, "seconds": self.seconds, "log": self.log, "pending": self.pending,
+        }  # fmt: skip
+
+    def save(self, path: Path) -> None:
+        """Whole or not at all: a kill while writing leaves the previous checkpoint."""
+        torch.save(self.state(), path.with_suffix(".part"))
+        os.replace(path.with_suffix(".part"), path)
+
+    def resume(self, path: Path) -> None:
+        if not path.exists():
+            return
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        if state["settings"] != self.settings:
+            raise SystemExit(f"{path} belongs to other settings or another Python's text: remove it or choose --out")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.log, self.pending = state["log"], state["pending"]
+
+    def batch(self, part: str, stage: Stage, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        return tuple(x.to(self.device) for x in self.data.batch(part, stage, seed, step))
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, float]:
+        """(loss, accuracy) on the same held-out batches for every arm and seed, at the last stage's length."""
+        batches = [self.batch("validation", self.task.stages[-1], -1, i) for i in range(self.task.eval_batches)]
+        pairs = [loss_of(self.model, *batch, self.preset.autocast) for batch in batches]
+        return tuple(statistics.fmean(x.item() for x in column) for column in zip(*pairs))
+
+    def train_step(self) -> float:
+        stage = self.task.stage_at(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.task, self.step)
+        loss, _ = loss_of(self.model, *self.batch("train", stage, self.seed, self.step), self.preset.autocast)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.step += 1
+        return loss.item()
+
+    def train(self, path: Path, stop_at: int | None = None) -> None:
+        """To the last step, or to stop_at; a checkpoint at every evaluation and when interrupted."""
+        end = self.task.steps if stop_at is None else stop_at
+        try:
+            for _ in progress(range(self.step, end), end - self.step, self.name):
+                started = time.perf_counter()
+                self.pending.append(self.train_step())
+                self.seconds += time.perf_counter() - started
+                if self.step % self.task.eval_every == 0 or self.step == self.task.steps:
+                    loss, accuracy = self.evaluate()
+                    T = self.task.stage_at(self.step - 1).T
+                    train_loss = statistics.fmean(self.pending)
+                    self.log.append({
+                        "step": self.step, "T": T, "train_loss": train_loss, "loss": loss, "accuracy": accuracy,
+                    })  # fmt: skip
+                    self.pending = []
+                    self.save(path)
+                    print(
+                        f"{self.name}: step {self.step}/{self.task.steps}, T {T}, training {train_loss:.4f}, "
+                        f"held out {loss:.4f}, accuracy {100 * accuracy:.1f}%, {self.seconds:.0f} s",
+                        flush=True,
+                    )
+        finally:
+            self.save(path)
+
+    def result(self) -> dict:
+        tokens = sum(stage.T * stage.batch * stage.steps for stage in self.task.stages)
+        return {
+            "arm": self.arm, "seed": self.seed, "final": self.log[-1], "log": self.log,
+            "seconds": round(self.seconds, 1), "tokens_per_s": round(tokens / self.seconds),
+        }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- report
+
+
+def throughput(preset: Preset, lengths: list[int], device: torch.device, backend: str) -> list[dict]:
+    """Tokens per second of a training step of each arm on one sequence of text: the median of 5 after 2."""
+    text, found = Text(), []
+    for T in lengths:
+        for arm in ARMS:
+            stages = Task((Stage(T, 1, 7),), preset.text.lr, 8, 1)
+            run = Run(dataclasses.replace(preset, text=stages), "text", arm, 0, text, device, backend)
+            seconds = []
+            for _ in range(7):
+                started = time.perf_counter()
+                run.train_step()  # returns a number, so the device is done
+                seconds.append(time.perf_counter() - started)
+            found.append({"T": T, "arm": arm, "tokens_per_s": round(T / statistics.median(seconds[2:]))})
+            print(f"throughput: T {T}, {arm}: {found[-1]['tokens_per_s']:,} tokens/s", flush=True)
+    return found
+
+
+def draw(report: dict, path: Path) -> None:
+    """Held-out loss of the text and accuracy of the recall over the steps: mean of the seeds, band over their range."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = [name for name in TASKS if name in report["tasks"]]
+    fig, axes = plt.subplots(1, len(names), figsize=(4.8 * len(names), 3.4), layout="constrained", squeeze=False)
+    for ax, name in zip(axes[0], names):
+        task = report["tasks"][name]
+        what = "loss" if name == "text" else "accuracy"
+        for arm in ARMS:
+            logs = [run["log"] for run in task["runs"] if run["arm"] == arm]
+            if not logs:
+                continue
+            columns = [[entry[what] for entry in row] for row in zip(*logs)]
+            steps = [entry["step"] for entry in logs[0]]
+            ax.plot(steps, [statistics.fmean(c) for c in columns], color=COLORS[arm], label=arm)
+            ax.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=COLORS[arm], alpha=0.2)
+        if name == "text":
+            ax.set(title=f"text, T = {task['tree']['T']:,}", ylabel="held-out loss, nats per byte")
+        else:
+            ax.axhline(task["data"]["chance"], color="crimson", linestyle=":", linewidth=1, label="chance")
+            ax.set(title=f"recall at T = {task['tree']['T']:,}", ylabel="accuracy", ylim=(0, 1.02))
+        ax.set_xlabel("step")
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(frameon=False, fontsize=8)
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def choices(allowed: tuple[str, ...]):
+    def parse(text: str) -> list[str]:
+        wanted = text.split(",")
+        if not set(wanted) <= set(allowed):
+            raise argparse.ArgumentTypeError(f"must be among {', '.join(allowed)}, got {text!r}")
+        return wanted
+
+    return parse
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="cpu")
+    parser.add_argument("--task", type=choices(TASKS), default=list(TASKS), metavar="text,recall")
+    parser.add_argument("--arms", type=choices(ARMS), default=list(ARMS), metavar="dense,htree,window")
+    parser.add_argument("--seeds", type=numbers, default=[0], metavar="0,1,2")
+    parser.add_argument("--out", type=Path, default=Path("demo_out") / "train", help="checkpoints, JSON log and PNG")
+    parser.add_argument("--device", help="default: cuda for the gpu preset, else cpu")
+    parser.add_argument("--backend", choices=("auto", "torch"), default="auto", help="of the htree arm")
+    parser.add_argument("--throughput", type=numbers, metavar="T,T", help="also tokens per second at these lengths")
+    args = parser.parse_args(argv)
+    preset = PRESETS[args.preset]
+    device = torch.device(args.device or ("cuda" if args.preset == "gpu" else "cpu"))
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = args.out / f"train_{preset.name}.json"
+    report = {**identity(device.type), "preset": dataclasses.asdict(preset), "seeds": args.seeds, "tasks": {}}
+    for name in args.task:
+        data = Text() if name == "text" else Recall(preset)
+        tree = preset.tree(getattr(preset, name).stages[-1].T)
+        report["tasks"][name] = {"data": data.about, "tree": tree, "window": preset.window(tree["T"]), "runs": []}
+        print(
+            f"{name}: T {tree['T']:,}, {tree['layers']} layers, {tree['candidates_mean']:.1f} candidates a query on "
+            f"average: {100 * tree['share_mean']:.1f}% of the tokens before it; the last query visits "
+            f"{tree['candidates_last']}, {100 * tree['share_last']:.1f}% of T; window {preset.window(tree['T'])}",
+            flush=True,
+        )
+        for seed in args.seeds:
+            for arm in args.arms:
+                run = Run(preset, name, arm, seed, data, device, args.backend)
+                path = args.out / f"{run.name}.pt"
+                run.resume(path)
+                run.train(path)
+                report["tasks"][name]["runs"].append(run.result())
+                log.write_text(json.dumps(report, indent=1) + "\n")
+    if args.throughput:
+        report["throughput"] = throughput(preset, args.throughput, device, args.backend)
+        log.write_text(json.dumps(report, indent=1) + "\n")
+    draw(report, log.with_suffix(".png"))
+    print(f"wrote {log} and {log.with_suffix('.png')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

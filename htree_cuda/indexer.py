@@ -1,0 +1,60 @@
+"""Target and loss of a sparse-attention indexer, in plain PyTorch operations: autograd derives the loss, torch.compile
+fuses it, and it runs on any device. Arguments come checked from `interface.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .reference.definition import accumulation_dtype
+from .reference.vectorised import valid_slots
+
+
+def _share(x: Tensor) -> Tensor:
+    """x over its sum along the last dimension; a row whose sum is 0 stays as it is."""
+    total = x.sum(-1, keepdim=True)
+    return x / total.masked_fill(total == 0, 1.0)
+
+
+def normalize_attn_dist(attn_dist: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
+    """[.., G, s_q, topk] -> [.., s_q, topk]; see `interface.normalize_attn_dist`."""
+    total = attn_dist.sum(-3)
+    if group is not None:
+        torch.distributed.all_reduce(total, group=group)
+    return _share(total)
+
+
+def indexer_loss(
+    logits: Tensor,
+    attn_dist: Tensor,
+    indices: Tensor,
+    *,
+    s_kv: int,
+    q_start: list[int] | None,
+    k_stride: int,
+    topk_length: Tensor | None,
+    reduction: str,
+) -> Tensor:
+    """See `interface.indexer_loss`; q_start holds one number for each batch element."""
+    acc = accumulation_dtype(logits.dtype)
+    position = None
+    if q_start:  # an empty list: B = 0, no query to place
+        query = torch.arange(logits.shape[-2], device=logits.device)
+        position = torch.stack([query + start for start in q_start]) if logits.dim() == 3 else query + q_start[0]
+    valid = valid_slots(indices.squeeze(-2), s_kv=s_kv, position=position, k_stride=k_stride, topk_length=topk_length)
+    if attn_dist.dim() > logits.dim():
+        attn_dist = attn_dist.sum(-3)
+    target = _share(attn_dist.to(acc).masked_fill(~valid, 0.0))
+    counts = valid.any(-1)
+    # A row without a valid slot gets zeros for its logits: a softmax over nothing is NaN, in its gradient too.
+    scores = logits.to(acc).masked_fill(~valid, -math.inf).masked_fill(~counts[..., None], 0.0)
+    log_p = torch.log_softmax(scores, -1)
+    # Where the target is 0 the limit of t log(t) is 0, and 0 * (-inf) must not become NaN.
+    loss = torch.where(target == 0, 0.0, target * (target.log() - log_p)).sum(-1)
+    if reduction == "none":
+        return loss
+    total = loss.sum()
+    return total / counts.sum().clamp(min=1) if reduction == "mean" else total

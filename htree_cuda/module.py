@@ -1,0 +1,136 @@
+"""`HTreeAttention`: the projections around `forward`, as a module for a decoder block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from . import checks
+from .interface import forward
+
+
+class HTreeAttention(nn.Module):
+    """Causal self-attention of a decoder block by `htree_cuda.forward`: projections, grouped KV heads, a KV cache.
+
+    Args:
+        d_model: int >= 1, width of the input and the output.
+        n_heads: int >= 1, query heads.
+        n_kv_heads: int >= 1, divides n_heads; default n_heads. The ``n_heads / n_kv_heads`` query heads of a KV head
+            share its keys, its values and the selection of nodes.
+        head_dim: int >= 2, even, of queries and keys; default ``d_model / n_heads``.
+        v_head_dim: int >= 1, of values; default head_dim.
+        qk_norm: bool; RMSNorm over head_dim, with a gain shared by the heads, on queries and on keys. RoPE comes after.
+        bias: bool; biases in the four projections.
+        dropout: must be 0. It is named only so that a block with attention dropout fails here and not in silence.
+        compression_rate, top_k_per_layer, max_top_nodes, scale, rope_base, strict_causal, backend, deterministic,
+            save_selection: as in `htree_cuda.forward`.
+        device, dtype: of the parameters.
+
+    Shape of the call ``module(x, past=None, return_kv=False)``:
+        x: [B, T_q, d_model], dtype of the parameters.
+        past: (k [B, T_past, n_kv_heads, head_dim], v [B, T_past, n_kv_heads, v_head_dim]) of the tokens before x, as an
+            earlier call returned them; default None: there are none.
+        returns out [B, T_q, d_model]; with return_kv (out, (k, v)), k and v of the T_past + T_q tokens so far.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule above or of `htree_cuda.forward`.
+        UnsupportedError: CUDA tensors the kernels do not cover, with backend "auto"; their message names the way out.
+
+    Notes:
+        State dict: ``q_proj.weight`` [n_heads * head_dim, d_model], ``k_proj.weight`` [n_kv_heads * head_dim, d_model],
+        ``v_proj.weight`` [n_kv_heads * v_head_dim, d_model], ``o_proj.weight`` [d_model, n_heads * v_head_dim], with
+        bias a ``.bias`` each, with qk_norm ``q_norm.weight`` and ``k_norm.weight`` [head_dim]. These names are kept.
+        Cache: keys are cached without RoPE, because a key's position depends on who looks at it, so a cache never
+        has to be turned. What a call returns is a new tensor: decoding copies the cache and pools the tree again for
+        every call, work that grows with T. Nothing in a cache is tied to a step: it can be cut (``k[:, :n]``).
+        Padding has no mask: sequences of a batch have one length.
+        Memory, gradients, autocast: as `htree_cuda.forward`.
+
+    Example:
+        >>> attention = htree_cuda.HTreeAttention(256, 8, 2, qk_norm=True, top_k_per_layer=32)
+        >>> out = attention(torch.randn(1, 4096, 256))
+        >>> out, past = attention(torch.randn(1, 4096, 256), return_kv=True)  # prefill, then one token:
+        >>> out, past = attention(torch.randn(1, 1, 256), past=past, return_kv=True)
+
+    Source: docs/training.md; grouped queries: Ainslie et al. 2023; query-key norm: Henry et al. 2020.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        n_kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        v_head_dim: int | None = None,
+        qk_norm: bool = False,
+        bias: bool = False,
+        dropout: float = 0.0,
+        compression_rate: int = 16,
+        top_k_per_layer: int = 512,
+        max_top_nodes: int | None = None,
+        scale: float | None = None,
+        rope_base: float = 10000.0,
+        strict_causal: bool = True,
+        backend: str = "auto",
+        deterministic: bool | None = None,
+        save_selection: bool | str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        self.options = {
+            "compression_rate": compression_rate, "top_k_per_layer": top_k_per_layer, "max_top_nodes": max_top_nodes,
+            "scale": scale, "rope_base": rope_base, "strict_causal": strict_causal, "backend": backend,
+            "deterministic": deterministic, "save_selection": save_selection,
+        }  # fmt: skip
+        self.head_dim, self.v_head_dim = checks.attention_module(
+            d_model=d_model, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
+            dropout=dropout, dtype=torch.get_default_dtype() if dtype is None else dtype,
+            flags={"qk_norm": qk_norm, "bias": bias}, options=self.options,
+        )  # fmt: skip
+        self.d_model, self.n_heads, self.n_kv_heads = d_model, n_heads, n_kv_heads
+        place = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(d_model, n_heads * self.head_dim, bias=bias, **place)
+        self.k_proj = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=bias, **place)
+        self.v_proj = nn.Linear(d_model, n_kv_heads * self.v_head_dim, bias=bias, **place)
+        self.o_proj = nn.Linear(n_heads * self.v_head_dim, d_model, bias=bias, **place)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **place) if qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **place) if qk_norm else None
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter again, in the order of the state dict, as PyTorch's own layers do."""
+        for child in self.children():
+            child.reset_parameters()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, T_q, n_heads, head_dim], the last T_q of k [B, T, n_kv_heads, head_dim] and v [B, T, n_kv_heads,
+        v_head_dim] -> [B, T_q, n_heads, v_head_dim]. The one step a subclass replaces to compare attentions."""
+        return forward(q, k, v, **self.options)
+
+    def forward(
+        self, x: Tensor, past: tuple[Tensor, Tensor] | None = None, return_kv: bool = False
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor]]:
+        """See the class."""
+        checks.attention_module_input(
+            x, past, d_model=self.d_model, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+        )  # fmt: skip
+        checks.boolean("HTreeAttention", "return_kv", return_kv)
+        q = self.q_proj(x).unflatten(2, (self.n_heads, self.head_dim))
+        k = self.k_proj(x).unflatten(2, (self.n_kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(2, (self.n_kv_heads, self.v_head_dim))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if past is not None:
+            k, v = (torch.cat((old, new), dim=1) for old, new in zip(past, (k, v)))
+        out = self.o_proj(self.attend(q, k, v).flatten(2))
+        return (out, (k, v)) if return_kv else out
+
+    def extra_repr(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return (
+            f"d_model={self.d_model}, n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, "
+            f"head_dim={self.head_dim}, v_head_dim={self.v_head_dim}, {options}"
+        )

@@ -1,0 +1,197 @@
+// Small kernels for tests/test_emulator.py, one right and one wrong of a kind: what the emulator must run, and what it
+// must notice. Inline assembly, so that nothing of the package is needed.
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace faults {
+
+__device__ inline uint32_t address(void const* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+__device__ inline void init(uint64_t* barrier, uint32_t count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(count) : "memory");
+}
+__device__ inline void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
+}
+__device__ inline void expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes) : "memory");
+}
+__device__ inline void wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(address(barrier)), "r"(parity)
+        : "memory");
+  } while (done == 0);
+}
+__device__ inline void copy16(void* to, void const* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to)), "l"(from) : "memory");
+}
+__device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// out = in through shared memory: cp.async by one warp, handed over by an mbarrier, stored by a bulk copy of another.
+enum class Relay { kRight, kNoFence, kNoWait, kRewritten, kNoArrival };
+
+template <Relay kind>
+__global__ void relay(float const* in, float* out) {
+  __shared__ alignas(128) float stage[128];
+  __shared__ uint64_t full;
+  int const lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) init(&full, 1);
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    copy16(stage + 4 * lane, in + 4 * lane);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    if (kind != Relay::kNoWait) asm volatile("cp.async.wait_group 0;" ::: "memory");
+    if (kind != Relay::kNoFence) fence_async();
+    __syncwarp();
+    if (lane == 0 && kind != Relay::kNoArrival) arrive(&full);
+  } else {
+    wait(&full, 0);
+    if (lane == 0) {
+      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 512;" ::"l"(out), "r"(address(stage)) : "memory");
+      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      if (kind == Relay::kRewritten) stage[5] = 1.0f;
+      asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    }
+  }
+}
+
+// out[i] = in[i + shift]: where is checked.
+__global__ void fetch(float const* in, float* out, int shift) { out[threadIdx.x] = in[threadIdx.x + shift]; }
+
+__global__ void fetch_shared(float* out, int shift) {
+  __shared__ float stage[32];
+  stage[threadIdx.x] = 1.0f;
+  __syncthreads();
+  out[threadIdx.x] = stage[threadIdx.x + shift];
+}
+
+// 64 threads count: with atomics, or by reading and writing.
+template <bool kAtomic>
+__global__ void count(float* out) {
+  __shared__ int total;
+  if (threadIdx.x == 0) total = 0;
+  __syncthreads();
+  for (int i = 0; i < 20; ++i) {
+    if (kAtomic) {
+      atomicAdd(&total, 1);
+    } else {
+      *static_cast<int volatile*>(&total) = *static_cast<int volatile*>(&total) + 1;
+    }
+  }
+  __syncthreads();
+  out[threadIdx.x] = static_cast<float>(total);
+}
+
+// Sums over a warp; the wrong one leaves half of the lanes out.
+template <bool kAll>
+__global__ void warp_sum(float const* in, float* out) {
+  float sum = in[threadIdx.x];
+  if (kAll || threadIdx.x < 16) {
+    for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+  }
+  out[threadIdx.x] = sum;
+}
+
+// out[64][8] = A[64][64] B[8][64]^T, bf16, K-major with the 128-byte swizzle, by one warpgroup.
+enum class Product { kRight, kReadEarly, kRewritten, kNoFence };
+
+template <Product kind>
+__global__ void product(uint16_t const* a, uint16_t const* b, float* out) {
+  extern __shared__ __align__(1024) uint16_t shared[];
+  int const thread = threadIdx.x;
+  for (int i = thread; i < 72 * 64; i += 128) {
+    int const row = i / 64, column = i % 64;
+    int const at = row * 64 + ((column / 8) ^ (row % 8)) * 8 + column % 8;
+    shared[at] = row < 64 ? a[i] : b[i - 64 * 64];
+  }
+  if (kind != Product::kNoFence) fence_async();
+  __syncthreads();
+  float acc[4] = {};
+  constexpr uint64_t kHigh = (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    uint64_t const da = kHigh | (address(shared) + 32 * k) >> 4, db = kHigh | (address(shared) + 64 * 128 + 32 * k) >> 4;
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, p, 1, 1, 0, 0;\n}\n"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "l"(da), "l"(db), "r"(k));
+  }
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  float early = acc[0];
+  asm volatile("" : "+f"(early)::"memory");
+  __syncthreads();  // every warp has issued its part
+  if (kind == Product::kRewritten && thread == 0) shared[64 * 64] = 0x7f7f;
+  __syncthreads();
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])::"memory");
+  int const row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+  out[row * 8 + column] = kind == Product::kReadEarly ? early : acc[0];
+  out[row * 8 + column + 1] = acc[1];
+  out[(row + 8) * 8 + column] = acc[2];
+  out[(row + 8) * 8 + column + 1] = acc[3];
+}
+
+// Two blocks of a cluster: each hands its half of `in` to the other by a copy between their shared memories.
+__global__ void __cluster_dims__(2, 1, 1) exchange(float const* in, float* out) {
+  __shared__ alignas(128) float mine[32];
+  __shared__ alignas(128) float theirs[32];
+  __shared__ uint64_t full;
+  int const lane = threadIdx.x;
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  if (lane == 0) {
+    init(&full, 1);
+    expect(&full, 128);
+  }
+  mine[lane] = in[32 * rank + lane];
+  fence_async();
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  if (lane == 0) {
+    uint32_t to, barrier;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(address(theirs)), "r"(rank ^ 1u));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(address(&full)), "r"(rank ^ 1u));
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], 128, [%2];" ::"r"(to),
+                 "r"(address(mine)), "r"(barrier)
+                 : "memory");
+  }
+  wait(&full, 0);
+  out[32 * rank + lane] = theirs[lane];
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+}  // namespace faults
+
+using namespace faults;
+
+extern "C" __attribute__((visibility("default"))) char const* run_fault(int which, void const* a, void const* b, void* result,
+                                                                        int number) {
+  auto const* in = static_cast<float const*>(a);
+  auto* out = static_cast<float*>(result);
+  auto const* x = static_cast<uint16_t const*>(a);
+  auto const* y = static_cast<uint16_t const*>(b);
+  switch (which) {
+    case 0: relay<Relay::kRight><<<1, 64>>>(in, out); break;
+    case 1: relay<Relay::kNoFence><<<1, 64>>>(in, out); break;
+    case 2: relay<Relay::kNoWait><<<1, 64>>>(in, out); break;
+    case 3: relay<Relay::kRewritten><<<1, 64>>>(in, out); break;
+    case 4: relay<Relay::kNoArrival><<<1, 64>>>(in, out); break;
+    case 10: fetch<<<1, 32>>>(in, out, number); break;
+    case 11: fetch_shared<<<1, 32>>>(out, number); break;
+    case 20: count<true><<<1, 64>>>(out); break;
+    case 21: count<false><<<1, 64>>>(out); break;
+    case 30: warp_sum<true><<<1, 32>>>(in, out); break;
+    case 31: warp_sum<false><<<1, 32>>>(in, out); break;
+    case 40: product<Product::kRight><<<1, 128, 9216>>>(x, y, out); break;
+    case 41: product<Product::kReadEarly><<<1, 128, 9216>>>(x, y, out); break;
+    case 42: product<Product::kRewritten><<<1, 128, 9216>>>(x, y, out); break;
+    case 43: product<Product::kNoFence><<<1, 128, 9216>>>(x, y, out); break;
+    case 50: exchange<<<2, 32>>>(in, out); break;
+  }
+  cudaError_t const error = cudaGetLastError();
+  return error == cudaSuccess ? "" : cudaGetErrorString(error);
+}

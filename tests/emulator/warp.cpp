@@ -1,0 +1,268 @@
+// What the lanes of a warp do together.
+#include "machine.h"
+
+namespace emulator {
+
+namespace {
+
+enum Kind { kShuffle, kVote, kReduce, kSync, kLoadMatrix, kStoreMatrix, kMma, kElect };
+
+// All lanes of `mask` meet; the last to come runs `body(collective)` for all.
+template <class Body>
+void meet(Thread& thread, Kind kind, uint32_t mask, void* payload, Body&& body) {
+  thread.maybe_yield();
+  if (!(mask >> thread.lane & 1u)) {
+    thread.fail("a lane takes part in a warp operation whose mask leaves it out");
+  }
+  Warp& warp = *thread.warp_state;
+  std::shared_ptr<Collective> mine;
+  for (auto& open : warp.open) {
+    if (open->kind == kind && open->mask == mask && !(open->arrived >> thread.lane & 1u)) {
+      mine = open;
+      break;
+    }
+  }
+  if (!mine) {
+    mine = std::make_shared<Collective>();
+    mine->kind = kind;
+    mine->at = thread.at;
+    mine->mask = mask;
+    warp.open.push_back(mine);
+  }
+  if (mine->at != thread.at && kind != kSync) {
+    thread.fail("lanes of a warp meet at different instructions, the other at PTX line " + std::to_string(mine->at));
+  }
+  mine->arrived |= 1u << thread.lane;
+  mine->payload[thread.lane] = payload;
+  mine->fiber[thread.lane] = &fiber_of(thread);
+  if (mine->arrived == mask) {
+    warp.open.erase(std::find(warp.open.begin(), warp.open.end(), mine));
+    body(*mine);
+    for (int lane = 0; lane < 32; ++lane) {
+      if (mine->fiber[lane] != nullptr && mine->fiber[lane] != &fiber_of(thread)) {
+        make_ready(mine->fiber[lane]);
+      }
+    }
+    machine.idle = 0;
+  } else {
+    Fiber& fiber = fiber_of(thread);
+    fiber.state = State::blocked;
+    static char const* const names[] = {"shfl", "vote", "redux", "bar.warp.sync", "ldmatrix", "stmatrix", "mma", "elect"};
+    fiber.waits_for = std::string(names[kind]) + ", the other lanes";
+    to_scheduler(fiber);
+  }
+}
+
+template <class Payload>
+Payload& payload(Collective& c, int lane) {
+  return *static_cast<Payload*>(c.payload[lane]);
+}
+
+}  // namespace
+
+uint32_t Thread::shuffle(Shuffle mode, uint32_t value, uint32_t b, uint32_t c, uint32_t mask, bool* valid) {
+  struct Item {
+    Shuffle mode;
+    uint32_t value, b, c, result;
+    bool valid;
+  } item{mode, value, b, c, 0, false};
+  meet(*this, kShuffle, mask, &item, [](Collective& all) {
+    for (int lane = 0; lane < 32; ++lane) {
+      if (all.payload[lane] == nullptr) {
+        continue;
+      }
+      Item& x = payload<Item>(all, lane);
+      int const segment = static_cast<int>(x.c >> 8 & 31), clamp = static_cast<int>(x.c & 31), by = static_cast<int>(x.b & 31);
+      int const last = (lane & segment) | (clamp & ~segment), first = lane & segment;
+      int from = 0;
+      switch (x.mode) {
+        case Shuffle::up: from = lane - by, x.valid = from >= last; break;
+        case Shuffle::down: from = lane + by, x.valid = from <= last; break;
+        case Shuffle::bfly: from = lane ^ by, x.valid = from <= last; break;
+        case Shuffle::idx: from = first | (by & ~segment), x.valid = from <= last; break;
+      }
+      from = x.valid ? from : lane;
+      x.result = all.payload[from] != nullptr ? payload<Item>(all, from).value : 0xdeadbeefu;
+    }
+  });
+  if (valid != nullptr) {
+    *valid = item.valid;
+  }
+  return item.result;
+}
+
+uint32_t Thread::vote_ballot(bool value, uint32_t mask) {
+  struct Item {
+    bool value;
+    uint32_t result;
+  } item{value, 0};
+  meet(*this, kVote, mask, &item, [](Collective& all) {
+    uint32_t votes = 0;
+    for (int lane = 0; lane < 32; ++lane) {
+      votes |= all.payload[lane] != nullptr && payload<Item>(all, lane).value ? 1u << lane : 0u;
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      if (all.payload[lane] != nullptr) {
+        payload<Item>(all, lane).result = votes;
+      }
+    }
+  });
+  return item.result;
+}
+
+uint32_t Thread::reduce_add(uint32_t value, uint32_t mask) {
+  struct Item {
+    uint32_t value, result;
+  } item{value, 0};
+  meet(*this, kReduce, mask, &item, [](Collective& all) {
+    uint32_t sum = 0;
+    for (int lane = 0; lane < 32; ++lane) {
+      sum += all.payload[lane] != nullptr ? payload<Item>(all, lane).value : 0;
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      if (all.payload[lane] != nullptr) {
+        payload<Item>(all, lane).result = sum;
+      }
+    }
+  });
+  return item.result;
+}
+
+bool Thread::elect(uint32_t mask) {
+  int item = 0;
+  meet(*this, kElect, mask, &item, [](Collective&) {});
+  return lane == static_cast<uint32_t>(__builtin_ctz(mask));
+}
+
+void Thread::warp_sync(uint32_t mask) {
+  int item = 0;
+  meet(*this, kSync, mask, &item, [](Collective&) {});
+}
+
+namespace {
+
+struct MatrixItem {
+  uint32_t address;
+  bool transposed;
+  uint32_t value[4];
+};
+
+}  // namespace
+
+void Thread::load_matrix(uint64_t address, bool transposed, std::initializer_list<uint32_t*> out) {
+  at_shared(static_cast<uint32_t>(address), 16);
+  MatrixItem item{static_cast<uint32_t>(address), transposed, {}};
+  meet(*this, kLoadMatrix, 0xffffffffu, &item, [this](Collective& all) {
+    for (int matrix = 0; matrix < 4; ++matrix) {
+      uint16_t rows[8][8];
+      for (int row = 0; row < 8; ++row) {
+        std::memcpy(rows[row], shared + payload<MatrixItem>(all, 8 * matrix + row).address, 16);
+      }
+      for (int lane = 0; lane < 32; ++lane) {
+        MatrixItem& x = payload<MatrixItem>(all, lane);
+        int const i = lane / 4, j = lane % 4 * 2;
+        uint32_t const low = x.transposed ? rows[j][i] : rows[i][j], high = x.transposed ? rows[j + 1][i] : rows[i][j + 1];
+        x.value[matrix] = high << 16 | low;
+      }
+    }
+  });
+  for (int i = 0; i < 4; ++i) {
+    *out.begin()[i] = item.value[i];
+  }
+}
+
+void Thread::store_matrix(uint64_t address, bool transposed, std::initializer_list<uint32_t> in) {
+  at_shared(static_cast<uint32_t>(address), 16);
+  mark_written(static_cast<uint32_t>(address), 16);
+  MatrixItem item{static_cast<uint32_t>(address), transposed, {}};
+  std::copy(in.begin(), in.end(), item.value);
+  meet(*this, kStoreMatrix, 0xffffffffu, &item, [this](Collective& all) {
+    for (int matrix = 0; matrix < 4; ++matrix) {
+      uint16_t rows[8][8];
+      for (int lane = 0; lane < 32; ++lane) {
+        MatrixItem const& x = payload<MatrixItem>(all, lane);
+        int const i = lane / 4, j = lane % 4 * 2;
+        (x.transposed ? rows[j][i] : rows[i][j]) = static_cast<uint16_t>(x.value[matrix]);
+        (x.transposed ? rows[j + 1][i] : rows[i][j + 1]) = static_cast<uint16_t>(x.value[matrix] >> 16);
+      }
+      for (int row = 0; row < 8; ++row) {
+        std::memcpy(shared + payload<MatrixItem>(all, 8 * matrix + row).address, rows[row], 16);
+      }
+    }
+  });
+}
+
+float element(uint16_t bits, bool is_half) { return is_half ? half_value(bits) : bfloat_value(bits); }
+
+// Rows of a 16 x 16 operand from the fragments of a warp's lanes.
+void unpack_a(uint32_t const* const fragment[32], bool is_half, float (*a)[16]) {
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int i = 0; i < 4; ++i) {
+      int const row = lane / 4 + i % 2 * 8, k = lane % 4 * 2 + i / 2 * 8;
+      a[row][k] = element(static_cast<uint16_t>(fragment[lane][i]), is_half);
+      a[row][k + 1] = element(static_cast<uint16_t>(fragment[lane][i] >> 16), is_half);
+    }
+  }
+}
+
+void Thread::multiply(float* const* d, uint32_t const* a, uint32_t const* b, float const* c, bool is_half) {
+  struct Item {
+    uint32_t a[4], b[2];
+    float c[4];
+    bool is_half;
+  } item;
+  std::copy(a, a + 4, item.a);
+  std::copy(b, b + 2, item.b);
+  std::copy(c, c + 4, item.c);
+  item.is_half = is_half;
+  meet(*this, kMma, 0xffffffffu, &item, [](Collective& all) {
+    bool const is_half = payload<Item>(all, 0).is_half;
+    float a[16][16], b[16][8];
+    uint32_t const* fragments[32];
+    for (int lane = 0; lane < 32; ++lane) {
+      fragments[lane] = payload<Item>(all, lane).a;
+    }
+    unpack_a(fragments, is_half, a);
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 2; ++i) {
+        uint32_t const bits = payload<Item>(all, lane).b[i];
+        int const k = lane % 4 * 2 + 8 * i, n = lane / 4;
+        b[k][n] = element(static_cast<uint16_t>(bits), is_half);
+        b[k + 1][n] = element(static_cast<uint16_t>(bits >> 16), is_half);
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      Item& x = payload<Item>(all, lane);
+      for (int i = 0; i < 4; ++i) {
+        int const row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) {
+          sum = std::fma(a[row][k], b[k][column], sum);
+        }
+        x.c[i] += sum;
+      }
+    }
+  });
+  for (int i = 0; i < 4; ++i) {
+    *d[i] = item.c[i];
+  }
+}
+
+half half_of_double(double x) {
+  if (std::isnan(x)) {
+    return {0x7fff};
+  }
+  float const nearest = static_cast<float>(x);
+  half const rounded_once = rounded<half>(nearest);
+  if (static_cast<double>(nearest) == x) {
+    return rounded_once;
+  }
+  // The conversion to float was inexact: force its last bit to "inexact" (round to odd), then round once.
+  uint32_t bits = from_bits<uint32_t>(nearest);
+  if (std::fabs(static_cast<double>(nearest)) > std::fabs(x)) {
+    --bits;
+  }
+  return rounded<half>(from_bits<float>(bits | 1u));
+}
+
+}  // namespace emulator

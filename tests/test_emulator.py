@@ -1,0 +1,126 @@
+"""The emulator itself: small kernels that are right give the right numbers, small kernels that are wrong are caught."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+
+import pytest
+import torch
+
+from .emulator import build
+
+pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not() or "available")
+
+
+@pytest.fixture(scope="module")
+def faults():
+    library = ctypes.CDLL(str(build.build_faults()))
+    library.run_fault.restype = ctypes.c_char_p
+    library.run_fault.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+    library.emulator_configure.argtypes = [ctypes.c_uint64, ctypes.c_int]
+    library.emulator_allow.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+
+    def run(which, a, out, b=None, number=0, seed=0):
+        library.emulator_configure(seed, 3)
+        library.emulator_forget_allocations()
+        tensors = [a, out] + ([] if b is None else [b])
+        for x in tensors:
+            library.emulator_allow(x.data_ptr(), x.numel() * x.element_size())
+        out.fill_(float("nan"))
+        return library.run_fault(which, a.data_ptr(), 0 if b is None else b.data_ptr(), out.data_ptr(), number).decode()
+
+    return run
+
+
+SEEDS = range(12)
+
+
+def test_a_relay_through_shared_memory(faults):
+    a, out = torch.randn(128), torch.empty(128)
+    for seed in SEEDS:
+        assert faults(0, a, out, seed=seed) == ""
+        assert torch.equal(a, out)
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        (1, "without fence.proxy.async"),
+        (3, "rewritten while a bulk store was reading it"),
+        (4, "deadlock"),
+    ],
+)
+def test_a_wrong_relay_is_noticed(faults, which, message):
+    a, out = torch.randn(128), torch.empty(128)
+    for seed in SEEDS:
+        assert message in faults(which, a, out, seed=seed)
+
+
+def test_copies_that_nobody_waited_for_have_not_landed(faults):
+    """Either the fence is too early for them, or their bytes are still NaN."""
+    a, out = torch.randn(128), torch.empty(128)
+    for seed in SEEDS:
+        message = faults(2, a, out, seed=seed)
+        assert "without fence.proxy.async" in message or out.isnan().any()
+
+
+def test_global_bounds(faults):
+    a, out = torch.randn(64), torch.empty(32)
+    assert faults(10, a[:32], out) == "" and torch.equal(out, a[:32])
+    assert "outside every allocation: 128 bytes into one of 128" in faults(10, a[:32], out, number=1)
+    assert "outside every allocation" in faults(10, a[8:40], out, number=-1)
+
+
+def test_shared_bounds(faults):
+    a, out = torch.randn(1), torch.empty(32)
+    assert faults(11, a, out) == "" and (out == 1).all()
+    assert "shared memory access of 4 bytes at 128 of 128" in faults(11, a, out, number=1)
+
+
+def test_lost_updates_show(faults):
+    a, out = torch.randn(1), torch.empty(64)
+    totals = set()
+    for seed in SEEDS:
+        assert faults(20, a, out, seed=seed) == "" and (out == 64 * 20).all()
+        assert faults(21, a, out, seed=seed) == ""
+        totals.add(float(out[0]))
+    assert min(totals) < 64 * 20 and len(totals) > 1
+
+
+def test_warps_meet(faults):
+    a, out = torch.randn(32), torch.empty(32)
+    for seed in SEEDS:
+        assert faults(30, a, out, seed=seed) == ""
+        torch.testing.assert_close(out, a.sum().expand(32))
+        assert "deadlock" in faults(31, a, out, seed=seed)
+
+
+def test_warpgroup_products(faults):
+    a, b = torch.randn(64, 64).bfloat16(), torch.randn(8, 64).bfloat16()
+    out = torch.empty(64, 8)
+    exact = a.double() @ b.double().T
+    for seed in SEEDS:
+        assert faults(40, a, out, b, seed=seed) == ""
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+        assert faults(41, a, out, b, seed=seed) == ""
+        assert out[:, ::2].isnan().any()  # the register of a product in flight
+        assert "rewritten in shared memory while it was in flight" in faults(42, a, out, b, seed=seed)
+        assert "wgmma reads shared memory" in faults(43, a, out, b, seed=seed)
+
+
+def test_clusters_exchange(faults):
+    a, out = torch.randn(64), torch.empty(64)
+    for seed in SEEDS:
+        assert faults(50, a, out, seed=seed) == ""
+        assert torch.equal(out, a.roll(32))
+
+
+def test_the_forward_benchmark_checks_itself():
+    """The C++ program over emulated kernels: its own oracle, and repeats."""
+    program = build.build_benchmark("forward")
+    done = subprocess.run([program, "--check-only", "--small"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = json.loads(done.stdout)["checks"]
+    assert checks["cases"] == 3 and checks["failures"] == checks["repeat_differences"] == 0

@@ -1,0 +1,30 @@
+"""On a Hopper GPU: gradients of the torch backend that are asked to be repeatable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import htree_cuda
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deterministic_gradients_have_the_same_bits(dtype):
+    q, k, v = (torch.randn(2, 2000, h, 64).to("cuda", dtype).requires_grad_() for h in (8, 2, 2))
+    options = {"top_k_per_layer": 16, "backend": "torch", "deterministic": True}
+
+    def gradients(save_selection):
+        out = htree_cuda.forward(q, k, v, save_selection=save_selection, **options)
+        return torch.autograd.grad(out.float().square().sum(), (q, k, v))
+
+    first = gradients(True)
+    for i in range(20):
+        for x, y in zip(gradients(i % 2 == 0), first, strict=True):
+            assert torch.equal(x, y) and x.abs().sum() > 0
+    atomic = torch.autograd.grad(
+        htree_cuda.forward(q, k, v, **{**options, "deterministic": False}).float().square().sum(), (q, k, v)
+    )
+    for x, y in zip(atomic, first, strict=True):
+        assert (x - y).float().norm() <= 1e-2 * y.float().norm(), "the same sum in another order"
