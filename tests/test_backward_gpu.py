@@ -216,6 +216,20 @@ def test_nan_reaches_what_the_query_attends_and_nothing_else(which):
 
 
 @pytest.mark.emulated
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_nan_in_a_token_spares_the_queries_before_it(which):
+    q, k, v, dout, dlse = inputs(300, 60, G=2, seed=9)
+    options = {"top_k_per_layer": 16, "q_start": 70}
+    clean, _ = gradients(q, k, v, dout, dlse, **options)
+    bad = 100
+    {"k": k, "v": v}[which][0, bad, 0, 3] = math.nan
+    (dq, dk, dv), _ = gradients(q, k, v, dout, dlse, **options)
+    same_bits([dq[:, : bad - 70]], [clean[0][:, : bad - 70]])
+    assert dq[0, bad - 70 :].isnan().all() and dk[0, : 70 + 60].isnan().all()
+    assert not dk[0, 70 + 60 :].any() and not dv[0, 70 + 60 :].any()
+
+
+@pytest.mark.emulated
 @pytest.mark.parametrize("hostile", ["padding", "least", "largest", "repeated", "descending"])
 def test_lists_that_no_forward_wrote(hostile):
     """Numbers are unspecified; nothing is read or written out of bounds, nothing hangs, and numbers repeat."""

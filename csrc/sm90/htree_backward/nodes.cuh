@@ -139,7 +139,9 @@ private:
     float raw[2][4], dp[2][4];
     value_products(slot, dp);
     scores(slot, turns, raw);
-    uint32_t p[4], ds[4];
+    uint32_t p[4];
+    float ds[2][4];
+    float largest[2] = {};
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       uint32_t const header = slot + Cfg::kQueryOffset + tile * 32 + tq_ * 8;
@@ -151,30 +153,35 @@ private:
       for (int i = 0; i < 2; ++i) {
         bool const open = !(closed >> (g_ + 8 * i) & 1u);
         Weights const x =
-            weights(open, raw[tile][2 * i], inverse_[i], unit.x, lse2.x, dp[tile][2 * i], delta.x);
+            weights(open, raw[tile][2 * i], inverse_[i], unit.x, lse2.x, dp[tile][2 * i], delta.x, inverse.x);
         Weights const y =
-            weights(open, raw[tile][2 * i + 1], inverse_[i], unit.y, lse2.y, dp[tile][2 * i + 1], delta.y);
+            weights(open, raw[tile][2 * i + 1], inverse_[i], unit.y, lse2.y, dp[tile][2 * i + 1], delta.y, inverse.y);
         p[2 * tile + i] = Pairs<Element>::pack(x.p, y.p);
-        ds[2 * tile + i] = Pairs<Element>::pack(x.ds * Restore<Element>::rest(inverse.x),
-                                                y.ds * Restore<Element>::rest(inverse.y));
+        ds[tile][2 * i] = x.ds;
+        ds[tile][2 * i + 1] = y.ds;
+        largest[i] = fmaxf(largest[i], fmaxf(fabsf(x.ds), fabsf(y.ds)));
       }
     }
-    add<kV>(dv_, p, slot + Cfg::kValueOffset);
-    add<kK>(dk_, ds, turned_);
+    add<Element>(dv_, p, slot + Cfg::kValueOffset);
+    fit_scale(weight_scale_, largest, dk_);
+    uint32_t scaled[4];
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        scaled[2 * tile + i] =
+            Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
+      }
+    }
+    add<__half>(dk_, scaled, turned_);
     __syncwarp();  // the turned q is rewritten for the next query
   }
 
-  // The turned q goes to shared memory, in the dtype, for the product that contracts over heads.
+  // The turned q goes to shared memory for the product that contracts over heads.
   __device__ __forceinline__ void scores(uint32_t slot, PositionTurns<kK> const& turns, float (&raw)[2][4]) const {
     uint32_t const lane = matrix_lane<true>(lane_, Cfg::kKeyRowBytes);
     uint32_t const queries = slot + Cfg::kRowsOffset + lane;
     Chains sums{};
-    half2 own[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      own[i] = __float2half2_rn(Restore<Element>::own(
-          __uint_as_float(ptx::load_shared_4B(slot + Cfg::kQueryOffset + 4 * (kMaxGroupHeads + g_ + 8 * i)))));
-    }
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
       uint32_t q[2][4];
@@ -187,12 +194,9 @@ private:
       for (int half = 0; half < 2; ++half) {
         int const step = kk + half * kHalf;
         auto const& b = reinterpret_cast<uint32_t const(&)[4]>(half == 0 ? lo : hi);
-        uint32_t restored[4];
         ptx::mma_fp16(sums.x[half][0], keys_[step], b[0], b[2]);
         ptx::mma_fp16(sums.x[half][1], keys_[step], b[1], b[3]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) restored[i] = Restore<Element>::pair(b[i], own[i % 2]);
-        ptx::store_matrix_x4((turned_ + lane) ^ (step << 5), restored);
+        ptx::store_matrix_x4((turned_ + lane) ^ (step << 5), b);
       }
     }
     __syncwarp();
@@ -216,30 +220,31 @@ private:
     }
   }
 
-  // sums += weights^T rows: 16 children x 16 heads, 16 heads x kDim in shared memory.
-  template <int kDim>
-  __device__ __forceinline__ void add(float (&sums)[kDim / 8][4], uint32_t const (&weights)[4], uint32_t rows) const {
-    uint32_t const lane = rows + matrix_lane<true>(lane_, 2 * kDim);
+  // sums += weights rows: 16 children x 16 heads, 16 heads x 8 kTiles in shared memory.
+  template <class Operand, int kTiles>
+  __device__ __forceinline__ void add(float (&sums)[kTiles][4], uint32_t const (&weights)[4], uint32_t rows) const {
+    uint32_t const lane = rows + matrix_lane<true>(lane_, 16 * kTiles);
 #pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
+    for (int step = 0; step < kTiles / 2; ++step) {
       uint32_t b[4];
       ptx::load_matrix_x4_transposed(b, lane ^ (step << 5));
-      Pairs<Element>::mma(sums[2 * step], weights, b[0], b[1]);
-      Pairs<Element>::mma(sums[2 * step + 1], weights, b[2], b[3]);
+      Pairs<Operand>::mma(sums[2 * step], weights, b[0], b[1]);
+      Pairs<Operand>::mma(sums[2 * step + 1], weights, b[2], b[3]);
     }
   }
 
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+      float const scale = args_.scale * inverse_of(weight_scale_[i]);
       float4 const* const turns = reinterpret_cast<float4 const*>(args_.turns + (g_ + 8 * i) * (kK / 2) + 2 * tq_);
 #pragma unroll
       for (int tile = 0; tile < kHalfTiles; ++tile) {
         float4 const x = __ldg(turns + 4 * tile);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          float const cosine = (e ? x.z : x.x) * args_.scale;
-          float const sine = (e ? x.w : x.y) * args_.scale;
+          float const cosine = (e ? x.z : x.x) * scale;
+          float const sine = (e ? x.w : x.y) * scale;
           float const lo = dk_[tile][2 * i + e];
           float const hi = dk_[tile + kHalfTiles][2 * i + e];
           dk_[tile][2 * i + e] = lo * cosine + hi * sine;
@@ -288,6 +293,7 @@ private:
   uint32_t const turned_;
   bool exists_;
   float inverse_[2];
+  float weight_scale_[2] = {kFirstScale, kFirstScale};
   uint32_t keys_[kK / 16][4];  // the values stay in shared memory: registers decide
   float dk_[kK / 8][4];
   float dv_[kV / 8][4];

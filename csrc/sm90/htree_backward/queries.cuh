@@ -147,27 +147,24 @@ private:
     float raw[2][4], dp[2][4];
     value_products(slot, dp);
     scores(slot, turns, raw);
-    float own[4], ds[2][4];
+    float ds[2][4];
+    float largest[2] = {};
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       float2 const inverse = ptx::load_shared_8B(slot + Cfg::kNodeOffset + tile * 32 + tq_ * 8);
-      own[2 * tile] = Restore<Element>::own(inverse.x);
-      own[2 * tile + 1] = Restore<Element>::own(inverse.y);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         int const i = e / 2;
         float const of_key = e % 2 ? inverse.y : inverse.x;
         bool const open = !(closed >> (8 * tile + 2 * tq_ + e % 2) & 1u);
-        ds[tile][e] = weights(open, raw[tile][e], of_key, unit_[i], lse2_[i], dp[tile][e], delta_[i]).ds *
-                      Restore<Element>::rest(of_key);
+        ds[tile][e] = weights(open, raw[tile][e], of_key, unit_[i], lse2_[i], dp[tile][e], delta_[i], of_key).ds;
+        largest[i] = fmaxf(largest[i], fabsf(ds[tile][e]));
       }
     }
     turn(position_ - frame_);
     frame_ = position_;
-    // Keys that hold later tokens may be NaN, and 0 * NaN is NaN: they become zeros on the way to the product. Only a
-    // query's last parent has such children.
-    uint32_t const open = position_ < kSiblings ? ~closed >> (2 * tq_) : ~0u;
-    add_keys(slot, ds, own, open);
+    fit_scale(weight_scale_, largest, dq_);
+    add_keys(slot, ds);
     position_ -= kSiblings;
   }
 
@@ -204,26 +201,23 @@ private:
     sums.total(dp);
   }
 
-  // dq += dS k; bits 0, 1, 8, 9 of `open`: this lane's keys take part.
-  __device__ __forceinline__ void add_keys(uint32_t slot, float const (&ds)[2][4], float const (&own)[4],
-                                           uint32_t open) {
-    uint32_t const a[4] = {Pairs<Element>::pack(ds[0][0], ds[0][1]), Pairs<Element>::pack(ds[0][2], ds[0][3]),
-                           Pairs<Element>::pack(ds[1][0], ds[1][1]), Pairs<Element>::pack(ds[1][2], ds[1][3])};
-    half2 const own_of[2] = {__floats2half2_rn(own[0], own[1]), __floats2half2_rn(own[2], own[3])};
-    uint32_t keep[2];
+  __device__ __forceinline__ void add_keys(uint32_t slot, float const (&ds)[2][4]) {
+    uint32_t a[4];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      keep[i] = (open >> (8 * i) & 1u ? 0x0000ffffu : 0u) | (open >> (8 * i + 1) & 1u ? 0xffff0000u : 0u);
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        a[2 * tile + i] =
+            Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
+      }
     }
     uint32_t const keys = slot + Cfg::kRowsOffset + matrix_lane<true>(lane_, Cfg::kKeyRowBytes);
 #pragma unroll
     for (int step = 0; step < kK / 16; ++step) {
       uint32_t b[4];
       ptx::load_matrix_x4_transposed(b, keys ^ (step << 5));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) b[i] = Restore<Element>::pair(b[i] & keep[i % 2], own_of[i % 2]);
-      Pairs<Element>::mma(dq_[2 * step], a, b[0], b[1]);
-      Pairs<Element>::mma(dq_[2 * step + 1], a, b[2], b[3]);
+      ptx::mma_fp16(dq_[2 * step], a, b[0], b[1]);
+      ptx::mma_fp16(dq_[2 * step + 1], a, b[2], b[3]);
     }
   }
 
@@ -255,10 +249,11 @@ private:
     for (int i = 0; i < 2; ++i) {
       int const g = g_ + 8 * i;
       if (g >= args_.G) continue;
+      float const scale = args_.scale * inverse_of(weight_scale_[i]);
       uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<Element*>(args_.dq) + (first + g) * kK) + tq_;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        out[4 * tile] = Pairs<Element>::pack(dq_[tile][2 * i] * args_.scale, dq_[tile][2 * i + 1] * args_.scale);
+        out[4 * tile] = Pairs<Element>::pack(dq_[tile][2 * i] * scale, dq_[tile][2 * i + 1] * scale);
       }
     }
   }
@@ -278,6 +273,7 @@ private:
   float unit_[2];
   float lse2_[2];
   float delta_[2];
+  float weight_scale_[2] = {kFirstScale, kFirstScale};
   float dq_[kTiles][4];
 };
 

@@ -175,19 +175,19 @@ private:
 template <class Cfg, class Take>
 __device__ __forceinline__ void receive(Ring<Cfg> const& ring, int warp, Take&& take) {
   RingPosition<Cfg::kStages> at;
-  bool last = false;
-  while (!last) {
+  uint32_t last;
+  do {
     ring.barriers.wait_full(at, "htree_backward consumer: full");
 #pragma unroll 1
     for (int i = 0; i < Cfg::kStageSlots; ++i) {
       Entry const entry = load_entry(ring.entry(at.slot, i));
-      if (i == 0) last = entry.last != 0;
       if (entry.takers >> warp & 1u) take(ring.slot(at.slot, i), entry);
     }
+    last = load_entry(ring.entry(at.slot, 0)).last;  // not carried through the work: it would cost a register
     __syncwarp();
     if (threadIdx.x % 32 == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
     at = at.ahead(1);
-  }
+  } while (last == 0);
 }
 
 }  // namespace htree_cuda::gradient

@@ -73,8 +73,8 @@ __device__ __forceinline__ float lanes_sum(float x) {
   return x;
 }
 
-// A key with a non-finite element is NaN throughout, so that its score is NaN whatever the query. Children beyond the
-// end of the layer are zeros.
+// A key that is not finite is zeros with a NaN as its `inverse`, so that its score is NaN whatever the query, and its
+// product with the weight of a query that does not attend it is 0. Children beyond the end of the layer are zeros.
 template <class Element, int kK>
 __global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_constant__ PackNodes args) {
   constexpr int kLanesPerRow = kK / 16;  // a lane has 8 pairs: a chunk of the low half and one of the high half
@@ -119,14 +119,13 @@ __global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_const
       float const sine = i % 2 ? two.w : two.y;
       float const x = lo[i] * scale.factor;
       float const y = hi[i] * scale.factor;
-      float const nan = __int_as_float(0x7fffffff);
-      turned_lo[i] = __float2half_rn(finite ? x * cosine - y * sine : nan);
-      turned_hi[i] = __float2half_rn(finite ? x * sine + y * cosine : nan);
+      turned_lo[i] = __float2half_rn(finite ? x * cosine - y * sine : 0.0f);
+      turned_hi[i] = __float2half_rn(finite ? x * sine + y * cosine : 0.0f);
     }
     uint4* const out = reinterpret_cast<uint4*>(keys + c * kK * 2);
     out[chunk ^ (c % 8)] = *reinterpret_cast<uint4 const*>(turned_lo);
     out[(chunk + kLanesPerRow) ^ (c % 8)] = *reinterpret_cast<uint4 const*>(turned_hi);
-    if (chunk == 0) reinterpret_cast<float*>(packed)[c] = scale.inverse;
+    if (chunk == 0) reinterpret_cast<float*>(packed)[c] = finite ? scale.inverse : __int_as_float(0x7fffffff);
   }
 
   int const chunks = args.V / 8;
