@@ -18,6 +18,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -167,11 +168,18 @@ def visited(T: int, t0: int, t1: int, r: int, top_k: int, max_top_nodes: int) ->
 def _forward_point(args: argparse.Namespace, T: int, kind: str) -> dict:
     dtype = DTYPES[args.dtype]
     T_q = min(T, args.queries or T)
-    q, k, v = tree_inputs(
-        kind, args.batch, T, T_q, args.heads, args.kv_heads, args.dim, args.dim, dtype, args.device, args.seed
-    )
     options = {"compression_rate": args.compression_rate, "top_k_per_layer": args.top_k, "backend": args.backend}
-    result = measure(lambda: forward(q, k, v, **options), args.device)
+
+    def timed(seed: int):
+        inputs = tree_inputs(
+            kind, args.batch, T, T_q, args.heads, args.kv_heads, args.dim, args.dim, dtype, args.device, seed
+        )
+        return inputs, measure(lambda: forward(*inputs, **options), args.device)
+
+    seeds = range(args.seed + 1, args.seed + args.seeds)
+    others = {seed: timed(seed)[1]["ms"] for seed in seeds}
+    (q, k, v), result = timed(args.seed)
+    result["ms_by_seed"] = {args.seed: result["ms"], **others}
     r, max_top = args.compression_rate, args.top_k * args.compression_rate
     candidates, leaves = visited(T, T - T_q, T, r, args.top_k, max_top)
     flops = args.batch * args.heads * (2 * args.dim * candidates + 2 * args.dim * leaves)
@@ -186,6 +194,8 @@ def _forward_point(args: argparse.Namespace, T: int, kind: str) -> dict:
     if args.dense_up_to >= T:
         result["dense"] = measure(lambda: dense_attention(q, k, v), args.device)
         result["speedup_over_dense"] = round(result["dense"]["ms"] / result["ms"], 4)
+    if args.device == "cuda" and args.backend != "torch":
+        result["phases_ms"] = phases(lambda: forward(q, k, v, **options))
     if args.device == "cpu":
         result["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return result
@@ -208,6 +218,42 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         backends = [SDPBackend.CUDNN_ATTENTION, *backends]
     with sdpa_kernel(backends, set_priority=True):
         return sdpa(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **causal)
+
+
+# What the kernels of one call are for, by their names; the first that matches.
+PHASES = {
+    "pooling": r"tree_pool",
+    "packing": r"tree_pack|turns_kernel",
+    "selection": r"select_kernel",
+    "union": r"unite_kernel",
+    "first layer: normaliser": r"htree_layer_kernel<.*Pass\)0.*Walk\)0",
+    "first layer: importance": r"htree_layer_kernel<.*Pass\)1.*Walk\)0",
+    "first layer: values": r"htree_layer_kernel<.*Pass\)2.*Walk\)0",
+    "layers below: normaliser": r"htree_layer_kernel<.*Pass\)0.*Walk\)1",
+    "layers below: importance": r"htree_layer_kernel<.*Pass\)1.*Walk\)1",
+    "layers below: values": r"htree_layer_kernel<.*Pass\)2.*Walk\)1",
+}
+
+
+def phase_of(kernel: str) -> str:
+    """The phase that a kernel of `forward` belongs to, by its demangled name."""
+    return next((phase for phase, pattern in PHASES.items() if re.search(pattern, kernel)), "other")
+
+
+def phases(call: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds of one call's kernels on a GPU, by phase, in the order of PHASES."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    sums: dict[str, float] = {}
+    for event in profiler.events():
+        if event.device_type == DeviceType.CUDA:
+            phase = phase_of(event.name)
+            sums[phase] = sums.get(phase, 0.0) + event.time_range.elapsed_us() / 1e3
+    return {phase: round(sums[phase], 4) for phase in (*PHASES, "other") if phase in sums}
 
 
 def _in_child(function: Callable, args: argparse.Namespace, *point) -> dict:
@@ -356,6 +402,9 @@ def _parser() -> argparse.ArgumentParser:
     f.add_argument("--lengths", type=_ints, default=_ints("8192,16384,32768,65536,131072"))
     f.add_argument("--queries", type=int, default=0, help="measure the last N queries (0: all of them)")
     f.add_argument("--inputs", type=lambda s: s.split(","), default=["iid"], help="iid, local or both: iid,local")
+    f.add_argument(
+        "--seeds", type=int, default=1, help="inputs to time: those of --seed, and so many less one after it"
+    )
     f.add_argument("--batch", type=int, default=1)
     f.add_argument("--heads", type=int, default=16 if cuda else 8)
     f.add_argument("--kv-heads", type=int, default=1 if cuda else 2)

@@ -102,8 +102,7 @@ def forward(
         everything else is bitwise repeatable.
         Memory: the torch backend holds the tree (1 + 1/r + ... times k and v), plus a bounded chunk of temporaries; the
         kernels hold the tree, packed, and at most 192 MiB forward; backward see docs/htree_backward.md.
-        Support: what the kernels cover is the table in the README; among its limits, scores must stay below 2^26 in
-        magnitude, bfloat16 keys below 2^112 and bfloat16 values below 2e37.
+        Support: what the kernels cover is the table in the README.
         Autocast: q, k, v are cast to the autocast dtype.
         A NaN or infinity reaches the output only where it is attended; later tokens never matter.
         Dropout, masks, packed (varlen) sequences and a cached tree are not supported.

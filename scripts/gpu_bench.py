@@ -23,6 +23,8 @@ PYTHON_BENCHMARKS = {
         "forward",
         "--inputs",
         "iid,local",
+        "--seeds",
+        "3",
         "--lengths",
         "4096,8192,16384,32768,65536,131072,262144,1048576",
         "--plot",

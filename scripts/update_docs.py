@@ -132,6 +132,7 @@ def forward_gpu() -> str:
             f["inputs"],
             f"{f['ms']:.2f}",
             f"{f['p90_ms']:.2f}",
+            f"{min(f['ms_by_seed'].values()):.2f} .. {max(f['ms_by_seed'].values()):.2f}",
             f"{f['dense']['ms']:.2f}" if "dense" in f else "",
             f"{f['speedup_over_dense']:.2f}" if "dense" in f else "",
             f"{f['peak_bytes'] / 1e6:,.0f}",
@@ -141,8 +142,26 @@ def forward_gpu() -> str:
     f = report["figures"][0]
     shape = f"B {f['B']}, H {f['H']}, H_kv {f['H_kv']}, K = V = {f['K']}, {f['dtype']}, top_k {f['top_k']}"
     where = ", ".join(f"{kind}: {at or 'none'}" for kind, at in report["crossover"].items())
-    header = ["T", "inputs", "median, ms", "p90, ms", "dense (SDPA), ms", "dense / this", "peak beyond inputs, MB"]
-    return f"{shape} ({_gpu(report)}); faster than dense from T = ({where}):\n\n" + markdown(header, rows)
+    seeds = f"{len(f['ms_by_seed'])} seeds, ms"
+    header = [
+        "T",
+        "inputs",
+        "median, ms",
+        "p90, ms",
+        seeds,
+        "dense (SDPA), ms",
+        "dense / this",
+        "peak beyond inputs, MB",
+    ]
+    text = f"{shape} ({_gpu(report)}); faster than dense from T = ({where}):\n\n" + markdown(header, rows)
+    profiled = [f for f in report["figures"] if "phases_ms" in f]
+    names = list(dict.fromkeys(name for f in profiled for name in f["phases_ms"]))
+    if names:
+        phase_rows = [
+            [f"{f['T']:,}", f["inputs"], *(f"{f['phases_ms'].get(name, 0.0):.2f}" for name in names)] for f in profiled
+        ]
+        text += "\n\nBy phase, ms of one profiled call:\n\n" + markdown(["T", "inputs", *names], phase_rows)
+    return text
 
 
 def first_run() -> str:

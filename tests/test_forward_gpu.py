@@ -126,6 +126,35 @@ def test_top_k(top_k):
     check(host, device, top_k, q_start=19000, picks=(0, 29), share=0.95)
 
 
+@pytest.mark.parametrize("strict_causal", [True, False])
+@pytest.mark.parametrize(
+    "T", [*(pytest.param(T, marks=pytest.mark.emulated) for T in (1, 17, 257, 4097)), 2, 256, 1021, 65537]
+)
+def test_one_query(T, strict_causal):
+    """Split over the warps of a block: one to four layers, fewer parents than warps and more."""
+    host, device = inputs(T, 1, B=2, H_kv=2, G=3, K=64, V=64, seed=T)
+    check(host, device, 16, strict_causal=strict_causal, share=0.9)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+def test_one_query_of_any_head_dimension(K, V, dtype):
+    host, device = inputs(5000, 1, G=16, K=K, V=V, dtype=dtype, seed=K + V)
+    check(host, device, 32, share=0.95)
+
+
+@pytest.mark.emulated
+def test_one_query_repeats_and_agrees_with_prefill():
+    _, (q, k, v) = inputs(6007, 2, H_kv=2, G=3, K=64, V=64)
+    both = run((q, k, v), top_k_per_layer=16)
+    one = run((q[:, 1:], k, v), top_k_per_layer=16)
+    for _ in range(8):
+        same_bits(run((q[:, 1:], k, v), top_k_per_layer=16), one)
+    assert torch.equal(one[2], both[2][:, :, 1:])
+    torch.testing.assert_close(one[0], both[0][:, 1:], atol=4e-3, rtol=2e-2)
+    torch.testing.assert_close(one[1], both[1][:, 1:], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.hardware
 def test_every_node_selected_is_dense_attention():
     """Queries before max_top_nodes select everything: the same bits whether or not a layer lies above."""
@@ -178,6 +207,17 @@ def test_later_tokens_have_no_effect(bad):
 
 
 @pytest.mark.emulated
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_values_that_are_not_finite_reach_their_dimension_alone(bad):
+    """Selected or not: below the node, or in its mean."""
+    _, (q, k, v) = inputs(3000, 26, G=4, K=64, V=64)
+    v[:, 1234, :, 9] = bad
+    out, lse, _ = run((q, k, v), top_k_per_layer=16)
+    assert out[..., 9].isnan().all() and lse.isfinite().all()
+    assert out[..., :9].isfinite().all() and out[..., 10:].isfinite().all()
+
+
+@pytest.mark.emulated
 def test_nan_where_attended_ends_and_selects_distinct_candidates():
     _, (q, k, v) = inputs(3000, 100, G=4, K=64, V=64)
     k[:, 1234, :, 5] = math.nan
@@ -197,6 +237,80 @@ def test_large_and_small_numbers(q_size, k_size, dtype):
     host = tuple(x.to(dtype) for x in host)
     # Scores of 1e-6 differ by less than float32 resolves in s - lse: their order is no rule there.
     check(host, tuple(x.to(DEVICE) for x in host), 16, share=0.0, selection_rules=k_size > 1e-6)
+
+
+EXACT = slice(16, 32)
+EXACT_BASE = 1e30  # pair m = 16 of 32 turns by p * 1e-15
+
+
+def exact_inputs(T, T_q, q_size, k_size, *, G, dtype, signs=(-1, 1), seed=0):
+    """Rows whose scores are exact, ties included: small whole numbers times powers of two in the dimensions `EXACT`,
+    which a rope_base of `EXACT_BASE` does not turn, and zeros elsewhere."""
+    g = torch.Generator().manual_seed(seed)
+    q, k = torch.zeros(1, T_q, G, 64), torch.zeros(1, T, 1, 64)
+    q[..., EXACT] = torch.randint(1, 4, (1, T_q, G, 16), generator=g).float() * 2.0**q_size
+    sign = torch.tensor(signs)[torch.randint(0, len(signs), (1, T, 1, 16), generator=g)]
+    k[..., EXACT] = torch.randint(1, 3, (1, T, 1, 16), generator=g) * sign * 2.0**k_size
+    v = torch.randn(1, T, 1, 64, generator=g)
+    host = tuple(x.to(dtype) for x in (q, k, v))
+    assert all(x.isfinite().all() for x in host)
+    return host, tuple(x.to(DEVICE, copy=True) for x in host)
+
+
+@pytest.mark.parametrize("strict_causal", [True, False])
+@pytest.mark.parametrize(
+    ("T", "q_size", "k_size", "dtype"),
+    [
+        (1200, 14, 13, FP16),  # scores of 1e9: a rounding of them is 32 to 64
+        (1200, 0, 0, FP16),
+        pytest.param(1200, 40, 60, BF16, marks=pytest.mark.emulated),
+        pytest.param(1200, -118, 118, BF16, marks=pytest.mark.emulated),  # raw products times the largest keys' scales
+        pytest.param(1200, -112, 122, BF16, marks=pytest.mark.emulated),
+        pytest.param(250, -126, 126, BF16, marks=pytest.mark.emulated),  # means of these would overflow
+        pytest.param(1200, 124, -118, BF16, marks=pytest.mark.emulated),  # the largest units of queries
+        pytest.param(
+            1200, 20, -129, BF16, marks=pytest.mark.emulated
+        ),  # subnormal keys: every score equal but for what float32 resolves
+    ],
+)
+def test_scores_of_any_size(T, q_size, k_size, dtype, strict_causal):
+    """Exact scores up to the end of float32's range, ties included: only the float32 steps after them may err."""
+    host, device = exact_inputs(T, 12, q_size, k_size, G=4, dtype=dtype, seed=abs(q_size))
+    # Most importance is below 2^-100 of the largest where scores are large: its order is free, so no share is asked.
+    options = {"rope_base": EXACT_BASE, "strict_causal": strict_causal}
+    check(host, device, 16, share=0.0, selection_rules=q_size + k_size > -20, **options)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("k_size", [60, 62])
+def test_scores_far_below_zero_are_leaves(k_size):
+    """A score of -1e37 is a leaf like any other where all are as low."""
+    host, device = exact_inputs(1200, 12, 58, k_size, G=4, dtype=BF16, signs=(-1,))
+    exact = definition.forward(*host, top_k_per_layer=16, rope_base=EXACT_BASE)
+    assert exact.lse.max() < -1e34
+    check(host, device, 16, share=0.0, rope_base=EXACT_BASE)
+
+
+@pytest.mark.emulated
+def test_means_that_overflow_matter_as_leaves_alone():
+    """bf16 tokens of 2^124 have infinite means: an expanded node's is never touched, a leaf's is NaN where it is."""
+    top_k, T, T_q = 16, 1200, 12
+    host, device = exact_inputs(T, T_q, 0, -4, G=4, dtype=BF16)
+    first, hostile = slice(3 * 16, 4 * 16), slice(40 * 16, 41 * 16)
+    for _, k, v in (host, device):
+        k[:, first, :, EXACT] = 8.0  # what outweighs the tokens of the hostile node, and comes before it
+        k[:, hostile, :, EXACT] = 6.0
+        v[:, hostile, :, ::2] = 1.5 * 2.0**124
+    out, lse, selection = check(host, device, top_k, share=0.95, rope_base=EXACT_BASE)
+    assert (selection[0] == 40).any(-1).all() and out.isfinite().all() and lse.isfinite().all()
+
+    for _, k, _ in (host, device):
+        k[:, hostile, :, EXACT] = -6.0
+    out, lse, selection = (x.cpu() for x in run(device, top_k_per_layer=top_k, rope_base=EXACT_BASE))
+    exact = definition.forward(*host, selection=selection, top_k_per_layer=top_k, rope_base=EXACT_BASE)
+    assert not (selection[0] == 40).any() and exact.out[..., ::2].isnan().all()
+    assert out[..., ::2].isnan().all() and lse.isfinite().all()
+    assert baseline.row_errors(out[..., 1::2], exact.out[..., 1::2])[1] < 0.01
 
 
 @pytest.mark.emulated
@@ -221,12 +335,21 @@ def test_non_strict_importance_does_not_underflow():
 # ---- bits -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.hardware
 @pytest.mark.parametrize("strict_causal", [True, False])
-def test_any_split_of_the_queries_equals_the_whole(strict_causal):
-    _, (q, k, v) = inputs(6007, 6007, H_kv=2, G=3, K=64, V=64)
+@pytest.mark.parametrize(
+    ("T", "parts"),
+    [
+        pytest.param(290, ((0, 2), (250, 290), (5, 290), (288, 290)), marks=pytest.mark.emulated),
+        pytest.param(
+            6007, ((0, 2), (0, 13), (255, 700), (4090, 4100), (5, 6007), (6005, 6007)), marks=pytest.mark.hardware
+        ),
+    ],
+)
+def test_any_split_of_the_queries_equals_the_whole(T, parts, strict_causal):
+    """Bit for bit, a single query apart: its sums are split over warps."""
+    _, (q, k, v) = inputs(T, T, H_kv=2, G=3, K=64, V=64)
     whole = run((q, k, v), top_k_per_layer=16, strict_causal=strict_causal)
-    for first, last in ((0, 1), (0, 13), (255, 700), (4090, 4100), (5, 6007), (6006, 6007)):
+    for first, last in parts:
         options = {"top_k_per_layer": 16, "strict_causal": strict_causal, "q_start": first}
         part = run((q[:, first:last], k, v), **options)
         same_bits(part[:2], [x[:, first:last] for x in whole[:2]])
@@ -243,11 +366,18 @@ def test_several_chunks():
         same_bits(part[:2], [x[:, first : first + 1007] for x in whole[:2]])
 
 
-def test_the_first_tokens_do_not_depend_on_how_many_follow():
+@pytest.mark.parametrize(
+    ("most", "lengths"),
+    [
+        pytest.param(300, (30, 256, 257), marks=pytest.mark.emulated),
+        pytest.param(4200, (200, 257, 4096, 4097), marks=pytest.mark.hardware),
+    ],
+)
+def test_the_first_tokens_do_not_depend_on_how_many_follow(most, lengths):
     """Also where a later token adds a layer: prefill and decoding agree."""
-    _, (q, k, v) = inputs(4200, 4200, G=2, K=64, V=64)
+    _, (q, k, v) = inputs(most, most, G=2, K=64, V=64)
     long = run((q, k, v), top_k_per_layer=16)
-    for T in (200, 257, 4096, 4097):
+    for T in lengths:
         short = run((q[:, :T], k[:, :T], v[:, :T]), top_k_per_layer=16)
         same_bits(short[:2], [x[:, :T] for x in long[:2]])
 

@@ -1,8 +1,8 @@
 // Who the candidates of a query are: counts follow from its position and the shape of the tree alone.
 //
-// A *parent* stands for 16 sibling nodes, its children, which lie in one block of the packed tree (smxx/tree_pack). At
-// the top the parents are 0, 1, 2, ..., below they are the nodes selected in the layer above, ascending; in both cases
-// candidate 16 j + c is child c of parent j, so one kernel serves every layer.
+// A *parent* stands for 16 sibling nodes, its children, which lie in one block of the packed tree (smxx/tree_pack). In
+// the first layer of a query the parents are 0, 1, 2, ..., below they are the nodes selected in the layer above,
+// ascending; in both cases candidate 16 j + c is child c of parent j, so one kernel serves every layer.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,6 +14,7 @@ namespace htree_cuda {
 inline constexpr int kSiblings = 16;     // compression_rate of the kernels
 inline constexpr int kLog2Siblings = 4;
 inline constexpr int kMaxTopK = 512;
+inline constexpr int kTileParents = 4;    // parents whose keys lie together where queries walk all of them
 inline constexpr int kBlockQueries = 12;  // consecutive queries of one (b, h_kv) that share gathered parents
 
 struct Candidates {
@@ -29,6 +30,15 @@ __host__ __device__ inline Candidates candidates(std::int64_t t, int layer, int 
     n = (parents - 1) * kSiblings + static_cast<int>((t >> (kLog2Siblings * l)) & (kSiblings - 1)) + 1;
   }
   return {n, (n + kSiblings - 1) >> kLog2Siblings};
+}
+
+// The first layer, from above, of whose candidates the query at position t does not select all, or the bottom. Above it
+// nothing is left out, so that its candidates are the nodes 0, 1, 2, ... and their positions their indices, as if it were
+// the top of the tree; how many layers lie above does not matter.
+__host__ __device__ inline int first_layer(std::int64_t t, int top_k) {
+  int layer = 0;
+  while (t >> (kLog2Siblings * (layer + 1)) >= top_k) ++layer;
+  return layer;
 }
 
 // The blocks of kBlockQueries queries that a launch works on: block i of the launch is block begin + i of the call.

@@ -27,19 +27,20 @@ struct Source {
 struct Args {
   Source k;
   Source v;
-  char* packed;                   // [B, H_kv, parents, block_bytes]
+  char* packed;                   // [B, H_kv, parents, block_bytes]; by_node: tiles of kTileParents blocks
   std::int64_t block_bytes;
-  std::int64_t parents_per_head;
+  std::int64_t parents_per_head;  // by_node: a multiple of kTileParents
   std::int64_t blocks;            // B * H_kv * parents_per_head
-  std::int64_t N;                 // nodes of the layer
+  std::int64_t N;                 // nodes of the layer to pack, from its first
   int H_kv;
-  float2 const* turns;            // [16, K / 2] cos and sin of the places
+  float2 const* turns;            // [positions, K / 2] cos and sin
+  bool by_node;                   // keys turn by the node's index, else by the place among its siblings
 };
 
 void tree_pack(Args const& args, DType dtype, cudaStream_t stream);
 
-// The queries' turns [positions, K / 32, 4] and the places' turns [16, K / 2].
-void make_turns(rope::Turns* query_turns, std::int64_t positions, float2* place_turns, int K, double base,
+// cos and sin of every position: [positions, K / 2], and [positions, K / 32, 4] in the order of fragments.
+void make_turns(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base,
                 cudaStream_t stream);
 
 }  // namespace packing
@@ -54,7 +55,7 @@ struct Args {
   int top_k;
   float const* importance;         // [rows, width]
   std::int64_t width;              // a multiple of 16
-  std::int32_t const* parents_in;  // [rows, top_k] selected in the layer above, ascending; null at the top
+  std::int32_t const* parents_in;  // [rows, top_k] selected in the layer above, ascending; read below the first layer
   std::int32_t* nodes;             // [rows, top_k] selected here, ascending, padded with -1
   std::uint16_t* closed;           // [rows, width / 16] bit c: candidate 16 j + c is selected or does not exist
   std::int32_t* selection;         // [B, T_q, H_kv, top_k] of the whole call, or null

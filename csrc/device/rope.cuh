@@ -1,9 +1,14 @@
 // RoPE as the htree kernels apply it.
 //
-// Scores need <R(q, n-1), R(k, 16 j + c)> = <R(q, n-1-16 j), R(k, c)>: keys turn once by their place c among their
-// siblings, when the tree is packed, and a query turns once per parent j. Both turned operands are fp16, whatever the
-// dtype of the inputs: each row is first scaled by an exact power of two (`normaliser`) that the score takes back. fp16
-// has three bits more than bf16, and queries turn in packed arithmetic without conversions.
+// In the first layer of a query a candidate's position is its node's index: its keys turn by that when the tree is
+// packed, and the query turns once, by n-1. Below it, scores need <R(q, n-1), R(k, 16 j + c)> = <R(q, n-1-16 j), R(k, c)>:
+// keys turn by their place c among their siblings, and a query turns once per parent j. Both turned operands are fp16,
+// whatever the dtype of the inputs: each row is first scaled by an exact power of two that the score takes back. fp16 has
+// three bits more than bf16, and queries turn in packed arithmetic without conversions.
+//
+// A score is kept `raw`: the product of the normalised rows times the key's `scale`, s * log2(e) = raw * unit with the
+// unit of the query's head. Products with powers of two are exact, so raw scores are as exact as the matrix product, and
+// neither they nor the unit leave float32's range unless the score does.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -16,21 +21,56 @@ namespace htree_cuda::rope {
 // The largest element of a normalised row lies in [2^kExponent, 2^(kExponent+1)): turning adds up to sqrt(2), far from
 // the largest fp16, and elements down to 2^-18 of the largest keep full precision.
 inline constexpr int kExponent = 4;
-inline constexpr int kLeastExponent = -120;  // smaller rows lose bits rather than overflow their factor
+inline constexpr int kLeastExponent = -109;  // smaller rows keep their exponent, and lose what bits fp16 has not
+// Products of normalised rows are below 2^17: K <= 128 elements below 2^5 on either side. What a key's scale takes back
+// is divided by 2^kHeadroom, so that raw scores stay below 2^128 for the largest keys; the unit makes up for it.
+inline constexpr int kHeadroom = 13;
+// Exponents of a unit. Where the head and the scale ask for less or more, its row of q is scaled instead: far below
+// every score vanishes against 2^127 anyhow; far above fp16 has room for a factor of 2^kRoom.
+inline constexpr int kLeastUnit = -120;
+inline constexpr int kMostUnit = 126;
+inline constexpr int kRoom = 10;
 
-struct Normaliser {
-  float factor;   // of the row's elements
-  float inverse;  // of its scores
+// 2^exponent; zero and infinity outside the normal numbers of float32.
+__device__ inline float power_of_two(int exponent) {
+  if (exponent > 127) return __uint_as_float(0x7f800000u);
+  return exponent < -126 ? 0.0f : __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+}
+
+// The e for which a row is normalised by 2^-e. largest: max |x| of the row, >= 0; zero and non-finite rows have 0.
+__device__ inline int row_exponent(float largest) {
+  uint32_t const bits = __float_as_uint(largest);
+  int const exponent = static_cast<int>(bits >> 23) - 127;  // -127 for subnormal numbers: clamped
+  return bits == 0 || exponent == 128 ? 0 : max(exponent, kLeastExponent) - kExponent;
+}
+
+struct KeyScale {
+  float factor;  // of the row's elements
+  float scale;   // of its products
 };
 
-// largest: max |x| of a row, >= 0; zero and non-finite rows are left as they are.
-__device__ inline Normaliser normaliser(float largest) {
-  uint32_t const bits = __float_as_uint(largest);
-  int exponent = static_cast<int>(bits >> 23) - 127;  // -127 for subnormal numbers: clamped
-  if (bits == 0 || exponent == 128) return {1.0f, 1.0f};
-  exponent = max(exponent, kLeastExponent) - kExponent;
-  return {__uint_as_float(static_cast<uint32_t>(127 - exponent) << 23),
-          __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23)};
+__device__ inline KeyScale key_scale(float largest) {
+  int const exponent = row_exponent(largest);
+  return {power_of_two(-exponent), power_of_two(exponent - kHeadroom)};
+}
+
+// |scale| * log2(e) = mantissa * 2^exponent, the mantissa in [1, 2) with the sign of the scale.
+struct ScoreScale {
+  float mantissa;
+  int exponent;
+};
+
+struct QueryScale {
+  float factor;  // of the row's elements; negative where the scale is, so that units are positive
+  float unit;    // of its raw scores; infinite (the scores are NaN) where |q| * |scale| is 2^128 or more
+};
+
+__device__ inline QueryScale query_scale(float largest, ScoreScale const& scale) {
+  int const exponent = row_exponent(largest);
+  int const wanted = exponent + kHeadroom + scale.exponent;
+  int const given = wanted > kMostUnit ? max(wanted - kRoom, kMostUnit) : max(wanted, kLeastUnit);
+  float const factor = power_of_two(wanted - given - exponent);
+  return {scale.mantissa < 0.0f ? -factor : factor, fabsf(scale.mantissa) * power_of_two(given)};
 }
 
 // cos and sin of position * base^(-2 m / K), by float64 angles.

@@ -1,14 +1,18 @@
-// Data sheet of the layer kernel: one layer of htree attention, one pass over its candidates.
+// Data sheet of the layer kernel: one layer of htree attention, one pass over its candidates, for the queries whose first
+// layer it is (`Walk::kFirst`) or for those which chose its parents in the layer above (`Walk::kBelow`).
 //
 //   CTA           12 consumer warps (3 warpgroups), one query each: consecutive queries of one (b, h_kv);
 //                 a producer warp in a fourth warpgroup, whose other warps idle
-//   pairs         a consumer takes two of its parents at a time where a stage holds two, so that the latencies of one
+//   pairs         kBelow: a consumer takes two of its parents at a time where a stage holds two, so that latencies of one
 //                 hide behind the other; the arithmetic is that of one after the other, bit for bit
-//   slot          one parent: 16 keys (fp16, turned by their place), their scales, 16 values, as smxx/tree_pack laid
-//                 them out in global memory; one bulk copy
-//   stage         four slots and their query masks, one full and one empty mbarrier
+//   slot          one parent: 16 keys (fp16, turned by their node or place), their scales, 16 values, as smxx/tree_pack
+//                 laid them out in global memory; kBelow: one bulk copy
+//   stage         four slots and their query masks, one full and one empty mbarrier; kFirst: one tile of tree_pack, whose
+//                 keys are panels of 64 rows for WGMMA; one bulk copy
 //   order         the producer streams the union of the block's parents, ascending; a consumer takes those it selected
-//                 and counts its own rank j, which gives the RoPE position n - 1 - 16 j
+//                 and counts its own rank j; below its first layer that gives the RoPE position n - 1 - 16 j
+//   one query     a call with a single query has one block of it a head, and splits it: consumer w takes the parents of
+//                 rank w, w + 12, ..., with a running state of its own, and the states are merged in the end
 //   registers     160 a consumer thread, 32 a producer thread: 3 * 128 * 160 + 128 * 32 = 65536
 //   shared memory as many stages as fit in 224 KB: 6 (24 parents) at K = V = 128
 #pragma once
@@ -30,12 +34,18 @@ enum class Pass {
   kValues,      // softmax over the leaves, onto the running state
 };
 
-template <class Element_, int kK_, int kV_, Pass kPass_>
+enum class Walk {
+  kFirst,  // every parent up to the query's own; keys turned by their node, the query by n - 1
+  kBelow,  // selected parents; keys turned by their place, the query by n - 1 - 16 j
+};
+
+template <class Element_, int kK_, int kV_, Pass kPass_, Walk kWalk_>
 struct Config {
-  using Element = Element_;  // of q, k, v: __nv_bfloat16 or __half
+  using Element = Element_;  // of values: __nv_bfloat16 or __half; void where none are read
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
   static constexpr Pass kPass = kPass_;
+  static constexpr Walk kWalk = kWalk_;
   static constexpr bool kReadsValues = kPass == Pass::kValues;
 
   static constexpr int kConsumers = kBlockQueries;
@@ -51,15 +61,19 @@ struct Config {
   static constexpr int kKeyBytes = kSiblings * kKeyRowBytes;
   static constexpr int kValueRowBytes = 2 * kV;
   static constexpr int kValueBytes = kReadsValues ? kSiblings * kValueRowBytes : 0;
-  static constexpr int kCopyBytes = kScaleBytes + kKeyBytes + kValueBytes;
-  // Rows begin at multiples of 256 bytes, so that swizzled addresses come from one exclusive or.
-  static constexpr int kKeyOffset = 256;
-  static constexpr int kScaleOffset = kKeyOffset - kScaleBytes;
-  static constexpr int kValueOffset = kKeyOffset + kKeyBytes;
-  static constexpr int kSlotBytes = kKeyOffset + kKeyBytes + kValueBytes;
-  static constexpr int kStageBytes = kStageSlots * kSlotBytes;
-  static_assert(kK % 32 == 0 && kK >= 64 && kV % 16 == 0 && kV >= 64, "rows are at least eight 16-byte chunks");
-  static_assert(kCopyBytes % 16 == 0 && kSlotBytes % 256 == 0);
+  // Slots that are copied at once. Rows begin at multiples of 256 bytes, so that swizzled addresses come from one exclusive
+  // or, and panels at multiples of 1024.
+  static constexpr int kCopySlots = kWalk == Walk::kFirst ? kTileParents : 1;
+  static constexpr int kCopyBytes = kCopySlots * (kScaleBytes + kKeyBytes + kValueBytes);
+  static constexpr int kKeyOffset = kWalk == Walk::kFirst ? 1024 : 256;
+  static constexpr int kKeyPanelBytes = kCopySlots * kSiblings * 128;
+  static constexpr int kScaleOffset = kKeyOffset - kCopySlots * kScaleBytes;
+  static constexpr int kValueOffset = kKeyOffset + kCopySlots * kKeyBytes;
+  static constexpr int kSlotBytes = kKeyOffset + kCopySlots * (kKeyBytes + kValueBytes);  // of slots copied at once
+  static constexpr int kStageBytes = kStageSlots / kCopySlots * kSlotBytes;
+  static_assert(kStageSlots % kCopySlots == 0 && kKeyOffset >= kCopySlots * kScaleBytes);
+  static_assert(kK % 64 == 0 && kV % 64 == 0, "rows are panels of eight 16-byte chunks");
+  static_assert(kCopyBytes % 16 == 0 && kSlotBytes % (kWalk == Walk::kFirst ? 1024 : 256) == 0);
 
   static constexpr int kMaskBytes = 4 * kConsumers;   // a word a query; bit i: it takes slot i
   static constexpr int kControlBytes = 16 + kMaskBytes;  // of a stage: full, empty, masks
@@ -68,44 +82,53 @@ struct Config {
   static constexpr int kAlignment = 1024;
   static constexpr int kSharedBytes = kAlignment + kStages * (kStageBytes + kControlBytes);
   static_assert(kStages >= 3 && kSharedBytes <= 232448);
+
+  // Where a query is split, the ring is reused in the end: 16 bytes for every consumer and head, then O as fragments.
+  static constexpr int kMergeHeadBytes = kConsumers * 16 * 16;
+  static constexpr int kMergeOutBytes = kConsumers * (kV / 8) * 32 * 16;
+  static_assert(!kReadsValues || kMergeHeadBytes + kMergeOutBytes <= kStages * kStageBytes);
+  static constexpr int kMergeBarrier = 1;
 };
 
-// Everything a launch reads and writes. Rows are queries of the launch: row = block * 12 + warp.
+// Everything a launch reads and writes. Rows are queries of the launch: row = block * 12 + warp. Where a query is split,
+// the state has a row for every consumer.
 struct Args {
   QueryBlocks blocks;
-  char const* packed;             // the layer: [B, H_kv, parents] blocks of block_bytes
-  std::int64_t parents_per_head;  // ceil(N_l / 16)
+  char const* packed;             // the layer: [B, H_kv, parents] blocks of block_bytes, as the walk wants them
+  std::int64_t parents_per_head;
   std::int64_t block_bytes;
-  rope::Turns const* turns;       // [positions, K / 32, 4]
+  float2 const* turns;                 // [positions, K / 2]; kFirst
+  rope::Turns const* fragment_turns;   // [positions, K / 32, 4]; kBelow
 
   void const* q;                  // [B, T_q, H, K]
   std::int64_t q_stride_b;
   std::int64_t q_stride_t;
   std::int64_t q_stride_h;
+  bool q_half;                    // fp16, else bf16
   bool q_pairs;                   // two neighbouring elements may be read at once
   int H_kv;
   int G;
-  float scale_log2;               // scale * log2(e)
+  rope::ScoreScale scale;
   bool strict_causal;
+  int rank_step;                  // ranks from one parent of a consumer to its next: 12 where a query is split, else 1
 
   int layer;
   int layers;
   int top_k;
 
-  // The union of the parents of each block; null at the top, where it is 0, 1, 2, ...
+  // The union of the parents of each block; kBelow.
   std::int32_t const* union_nodes;   // [blocks, 12 * top_k]
   std::uint16_t const* union_masks;  // likewise; bit i: selected by query i of the block
   std::int32_t const* union_count;   // [blocks]
 
   std::uint16_t const* closed;    // [rows, width / 16], bit c: candidate 16 j + c is no leaf; unused at the bottom
   std::int64_t width;             // of a row of importance
-  float* normaliser;              // [rows, 16] lse_g in units of log2; +inf beyond G
+  float2* normaliser;             // [rows, 16] lse_g * log2(e) = x * unit + y, x the largest raw score; y +inf beyond G
   float* importance;              // [rows, width]
 
   // Running softmax between layers: O as float32 fragments, and two numbers for every head.
-  bool first;                     // nothing to load
   float4* state_out;              // [rows, V / 8, 32]
-  float2* state_sum;              // [rows, 16] offset of the exponents and sum
+  float2* state_sum;              // [rows, 16] running maximum (raw) and sum
 
   void* out;                      // [B, T_q, H, V] contiguous, written at the bottom
   float* lse;                     // [B, T_q, H]

@@ -1,4 +1,5 @@
-// The consumer warps of the layer kernel: one query against the parents that it takes.
+// What every consumer warp of the layer kernel does with its query, whichever way it walks: load it, account for the
+// scores of a parent, and write the result.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,6 +10,7 @@
 
 namespace htree_cuda::layer {
 
+// Two elements in 32 bits, and their products.
 template <class Element>
 struct Pairs;
 
@@ -48,136 +50,156 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(kFullWarp, x, 2);
 }
 
-// One query: 16 heads (rows lane / 4 and lane / 4 + 8 in this thread) against the parents it takes. Scores are `raw`
-// until they are exponentiated: s * log2(e) = raw * unit[row], unit > 0 (a negative scale turns the query around).
+// What an infinite input reached is NaN, whatever its sign and weight.
+__device__ __forceinline__ float infinite_to_nan(float x) { return fmaf(x, 0.0f, x); }
+
+// One query: 16 heads (rows lane / 4 and lane / 4 + 8 in this thread) and the parents it takes. Scores are `raw`
+// (device/rope.cuh) until they are exponentiated relative to a maximum that is raw too: the difference of the maximum
+// and itself is exactly zero however large it is, where that of products rounded apart is not.
 template <class Cfg>
 class Consumer {
+protected:
   using Element = typename Cfg::Element;
   static constexpr int kK = Cfg::kK;
   static constexpr int kV = Cfg::kV;
   static constexpr int kSteps = kK / 16;      // k-steps of QK
   static constexpr int kHalf = kK / 32;       // of them in the low half of the pairs
   static constexpr int kValueTiles = Cfg::kReadsValues ? kV / 8 : 1;
+  static constexpr bool kBelow = Cfg::kWalk == Walk::kBelow;
   // A running maximum is raised when an exponential would exceed 2^kSlack: rescaling is rare.
   static constexpr float kSlack = 8.0f;
-  // The offset before the first leaf: whatever score comes raises the maximum.
-  static constexpr float kNoLeaf = 1e30f;
+  static constexpr float kLargest = 3.402823466e38f;
+  // The maximum before the first leaf: whatever score comes raises it, and what is summed up to then is zero.
+  static constexpr float kNoLeaf = -kLargest;
   static constexpr float kInfinity = __builtin_huge_valf();
-  // Turns that are loaded ahead, in ranks and in k-steps of one: registers decide.
-  static constexpr int kFetched = Cfg::kReadsValues ? 1 : 2;
-  static constexpr int kAhead = Cfg::kReadsValues && kK == 128 && kV == 128 ? kHalf / 2 : kHalf;
 
-public:
-  __device__ Consumer(Args const& args, int warp)
-      : args_(args), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4), warp_(warp) {
+  __device__ explicit Consumer(Args const& args)
+      : args_(args),
+        lane_(threadIdx.x % 32),
+        g_(lane_ / 4),
+        tq_(lane_ % 4),
+        warp_(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
     QueryBlock const block(args.blocks, blockIdx.x);
-    groups_ = (stream_count(args, block) + Cfg::kStageSlots - 1) / Cfg::kStageSlots;
-    bool const exists = block.first + warp < args.blocks.T_q;
-    std::int64_t const t = args.blocks.q_start + block.first + (exists ? warp : 0);
-    Candidates const c = candidates(t, args.layer, args.layers, args.top_k);
-    active_ = exists && works(args, c);
-    position_ = c.n - 1;
+    groups_ = (stream_count<Cfg>(args, block) + Cfg::kStageSlots - 1) / Cfg::kStageSlots;
+    std::int64_t const t = args.blocks.q_start + block.first + query();
+    active_ = block.first + query() < args.blocks.T_q && works<Cfg>(args, t);
+    position_ = active_ ? candidates(t, args.layer, args.layers, args.top_k).n - 1 : 0;
     cursor_ = static_cast<int>(row() * (args.width / kSiblings));
-    load_query(block);
-    int const id = lane_ / 8;
-    int const key_row = lane_ % 8 + (id / 2) * 8;
-    key_lane_ = Cfg::kKeyOffset + key_row * Cfg::kKeyRowBytes + (((id % 2) ^ (key_row % 8)) << 4);
-    int const value_row = lane_ % 8 + (id % 2) * 8;
-    value_lane_ = Cfg::kValueOffset + value_row * Cfg::kValueRowBytes + (((id / 2) ^ (value_row % 8)) << 4);
-    begin_state(exists);
-  }
-
-  __device__ void run(Ring<Cfg> const& ring) {
-    RingPosition<Cfg::kStages> at;
     if (active_) {
+      load_query(block);
+      begin_state();
+    } else {
 #pragma unroll
-      for (int i = 0; i < kFetched; ++i) fetch(i, i);
+      for (int i = 0; i < kSteps * 4; ++i) q_[i / 4][i % 4] = half2{};
     }
-    for (int group = 0; group < groups_; ++group) {
-      ring.barriers.wait_full(at, "htree_layer consumer: full");
-      uint32_t mine = active_ ? ptx::load_shared_4B(ring.masks + at.slot * Cfg::kMaskBytes + 4 * warp_) : 0u;
-      uint32_t const stage = ring.stages + at.slot * Cfg::kStageBytes;
-#pragma unroll 1
-      while (mine != 0) {
-        uint32_t const first = stage + (__ffs(mine) - 1) * Cfg::kSlotBytes;
-        mine &= mine - 1;
-        if (mine != 0) {
-          two_parents(first, stage + (__ffs(mine) - 1) * Cfg::kSlotBytes);
-          mine &= mine - 1;
-        } else {
-          one_parent(first);
-        }
-      }
-      __syncwarp();
-      if (lane_ == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
-      at = at.ahead(1);
+    if (split()) {
+      position_ -= kSiblings * warp_;  // negative where this consumer has no parent
+      cursor_ += warp_;
     }
-    finish();
+    value_lane_ = lane_offset(Cfg::kValueRowBytes);
   }
 
-private:
+  // One query over all consumers of the block; nobody has two parents of one stage then.
+  __device__ __forceinline__ bool split() const { return args_.rank_step != 1; }
+  __device__ __forceinline__ uint32_t query() const { return split() ? 0 : warp_; }
+  // Where this lane points ldmatrix in 16 rows: lanes 0 .. 15 name rows 0 .. 7, the others rows 8 .. 15, and the chunks of
+  // each eight lanes alternate.
+  __device__ __forceinline__ uint32_t lane_offset(int row_bytes) const {
+    int const row = lane_ % 8 + lane_ / 16 * 8;
+    return row * row_bytes + ((lane_ / 8 % 2 ^ row % 8) << 4);
+  }
   __device__ __forceinline__ int head_row(int i) const { return g_ + 8 * i; }
   __device__ __forceinline__ std::int64_t row() const {
+    return static_cast<int>(ptx::block_index()) * kBlockQueries + query();
+  }
+  __device__ __forceinline__ std::int64_t state_row() const {
     return static_cast<int>(ptx::block_index()) * kBlockQueries + warp_;
   }
 
-  // q, normalised to fp16, in A fragments; rows of heads beyond G are zero.
+  __device__ __forceinline__ float2 unpack_query(uint32_t x) const {
+    return args_.q_half ? Pairs<__half>::unpack(x) : Pairs<__nv_bfloat16>::unpack(x);
+  }
+
+  // q, normalised to fp16, in A fragments; rows of heads beyond G are zero. Walk::kFirst: turned by n - 1, in float32 and
+  // rounded once.
   __device__ __forceinline__ void load_query(QueryBlock const& block) {
     std::int64_t const b = block.bh / args_.H_kv;
     std::int64_t const h_kv = block.bh % args_.H_kv;
-    Element const* const base = static_cast<Element const*>(args_.q) + b * args_.q_stride_b +
-                                (block.first + warp_) * args_.q_stride_t +
-                                h_kv * args_.G * args_.q_stride_h + 2 * tq_;
+    std::uint16_t const* const base = static_cast<std::uint16_t const*>(args_.q) + b * args_.q_stride_b +
+                                      (block.first + query()) * args_.q_stride_t +
+                                      h_kv * args_.G * args_.q_stride_h + 2 * tq_;
     // All loads first: one latency, not one after the other.
     uint32_t words[2][kSteps][2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      Element const* const head = base + head_row(i) * args_.q_stride_h;
-      bool const real = active_ && head_row(i) < args_.G;
+      std::uint16_t const* const head = base + head_row(i) * args_.q_stride_h;
 #pragma unroll
       for (int part = 0; part < 2 * kSteps; ++part) words[i][part / 2][part % 2] = 0;
-      if (!real) continue;
+      if (head_row(i) >= args_.G) continue;
       if (args_.q_pairs) {
 #pragma unroll
         for (int part = 0; part < 2 * kSteps; ++part) {
           words[i][part / 2][part % 2] = __ldg(reinterpret_cast<uint32_t const*>(head + 8 * part));
         }
       } else {
-        unsigned short const* const bits = reinterpret_cast<unsigned short const*>(head);
 #pragma unroll
         for (int part = 0; part < 2 * kSteps; ++part) {
-          uint32_t const low = __ldg(bits + 8 * part);
-          words[i][part / 2][part % 2] = low | static_cast<uint32_t>(__ldg(bits + 8 * part + 1)) << 16;
+          uint32_t const low = __ldg(head + 8 * part);
+          words[i][part / 2][part % 2] = low | static_cast<uint32_t>(__ldg(head + 8 * part + 1)) << 16;
         }
       }
     }
+    float factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float largest = 0.0f;
 #pragma unroll
       for (int part = 0; part < 2 * kSteps; ++part) {
-        float2 const x = Pairs<Element>::unpack(words[i][part / 2][part % 2]);
+        float2 const x = unpack_query(words[i][part / 2][part % 2]);
         largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
       }
-      rope::Normaliser const scale = rope::normaliser(quad_max(largest));
-      float const factor = args_.scale_log2 < 0.0f ? -scale.factor : scale.factor;
-      unit_[i] = fmaxf(fabsf(args_.scale_log2) * scale.inverse, 1.17549435e-38f);  // not 0: 0 * -inf is NaN
+      rope::QueryScale const scale = rope::query_scale(quad_max(largest), args_.scale);
+      unit_[i] = scale.unit;
+      factor[i] = scale.factor;
+    }
 #pragma unroll
-      for (int part = 0; part < 2 * kSteps; ++part) {
-        float2 const x = Pairs<Element>::unpack(words[i][part / 2][part % 2]);
-        q_[part / 2][2 * (part % 2) + i] = __floats2half2_rn(x.x * factor, x.y * factor);
+    for (int kk = 0; kk < kHalf; ++kk) {
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        float4 turn;
+        if constexpr (!kBelow) {
+          float2 const* const pair = args_.turns + position_ * (kK / 2) + 16 * kk + 8 * part + 2 * tq_;
+          turn = __ldg(reinterpret_cast<float4 const*>(pair));
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float2 lo = unpack_query(words[i][kk][part]);
+          float2 hi = unpack_query(words[i][kk + kHalf][part]);
+          lo.x *= factor[i], lo.y *= factor[i], hi.x *= factor[i], hi.y *= factor[i];
+          if constexpr (!kBelow) {
+            float2 const x = lo;
+            float2 const y = hi;
+            lo = {x.x * turn.x - y.x * turn.y, x.y * turn.z - y.y * turn.w};
+            hi = {x.x * turn.y + y.x * turn.x, x.y * turn.w + y.y * turn.z};
+          }
+          q_[kk][2 * part + i] = __floats2half2_rn(lo.x, lo.y);
+          q_[kk + kHalf][2 * part + i] = __floats2half2_rn(hi.x, hi.y);
+        }
       }
     }
   }
 
-  __device__ __forceinline__ void begin_state(bool exists) {
+  // Walk::kFirst begins; below, the state is what the layer above left.
+  __device__ __forceinline__ void begin_state() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      offset_[i] = kNoLeaf;
+      max_[i] = kNoLeaf;
       sum_[i] = 0.0f;
       right_[i] = 0.0f;
       if constexpr (Cfg::kPass == Pass::kImportance) {
-        offset_[i] = active_ ? -args_.normaliser[row() * 16 + head_row(i)] : 0.0f;
+        float2 const lse = args_.normaliser[row() * 16 + head_row(i)];
+        max_[i] = lse.x;
+        log_sum_[i] = lse.y;
       }
     }
     if constexpr (Cfg::kPass == Pass::kValues) {
@@ -186,94 +208,49 @@ private:
 #pragma unroll
         for (int e = 0; e < 4; ++e) o_[tile][e] = 0.0f;
       }
-      if (!args_.first && exists) {
+      if constexpr (kBelow) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          float2 const state = args_.state_sum[row() * 16 + head_row(i)];
-          offset_[i] = state.x;
+          float2 const state = args_.state_sum[state_row() * 16 + head_row(i)];
+          max_[i] = state.x;
           sum_[i] = tq_ == 0 ? state.y : 0.0f;
         }
 #pragma unroll
         for (int tile = 0; tile < kValueTiles; ++tile) {
-          float4 const o = args_.state_out[(row() * kValueTiles + tile) * 32 + lane_];
+          float4 const o = args_.state_out[(state_row() * kValueTiles + tile) * 32 + lane_];
           o_[tile][0] = o.x, o_[tile][1] = o.y, o_[tile][2] = o.z, o_[tile][3] = o.w;
         }
       }
     }
   }
 
-  // Raises row i's maximum to `largest` and returns what its sums are multiplied by. Exponentials are
-  // 2^(raw * unit + offset), offset = -maximum * unit.
+  // Raises row i's maximum to `largest` and returns what its sums are multiplied by.
   __device__ __forceinline__ float raise(int i, float largest) {
-    float const offset = -largest * unit_[i];
-    float const factor = ptx::exp2_movable(offset - offset_[i]);
-    offset_[i] = offset;
+    float const factor = ptx::exp2_movable((max_[i] - largest) * unit_[i]);
+    max_[i] = largest;
     return factor;
   }
 
-  __device__ __forceinline__ float exponent(int i, float raw) const { return fmaf(raw, unit_[i], offset_[i]); }
+  __device__ __forceinline__ float exponent(int i, float raw) const { return (raw - max_[i]) * unit_[i]; }
 
-  __device__ __forceinline__ rope::Turns turns(int ahead, int kk) const {
-    int const further = position_ - kSiblings * ahead;
-    rope::Turns const* const row = args_.turns + ((further < 0 ? rightmost() : further) * (kK / 8) + tq_);
-    uint4 const x = __ldg(reinterpret_cast<uint4 const*>(row + kk * 4));
-    return *reinterpret_cast<rope::Turns const*>(&x);
+  // Which candidates of the parent `ahead` ranks further are closed; the last parent's where there is none.
+  __device__ __forceinline__ void fetch_closed(int ahead) {
+    int const step = ahead * args_.rank_step;
+    if (args_.layer > 0) closed_ = args_.closed[cursor_ + (position_ < kSiblings * step ? 0 : step)];
   }
 
-  // k-steps in the order in which scores take them: the first half of them touches every 128-byte line of a row of
-  // turns, so that the others, loaded when they are needed, come from L1.
-  static constexpr int step_at(int i) { return kHalf == 4 ? (i % 2) * 2 + i / 2 : i; }
-
-  // The turns of the query for the parent `ahead` ranks further, and which of its candidates are closed; the last
-  // parent's where there is none.
-  __device__ __forceinline__ void fetch(int buffer, int ahead) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) fetched_[buffer][i] = turns(ahead, step_at(i));
-    if constexpr (Cfg::kPass == Pass::kValues) {
-      if (args_.layer > 0) closed_ = args_.closed[cursor_ + (position_ < kSiblings * ahead ? 0 : ahead)];
-    }
-  }
-
-  // raw[tile][e]: column 8 tile + 2 tq + e % 2 of row e / 2. Two chains of products where registers allow: their
-  // latency is what these passes wait for; beside O, the products of the parent before fill the gaps of one.
-  __device__ __forceinline__ void scores(uint32_t slot, int ahead, float (&raw)[2][4]) {
-    constexpr bool kTwoChains = Cfg::kPass != Pass::kValues;
-    float second[2][4];
-    float(&upper)[2][4] = kTwoChains ? second : raw;
+  // raw[tile][e]: column 8 tile + 2 tq + e % 2 of row e / 2, products before and scores after. scales: the keys' scales.
+  // Returns whether some value of the parent is not finite, the same in every lane.
+  __device__ __forceinline__ bool apply_scales(uint32_t scales, float (&raw)[2][4]) const {
+    bool infinite_values = false;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
+      float2 const scale = ptx::load_shared_8B(scales + tile * 32 + tq_ * 8);
+      infinite_values = scale.x < 0.0f;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) raw[tile][e] = second[tile][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) raw[tile][e] *= fabsf(e % 2 ? scale.y : scale.x);
     }
-    rope::Turns late[kHalf - kAhead + 1];
-#pragma unroll
-    for (int i = kAhead; i < kHalf; ++i) late[i - kAhead] = turns(ahead, step_at(i));
-    uint32_t const keys = slot + key_lane_;
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-      int const kk = step_at(i);
-      half2 lo[4], hi[4];
-      rope::turn_fragments(lo, hi, q_[kk], q_[kk + kHalf],
-                           i < kAhead ? fetched_[ahead % kFetched][i] : late[i - kAhead]);
-      uint32_t b[4];
-      ptx::load_matrix_x4(b, keys ^ (kk << 5));
-      auto const& a_lo = reinterpret_cast<uint32_t const(&)[4]>(lo);
-      ptx::mma_fp16(raw[0], a_lo, b[0], b[1]);
-      ptx::mma_fp16(raw[1], a_lo, b[2], b[3]);
-      ptx::load_matrix_x4(b, keys ^ ((kk + kHalf) << 5));
-      auto const& a_hi = reinterpret_cast<uint32_t const(&)[4]>(hi);
-      ptx::mma_fp16(upper[0], a_hi, b[0], b[1]);
-      ptx::mma_fp16(upper[1], a_hi, b[2], b[3]);
-    }
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-      float2 const scale = ptx::load_shared_8B(slot + Cfg::kScaleOffset + tile * 32 + tq_ * 8);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if constexpr (kTwoChains) raw[tile][e] += second[tile][e];
-        raw[tile][e] *= e % 2 ? scale.y : scale.x;
-      }
-    }
+    return infinite_values;
   }
 
   // Candidates of `dead` (bit c: child c) take no part.
@@ -296,66 +273,14 @@ private:
   __device__ __forceinline__ int rightmost() const { return position_ & (kSiblings - 1); }
 
   __device__ __forceinline__ void advance(int parents) {
-    position_ -= parents * kSiblings;
-    cursor_ += parents;
+    position_ -= parents * kSiblings * args_.rank_step;
+    cursor_ += parents * args_.rank_step;
   }
 
   // At the bottom only what lies behind the query is closed.
   __device__ __forceinline__ uint32_t closed(bool last) const {
     if (args_.layer > 0) return closed_;
     return last ? 0xffffu & ~((2u << rightmost()) - 1u) : 0u;
-  }
-
-  __device__ __forceinline__ void one_parent(uint32_t slot) {
-    bool const last = position_ < kSiblings;
-    float raw[2][4];
-    scores(slot, 0, raw);
-    if constexpr (Cfg::kPass == Pass::kValues) {
-      uint32_t const dead = closed(last);
-      fetch(0, 1);
-      uint32_t p[4];
-      exponentials(raw, dead, p);
-      if (last) {
-        last_values(slot, p, dead);
-      } else {
-        weighted_values(slot, p, ~0u, ~0u);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) fetched_[0][i] = fetched_[1][i];
-      fetch(1, 2);
-      consider(raw, 0, last);
-    }
-    advance(1);
-  }
-
-  __device__ __forceinline__ void two_parents(uint32_t slot, uint32_t next_slot) {
-    bool const last = position_ < 2 * kSiblings;
-    float raw[2][4], next[2][4];
-    scores(slot, 0, raw);
-    if constexpr (Cfg::kPass == Pass::kValues) {
-      uint32_t const dead = closed(false);
-      fetch(0, 1);
-      uint32_t p[4];
-      exponentials(raw, dead, p);
-      scores(next_slot, 1, next);  // between the products of the first
-      weighted_values(slot, p, ~0u, ~0u);
-      uint32_t const next_dead = closed(last);
-      fetch(0, 2);
-      exponentials(next, next_dead, p);
-      if (last) {
-        last_values(next_slot, p, next_dead);
-      } else {
-        weighted_values(next_slot, p, ~0u, ~0u);
-      }
-    } else {
-      scores(next_slot, 1, next);
-      fetch(0, 2);
-      fetch(1, 3);
-      consider(raw, 0, false);
-      consider(next, 1, last);
-    }
-    advance(2);
   }
 
   __device__ __forceinline__ void consider(float (&raw)[2][4], int ahead, bool last) {
@@ -397,14 +322,17 @@ private:
     }
   }
 
+  // exp(s - lse_g)
+  __device__ __forceinline__ float weight(int i, float raw) const {
+    return ptx::exp2_movable(fmaf(raw - max_[i], unit_[i], -log_sum_[i]));
+  }
+
   // Column sums over the heads, by a butterfly that halves what is sent: first two columns of four, then one of two.
   __device__ __forceinline__ void weigh(float const (&raw)[2][4], int ahead) {
     float column[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      float const x = ptx::exp2_movable(exponent(0, raw[c / 2][c % 2]));
-      float const y = ptx::exp2_movable(exponent(1, raw[c / 2][2 + c % 2]));
-      column[c] = x + y;
+      column[c] = weight(0, raw[c / 2][c % 2]) + weight(1, raw[c / 2][2 + c % 2]);
     }
     bool const second = lane_ & 16;
     float a = second ? column[2] : column[0];
@@ -454,67 +382,126 @@ private:
     }
   }
 
-  // Values that hold later tokens may be NaN, and 0 * NaN is NaN: they become zeros on the way to the product. Only a
-  // query's last parent has such children.
-  __device__ __forceinline__ void last_values(uint32_t slot, uint32_t const (&p)[4], uint32_t dead) {
-    uint32_t const open = ~dead >> (2 * tq_);
+  // 0 * NaN is NaN: closed rows that may not be finite become zeros on the way to the product. They are in a query's last
+  // parent, which may hold later tokens, and in parents with a mean that overflowed. Rare, so which rows are closed is
+  // looked up again rather than kept in a register.
+  __device__ __forceinline__ void add_values(uint32_t parent, uint32_t const (&p)[4], int ahead, bool last,
+                                             bool infinite) {
+    if (!last && !infinite) return weighted_values(parent, p, ~0u, ~0u);
+    uint32_t const dead = args_.layer > 0 ? args_.closed[cursor_ + ahead] : closed(last);
+    uint32_t const mine = dead >> (2 * tq_);
     auto const rows = [&](int first) {
-      return (open >> first & 1u ? 0x0000ffffu : 0u) | (open >> (first + 1) & 1u ? 0xffff0000u : 0u);
+      return (mine >> first & 1u ? 0u : 0x0000ffffu) | (mine >> (first + 1) & 1u ? 0u : 0xffff0000u);
     };
-    weighted_values(slot, p, rows(0), rows(8));
+    weighted_values(parent, p, rows(0), rows(8));
   }
 
-  __device__ __forceinline__ void weighted_values(uint32_t slot, uint32_t const (&p)[4], uint32_t keep_low,
+  // parent: where its values begin.
+  __device__ __forceinline__ void weighted_values(uint32_t parent, uint32_t const (&p)[4], uint32_t keep_low,
                                                   uint32_t keep_high) {
-    uint32_t const values = slot + value_lane_;
+    uint32_t const values = parent + value_lane_;
 #pragma unroll
     for (int step = 0; step < kValueTiles / 2; ++step) {
       uint32_t b[4];
       ptx::load_matrix_x4_transposed(b, values ^ (step << 5));
-      Pairs<Element>::mma(o_[2 * step], p, b[0] & keep_low, b[1] & keep_high);
-      Pairs<Element>::mma(o_[2 * step + 1], p, b[2] & keep_low, b[3] & keep_high);
+      Pairs<Element>::mma(o_[2 * step], p, b[0] & keep_low, b[2] & keep_high);
+      Pairs<Element>::mma(o_[2 * step + 1], p, b[1] & keep_low, b[3] & keep_high);
     }
   }
 
-  // Where the query is, looked up again: it would occupy registers throughout the loop.
-  __device__ __forceinline__ void finish() {
-    QueryBlock const block(args_.blocks, ptx::block_index());
-    if (block.first + warp_ >= args_.blocks.T_q) return;
+  __device__ __forceinline__ void finish(Ring<Cfg> const& ring) {
+    if (!active_) return;
     if constexpr (Cfg::kPass == Pass::kNormaliser) {
-      if (active_) finish_normaliser();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        sum_[i] *= raise(i, quad_max(max_[i]));
+        sum_[i] = quad_sum(sum_[i]);
+        right_[i] = quad_sum(right_[i]);
+      }
+      if (split()) merge_heads(ring);
+      finish_normaliser();
     } else if constexpr (Cfg::kPass == Pass::kValues) {
       sum_[0] = quad_sum(sum_[0]);
       sum_[1] = quad_sum(sum_[1]);
-      args_.layer == 0 ? write_result(block) : write_state();
+      if (args_.layer > 0) {
+        write_state();
+      } else if (split()) {
+        merge_heads(ring);
+        write_merged_result(ring);
+      } else {
+        write_result();
+      }
+    }
+  }
+
+  __device__ __forceinline__ void sync_consumers() const {
+    barriers::named_sync(Cfg::kMergeBarrier, Cfg::kConsumers * 32);
+  }
+
+  // Maximum, sum and the rightmost candidate's score of both heads over all consumers, in the order of their ranks; O is
+  // rescaled to the maximum.
+  __device__ __forceinline__ void merge_heads(Ring<Cfg> const& ring) {
+    sync_consumers();  // nobody reads the ring any more
+    if (tq_ == 0) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint4 const mine = {__float_as_uint(max_[i]), __float_as_uint(sum_[i]), __float_as_uint(right_[i]), 0u};
+        ptx::store_shared_16B(ring.stages + (warp_ * 16 + head_row(i)) * 16, mine);
+      }
+    }
+    sync_consumers();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float largest = kNoLeaf;
+      float sum = 0.0f;
+      float right = 0.0f;
+#pragma unroll 1
+      for (int w = 0; w < Cfg::kConsumers; ++w) {
+        uint4 const other = ptx::load_shared_16B(ring.stages + (w * 16 + head_row(i)) * 16);
+        float const raised = fmaxf(largest, __uint_as_float(other.x));
+        sum = sum * ptx::exp2_movable((largest - raised) * unit_[i]) +
+              __uint_as_float(other.y) * ptx::exp2_movable((__uint_as_float(other.x) - raised) * unit_[i]);
+        right += __uint_as_float(other.z);
+        largest = raised;
+      }
+      float const factor = raise(i, largest);
+      sum_[i] = sum;
+      right_[i] = right;
+      if constexpr (Cfg::kReadsValues) {
+#pragma unroll
+        for (int tile = 0; tile < kValueTiles; ++tile) {
+          o_[tile][2 * i] *= factor;
+          o_[tile][2 * i + 1] *= factor;
+        }
+      }
     }
   }
 
   __device__ __forceinline__ void finish_normaliser() {
-    float lse[2], full[2];
-    float shift = kInfinity;
+    float excess[2];
+    float shift = kLargest;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float const largest = -offset_[i];  // hugely negative without a leaf
-      float const row_largest = quad_max(largest);
-      float const factor = largest == row_largest ? 1.0f : ptx::exp2_approx(largest - row_largest);
-      lse[i] = row_largest + log2f(quad_sum(sum_[i] * factor));
-      full[i] = lse[i];
+      log_sum_[i] = log2f(sum_[i]);
+      excess[i] = 0.0f;
       if (!args_.strict_causal) {
-        float const right = quad_sum(right_[i]) * unit_[i];
-        float const base = fmaxf(lse[i], right);
-        full[i] = base + log2f(ptx::exp2_approx(lse[i] - base) + ptx::exp2_approx(right - base));
-        if (head_row(i) < args_.G) shift = fminf(shift, full[i] - lse[i]);
+        // By how much the rightmost candidate raises the logarithm of the normaliser: log2(1 + 2^right).
+        float const right = fmaf(right_[i] - max_[i], unit_[i], -log_sum_[i]);
+        float const raised = fmaxf(right, 0.0f) + log2f(1.0f + ptx::exp2_approx(-fabsf(right)));
+        excess[i] = raised > kLargest ? kLargest : raised;  // infinity - infinity is NaN
+        if (head_row(i) < args_.G) shift = fminf(shift, excess[i]);
       }
     }
     // With the rightmost candidate in the normaliser all other importance may vanish: one power of two for all heads
     // keeps the largest above 2^-13.
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) shift = fminf(shift, __shfl_xor_sync(kFullWarp, shift, lanes));
-    if (tq_ == 0) {
+    if (tq_ == 0 && query() == warp_) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float const x = args_.strict_causal ? lse[i] : full[i] - shift;
-        args_.normaliser[row() * 16 + head_row(i)] = head_row(i) < args_.G ? x : kInfinity;
+        if (!args_.strict_causal) log_sum_[i] += excess[i] - shift;
+        if (head_row(i) >= args_.G) log_sum_[i] = kInfinity;
+        args_.normaliser[row() * 16 + head_row(i)] = {max_[i], log_sum_[i]};
       }
     }
   }
@@ -523,51 +510,96 @@ private:
     if (tq_ == 0) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        args_.state_sum[row() * 16 + head_row(i)] = {offset_[i], sum_[i]};
+        args_.state_sum[state_row() * 16 + head_row(i)] = {max_[i], sum_[i]};
       }
     }
 #pragma unroll
     for (int tile = 0; tile < kValueTiles; ++tile) {
-      args_.state_out[(row() * kValueTiles + tile) * 32 + lane_] = {o_[tile][0], o_[tile][1], o_[tile][2], o_[tile][3]};
+      args_.state_out[(state_row() * kValueTiles + tile) * 32 + lane_] = {o_[tile][0], o_[tile][1], o_[tile][2],
+                                                                          o_[tile][3]};
     }
   }
 
-  __device__ __forceinline__ void write_result(QueryBlock const& block) {
+  // The query's first head in the outputs. Where the query is, is looked up again: it would occupy registers throughout
+  // the loop.
+  __device__ __forceinline__ std::int64_t first_head() const {
+    QueryBlock const block(args_.blocks, ptx::block_index());
     std::int64_t const b = block.bh / args_.H_kv;
     std::int64_t const h_kv = block.bh % args_.H_kv;
-    std::int64_t const first_head = ((b * args_.blocks.T_q + block.first + warp_) * args_.H_kv + h_kv) * args_.G;
+    return ((b * args_.blocks.T_q + block.first + query()) * args_.H_kv + h_kv) * args_.G;
+  }
+
+  __device__ __forceinline__ void write_tile(std::int64_t first, int tile, float const (&o)[4]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (head_row(i) >= args_.G) continue;
       float const inverse = 1.0f / sum_[i];
-      uint32_t* const out =
-          reinterpret_cast<uint32_t*>(static_cast<Element*>(args_.out) + (first_head + head_row(i)) * kV) + tq_;
-#pragma unroll
-      for (int tile = 0; tile < kValueTiles; ++tile) {
-        out[4 * tile] = Pairs<Element>::pack(o_[tile][2 * i] * inverse, o_[tile][2 * i + 1] * inverse);
-      }
-      if (tq_ == 0) args_.lse[first_head + head_row(i)] = (log2f(sum_[i]) - offset_[i]) * 0.693147180559945309f;
+      uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<Element*>(args_.out) + (first + head_row(i)) * kV);
+      out[4 * tile + tq_] =
+          Pairs<Element>::pack(infinite_to_nan(o[2 * i] * inverse), infinite_to_nan(o[2 * i + 1] * inverse));
     }
+  }
+
+  __device__ __forceinline__ void write_lse(std::int64_t first) const {
+    constexpr float kLogTwo = 0.693147180559945309f;
+    if (tq_ != 0) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (head_row(i) >= args_.G) continue;
+      args_.lse[first + head_row(i)] = infinite_to_nan(fmaf(max_[i], unit_[i] * kLogTwo, log2f(sum_[i]) * kLogTwo));
+    }
+  }
+
+  __device__ __forceinline__ void write_result() const {
+    std::int64_t const first = first_head();
+#pragma unroll
+    for (int tile = 0; tile < kValueTiles; ++tile) write_tile(first, tile, o_[tile]);
+    write_lse(first);
+  }
+
+  // After merge_heads: O summed over the consumers in the order of their ranks, each consumer some tiles.
+  __device__ __forceinline__ void write_merged_result(Ring<Cfg> const& ring) const {
+    auto const at = [&](int consumer, int tile) {
+      return ring.stages + Cfg::kMergeHeadBytes + ((consumer * kValueTiles + tile) * 32 + lane_) * 16;
+    };
+#pragma unroll
+    for (int tile = 0; tile < kValueTiles; ++tile) {
+      ptx::store_shared_16B(at(warp_, tile), {__float_as_uint(o_[tile][0]), __float_as_uint(o_[tile][1]),
+                                              __float_as_uint(o_[tile][2]), __float_as_uint(o_[tile][3])});
+    }
+    sync_consumers();
+    std::int64_t const first = first_head();
+#pragma unroll 1
+    for (int tile = warp_; tile < kValueTiles; tile += Cfg::kConsumers) {
+      float o[4] = {};
+#pragma unroll 1
+      for (int w = 0; w < Cfg::kConsumers; ++w) {
+        uint4 const other = ptx::load_shared_16B(at(w, tile));
+        o[0] += __uint_as_float(other.x), o[1] += __uint_as_float(other.y);
+        o[2] += __uint_as_float(other.z), o[3] += __uint_as_float(other.w);
+      }
+      write_tile(first, tile, o);
+    }
+    if (warp_ == 0) write_lse(first);
   }
 
   Args const& args_;
   int const lane_;
   int const g_;
   int const tq_;
-  int const warp_;
+  uint32_t const warp_;
   int groups_;    // of parents that pass by
-  bool active_;
+  bool active_;   // the query exists, and walks this layer in this way
   int position_;  // of the query as the parent at hand sees it: n - 1 - 16 rank; below 16 in the last parent
   int cursor_;    // of that parent in a row of importance or closed masks
-  uint32_t key_lane_;
   uint32_t value_lane_;
-  uint32_t closed_ = 0;  // of the rank whose turns were fetched last
-  rope::Turns fetched_[kFetched][kAhead];
+  uint32_t closed_ = 0;  // of the rank that was fetched last
   half2 q_[kSteps][4];
   float unit_[2];
-  float offset_[2];  // of the exponent; kImportance: -lse_g
-  float sum_[2];     // of the exponentials
-  float right_[2];   // kNormaliser: the rightmost candidate's score
+  float max_[2];      // running maximum, raw; kImportance: the normaliser's
+  float sum_[2];      // of the exponentials
+  float log_sum_[2];  // of the normaliser: lse_g * log2(e) = max * unit + log_sum
+  float right_[2];    // kNormaliser: the rightmost candidate's score
   float o_[kValueTiles][4];
 };
 

@@ -1,7 +1,10 @@
-// Roles of the layer kernel; the work is in mainloop.cuh (ring, producer) and consumer.cuh.
+// Roles of the layer kernel; the work is in mainloop.cuh (ring, producer), consumer.cuh, first.cuh and below.cuh.
 #pragma once
 
-#include "consumer.cuh"
+#include <type_traits>
+
+#include "below.cuh"
+#include "first.cuh"
 #include "mainloop.cuh"
 
 namespace htree_cuda::layer {
@@ -24,7 +27,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) htree_layer_kernel(const __g
     if (warp == Cfg::kConsumers) produce<Cfg>(args, ring);
   } else {
     ptx::raise_registers<Cfg::kConsumerRegisters>();
-    Consumer<Cfg>(args, warp).run(ring);
+    std::conditional_t<Cfg::kWalk == Walk::kFirst, FirstConsumer<Cfg>, BelowConsumer<Cfg>>(args).run(ring);
   }
 }
 

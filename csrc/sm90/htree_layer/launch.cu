@@ -4,6 +4,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "../../common/cuda_check.h"
 #include "../../common/math.h"
@@ -19,26 +20,29 @@ void launch(Args const& args, int blocks, cudaStream_t stream);  // inst/
 
 namespace {
 
-template <class Element, int K>
-void run_pass_of(Pass pass, Args const& args, int V, int blocks, cudaStream_t stream) {
+template <int K, Walk W>
+void run_pass_of(Pass pass, Args const& args, DType dtype, int V, int blocks, cudaStream_t stream) {
+  auto const values = [&](auto element) {
+    using Element = decltype(element);
+    return V == 128 ? launch<Config<Element, K, 128, Pass::kValues, W>>(args, blocks, stream)
+                    : launch<Config<Element, K, 64, Pass::kValues, W>>(args, blocks, stream);
+  };
   switch (pass) {
-    case Pass::kNormaliser: return launch<Config<Element, K, 64, Pass::kNormaliser>>(args, blocks, stream);
-    case Pass::kImportance: return launch<Config<Element, K, 64, Pass::kImportance>>(args, blocks, stream);
-    case Pass::kValues:
-      return V == 128 ? launch<Config<Element, K, 128, Pass::kValues>>(args, blocks, stream)
-                      : launch<Config<Element, K, 64, Pass::kValues>>(args, blocks, stream);
+    case Pass::kNormaliser: return launch<Config<void, K, 64, Pass::kNormaliser, W>>(args, blocks, stream);
+    case Pass::kImportance: return launch<Config<void, K, 64, Pass::kImportance, W>>(args, blocks, stream);
+    case Pass::kValues: return dtype == DType::kFloat16 ? values(__half{}) : values(__nv_bfloat16{});
   }
 }
 
 }  // namespace
 
-void run_pass(Pass pass, Args const& args, DType dtype, int K, int V, int blocks, cudaStream_t stream) {
-  if (dtype == DType::kFloat16) {
-    K == 128 ? run_pass_of<__half, 128>(pass, args, V, blocks, stream)
-             : run_pass_of<__half, 64>(pass, args, V, blocks, stream);
+void run_pass(Pass pass, Walk walk, Args const& args, DType dtype, int K, int V, int blocks, cudaStream_t stream) {
+  if (walk == Walk::kFirst) {
+    K == 128 ? run_pass_of<128, Walk::kFirst>(pass, args, dtype, V, blocks, stream)
+             : run_pass_of<64, Walk::kFirst>(pass, args, dtype, V, blocks, stream);
   } else {
-    K == 128 ? run_pass_of<__nv_bfloat16, 128>(pass, args, V, blocks, stream)
-             : run_pass_of<__nv_bfloat16, 64>(pass, args, V, blocks, stream);
+    K == 128 ? run_pass_of<128, Walk::kBelow>(pass, args, dtype, V, blocks, stream)
+             : run_pass_of<64, Walk::kBelow>(pass, args, dtype, V, blocks, stream);
   }
 }
 
@@ -47,6 +51,7 @@ void run_pass(Pass pass, Args const& args, DType dtype, int K, int V, int blocks
 namespace {
 
 using layer::Pass;
+using layer::Walk;
 
 constexpr int kMaxLayers = 9;  // T < 2^31 and top_k * 16 >= 256 top nodes
 constexpr std::int64_t kMaxBlocks = std::numeric_limits<int>::max() / kBlockQueries;
@@ -76,13 +81,21 @@ void check(ForwardParams const& p) {
   }
 }
 
+// Blocks of a layer, keys turned for one of the walks; null where no query needs it.
+struct Packed {
+  char* blocks = nullptr;         // [B, H_kv, parents, block_bytes]
+  std::int64_t nodes = 0;
+  std::int64_t parents = 0;
+};
+
 // The workspace in one walk: sizes when `base` is null, addresses otherwise.
 struct Plan {
   int layers = 0;
   std::int64_t N[kMaxLayers] = {};
-  std::int64_t parents[kMaxLayers] = {};
   std::int64_t tree_begin[kMaxLayers] = {};  // layer l >= 1 in k_tree and v_tree
   std::int64_t M = 0;
+  int least_first = 0;  // of the first layers of the queries
+  int most_first = 0;
   std::int64_t positions = 0;
   std::int64_t block_bytes = 0;
   std::int64_t width = 0;
@@ -91,14 +104,15 @@ struct Plan {
   std::int64_t chunk_blocks = 0;  // of a chunk
   std::int64_t bytes = 0;
 
-  rope::Turns* query_turns = nullptr;
-  float2* place_turns = nullptr;
+  float2* turns = nullptr;
+  rope::Turns* fragment_turns = nullptr;
   char* k_tree = nullptr;
   char* v_tree = nullptr;
-  char* packed[kMaxLayers] = {};
+  Packed first[kMaxLayers];  // Walk::kFirst: the nodes that may be candidates in a first layer
+  Packed below[kMaxLayers];  // Walk::kBelow: all nodes
   float* importance = nullptr;
   std::uint16_t* closed = nullptr;
-  float* normaliser = nullptr;
+  float2* normaliser = nullptr;
   std::int32_t* nodes[2] = {};
   std::int32_t* union_nodes = nullptr;
   std::uint16_t* union_masks = nullptr;
@@ -115,21 +129,23 @@ struct Plan {
       M += N[layers];
       ++layers;
     }
+    least_first = first_layer(p.q_start, static_cast<int>(p.top_k));
+    most_first = first_layer(p.q_start + p.T_q - 1, static_cast<int>(p.top_k));
     block_bytes = kSiblings * (4 + 2 * (p.K + p.V));
     positions = std::min(p.T, p.top_k * kSiblings);
-    // Below the top every layer that selects has up to top_k * 16 candidates.
+    // Below the top every layer that selects may have top_k * 16 candidates.
     width = layers > 2 ? p.top_k * kSiblings : ceil_div(N[layers - 1], kSiblings) * kSiblings;
     blocks_per_head = ceil_div(p.T_q, kBlockQueries);
     blocks = p.B * p.H_kv * blocks_per_head;
 
     std::int64_t const heads = p.B * p.H_kv;
-    take(query_turns, base, positions * (p.K / 8));
-    take(place_turns, base, kSiblings * p.K / 2);
+    take(turns, base, positions * (p.K / 2));
+    take(fragment_turns, base, positions * (p.K / 8));
     take(k_tree, base, heads * M * p.K * 2);
     take(v_tree, base, heads * M * p.V * 2);
-    for (int l = 0; l < layers; ++l) {
-      parents[l] = ceil_div(N[l], kSiblings);
-      take(packed[l], base, heads * parents[l] * block_bytes);
+    for (int l = 0; l <= most_first; ++l) {
+      if (l >= least_first) take_packed(first[l], std::min(N[l], p.top_k * kSiblings), kTileParents, heads, base);
+      if (l < most_first) take_packed(below[l], N[l], 1, heads, base);
     }
     chunk_blocks = std::min(blocks, kMaxBlocks);
     if (layers == 1) return;
@@ -160,6 +176,12 @@ private:
     bytes += ceil_div(count * static_cast<std::int64_t>(sizeof(T)), 256) * 256;
   }
 
+  void take_packed(Packed& packed, std::int64_t nodes, int together, std::int64_t heads, char* base) {
+    packed.nodes = nodes;
+    packed.parents = ceil_div(nodes, kSiblings * together) * together;
+    take(packed.blocks, base, heads * packed.parents * block_bytes);
+  }
+
   void take_chunk(ForwardParams const& p, char* base) {
     std::int64_t const rows = chunk_blocks * kBlockQueries;
     take(importance, base, rows * width);
@@ -184,7 +206,7 @@ packing::Source source(void const* in, std::int64_t stride_b, std::int64_t strid
 }
 
 void build(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
-  packing::make_turns(plan.query_turns, plan.positions, plan.place_turns, static_cast<int>(p.K), p.rope_base, stream);
+  packing::make_turns(plan.turns, plan.fragment_turns, plan.positions, static_cast<int>(p.K), p.rope_base, stream);
   if (plan.layers > 1) {
     TreePoolParams pool{};
     pool.k = {p.k, p.k_stride_b, p.k_stride_t, p.k_stride_h, plan.k_tree, p.K};
@@ -207,36 +229,55 @@ void build(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
       args.k = source(plan.k_tree + begin * p.K * 2, p.H_kv * plan.M * p.K, p.K, plan.M * p.K, p.K);
       args.v = source(plan.v_tree + begin * p.V * 2, p.H_kv * plan.M * p.V, p.V, plan.M * p.V, p.V);
     }
-    args.packed = plan.packed[l];
     args.block_bytes = plan.block_bytes;
-    args.parents_per_head = plan.parents[l];
-    args.blocks = p.B * p.H_kv * plan.parents[l];
-    args.N = plan.N[l];
     args.H_kv = static_cast<int>(p.H_kv);
-    args.turns = plan.place_turns;
-    packing::tree_pack(args, p.dtype, stream);
+    args.turns = plan.turns;
+    for (bool const by_node : {true, false}) {
+      Packed const& packed = by_node ? plan.first[l] : plan.below[l];
+      if (packed.nodes == 0) continue;
+      args.packed = packed.blocks;
+      args.parents_per_head = packed.parents;
+      args.blocks = p.B * p.H_kv * packed.parents;
+      args.N = packed.nodes;
+      args.by_node = by_node;
+      packing::tree_pack(args, p.dtype, stream);
+    }
   }
+}
+
+// A scale of zero is the smallest: rows of q become zeros.
+rope::ScoreScale score_scale(double scale) {
+  int exponent = 0;
+  double const mantissa = std::frexp(scale * 1.4426950408889634, &exponent);  // in [0.5, 1)
+  if (mantissa == 0.0) return {1.0f, -1000};
+  return {static_cast<float>(2.0 * mantissa), exponent - 1};
 }
 
 layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
   layer::Args args{};
   args.block_bytes = plan.block_bytes;
-  args.turns = plan.query_turns;
+  args.turns = plan.turns;
+  args.fragment_turns = plan.fragment_turns;
   args.q = p.q;
+  args.q_half = p.dtype == DType::kFloat16;
   args.q_stride_b = p.q_stride_b;
   args.q_stride_t = p.q_stride_t;
   args.q_stride_h = p.q_stride_h;
   args.q_pairs = aligned(p.q, 4) && p.q_stride_b % 2 == 0 && p.q_stride_t % 2 == 0 && p.q_stride_h % 2 == 0;
   args.H_kv = static_cast<int>(p.H_kv);
   args.G = static_cast<int>(p.G);
-  args.scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
+  args.scale = score_scale(p.scale);
   args.strict_causal = p.strict_causal;
+  args.rank_step = p.T_q == 1 ? kBlockQueries : 1;
   args.layers = plan.layers;
   args.top_k = static_cast<int>(p.top_k);
   args.closed = plan.closed;
   args.width = plan.width;
   args.normaliser = plan.normaliser;
   args.importance = plan.importance;
+  args.union_nodes = plan.union_nodes;
+  args.union_masks = plan.union_masks;
+  args.union_count = plan.union_count;
   args.state_out = plan.state_out;
   args.state_sum = plan.state_sum;
   args.out = p.out;
@@ -244,17 +285,38 @@ layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
   return args;
 }
 
+// First layers, least and most, of the queries of blocks begin .. end - 1 of the call.
+std::pair<int, int> first_layers(ForwardParams const& p, Plan const& plan, std::int64_t begin, std::int64_t end) {
+  if (begin / plan.blocks_per_head != (end - 1) / plan.blocks_per_head) return {plan.least_first, plan.most_first};
+  std::int64_t const first = begin % plan.blocks_per_head * kBlockQueries;
+  std::int64_t const last = std::min(first + (end - begin) * kBlockQueries, p.T_q) - 1;
+  int const top_k = static_cast<int>(p.top_k);
+  return {first_layer(p.q_start + first, top_k), first_layer(p.q_start + last, top_k)};
+}
+
 void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int blocks, cudaStream_t stream) {
   int const K = static_cast<int>(p.K);
   int const V = static_cast<int>(p.V);
+  auto const [least, most] = first_layers(p, plan, begin, begin + blocks);
   layer::Args args = layer_args(p, plan);
   args.blocks = {begin, plan.blocks_per_head, p.T_q, p.q_start};
-  auto const pass = [&](Pass which) { layer::run_pass(which, args, p.dtype, K, V, blocks, stream); };
 
-  for (int l = plan.layers - 1; l >= 0; --l) {
-    bool const top = l == plan.layers - 1;
+  // Above the first layers there is nothing to do but to name the nodes, all of them, if somebody asked.
+  for (int l = p.selection == nullptr ? most : plan.layers - 1; l >= 0; --l) {
     std::int32_t* const above = plan.nodes[(l + 1) % 2];  // selected in layer l + 1
-    if (!top) {
+    args.layer = l;
+    bool const begins = least <= l && l <= most;
+    bool const continues = l < most;
+    auto const pass = [&](Pass which) {
+      for (Walk const walk : {Walk::kFirst, Walk::kBelow}) {
+        if (!(walk == Walk::kFirst ? begins : continues)) continue;
+        Packed const& packed = walk == Walk::kFirst ? plan.first[l] : plan.below[l];
+        args.packed = packed.blocks;
+        args.parents_per_head = packed.parents;
+        layer::run_pass(which, walk, args, p.dtype, K, V, blocks, stream);
+      }
+    };
+    if (continues) {
       uniting::Args unite{};
       unite.blocks = args.blocks;
       unite.layer = l;
@@ -265,14 +327,7 @@ void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int
       unite.union_masks = plan.union_masks;
       unite.union_count = plan.union_count;
       uniting::unite(unite, blocks, stream);
-      args.union_nodes = plan.union_nodes;
-      args.union_masks = plan.union_masks;
-      args.union_count = plan.union_count;
     }
-    args.packed = plan.packed[l];
-    args.parents_per_head = plan.parents[l];
-    args.layer = l;
-    args.first = top;
     if (l > 0) {
       pass(Pass::kNormaliser);
       pass(Pass::kImportance);
@@ -284,7 +339,7 @@ void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int
       select.top_k = args.top_k;
       select.importance = plan.importance;
       select.width = plan.width;
-      select.parents_in = top ? nullptr : above;
+      select.parents_in = above;
       select.nodes = plan.nodes[l % 2];
       select.closed = plan.closed;
       select.selection =

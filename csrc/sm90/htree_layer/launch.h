@@ -7,7 +7,7 @@
 
 namespace htree_cuda::layer {
 
-// One pass over the layer of `args` for `blocks` blocks of 12 queries.
-void run_pass(Pass pass, Args const& args, DType dtype, int K, int V, int blocks, cudaStream_t stream);
+// One pass over the layer of `args` for those of `blocks` blocks of 12 queries that walk it in the given way.
+void run_pass(Pass pass, Walk walk, Args const& args, DType dtype, int K, int V, int blocks, cudaStream_t stream);
 
 }  // namespace htree_cuda::layer

@@ -3,10 +3,13 @@
 //   barrier        arrives                        waits           makes visible / frees
 //   full[stage]    producer, once, and the bytes   12 consumers    four parents and their masks
 //   empty[stage]   each consumer warp, once        producer        the stage may be overwritten
+//   kMergeBarrier  12 consumers (named barrier)    the same        a split query, after the last stage: the ring is free;
+//                                                                  maxima and sums; O
 //
 // Both sides walk the same number of groups, ceil(count / 4): consumers release groups that hold nothing of theirs, so
-// every phase is passed whatever the masks say. What a consumer computes depends on its own query alone: its own rank,
-// its own running maximum; the union decides only when a parent passes by.
+// every phase is passed whatever the masks say, and the four warps of a warpgroup multiply together (first.cuh). What a
+// consumer computes depends on its own query alone: its own rank, its own running maximum; the union decides only when a
+// parent passes by.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -34,33 +37,40 @@ struct Ring {
         barriers{shared + Cfg::kStages * Cfg::kStageBytes, shared + Cfg::kStages * (Cfg::kStageBytes + 8)} {}
 };
 
-// A query that does not choose (n <= top_k: everything above the bottom is selected) has nothing to do in this layer.
-__device__ __forceinline__ bool works(Args const& args, Candidates const& c) {
-  return args.layer == 0 || c.n > args.top_k;
+// Whether the query at position t walks this layer in this way. Above its first layer it has nothing to do.
+template <class Cfg>
+__device__ __forceinline__ bool works(Args const& args, std::int64_t t) {
+  int const first = first_layer(t, args.top_k);
+  return Cfg::kWalk == Walk::kFirst ? args.layer == first : args.layer < first;
 }
 
-// Parents that the block streams: how many, and how many of them query `i` takes at the top.
-__device__ __forceinline__ int parents_at_top(Args const& args, QueryBlock const& block, int i) {
-  if (i >= kBlockQueries || block.first + i >= args.blocks.T_q) return 0;
-  Candidates const c =
-      candidates(args.blocks.q_start + block.first + i, args.layer, args.layers, args.top_k);
-  return works(args, c) ? c.parents : 0;
+// Walk::kFirst: how many parents query `i` of the block takes.
+template <class Cfg>
+__device__ __forceinline__ int parents_of(Args const& args, QueryBlock const& block, int i) {
+  std::int64_t const t = args.blocks.q_start + block.first + i;
+  if (i >= kBlockQueries || block.first + i >= args.blocks.T_q || !works<Cfg>(args, t)) return 0;
+  return candidates(t, args.layer, args.layers, args.top_k).parents;
 }
 
-// The last query that exists has the most.
+// Parents that the block streams: the last of its queries that walk has the most.
+template <class Cfg>
 __device__ __forceinline__ int stream_count(Args const& args, QueryBlock const& block) {
-  if (args.union_count != nullptr) return args.union_count[blockIdx.x];
-  std::int64_t const left = args.blocks.T_q - block.first;
-  return parents_at_top(args, block, static_cast<int>(left < kBlockQueries ? left : kBlockQueries) - 1);
+  if constexpr (Cfg::kWalk == Walk::kBelow) {
+    return args.union_count[blockIdx.x];
+  } else {
+    int count = 0;
+#pragma unroll 1
+    for (int i = kBlockQueries - 1; i >= 0 && count == 0; --i) count = parents_of<Cfg>(args, block, i);
+    return count;
+  }
 }
 
 template <class Cfg>
 __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
   QueryBlock const block(args.blocks, blockIdx.x);
   int const lane = threadIdx.x % 32;
-  int const count = stream_count(args, block);
-  bool const top = args.union_count == nullptr;
-  int const own_parents = top ? parents_at_top(args, block, lane) : 0;
+  int const count = stream_count<Cfg>(args, block);
+  int const own_parents = Cfg::kWalk == Walk::kFirst ? parents_of<Cfg>(args, block, lane) : 0;
   std::int64_t const list = static_cast<std::int64_t>(blockIdx.x) * kBlockQueries * args.top_k;
   char const* const packed = args.packed + block.bh * args.parents_per_head * args.block_bytes;
 
@@ -70,7 +80,7 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
   auto const fetch = [&](int entry) {
     next_mask = 0;
     next_node = entry;
-    if (top) {
+    if constexpr (Cfg::kWalk == Walk::kFirst) {
 #pragma unroll
       for (int i = 0; i < kBlockQueries; ++i) {
         next_mask |= static_cast<unsigned>(entry < __shfl_sync(kFullWarp, own_parents, i)) << i;
@@ -79,6 +89,7 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
       next_node = args.union_nodes[list + entry];
       next_mask = args.union_masks[list + entry];
     }
+    if (args.rank_step != 1) next_mask = entry < count ? 1u << entry % args.rank_step : 0u;
   };
 
   RingPosition<Cfg::kStages> at;
@@ -99,12 +110,14 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
         taken |= (__shfl_sync(kFullWarp, mask, group * Cfg::kStageSlots + i) >> lane & 1u) << i;
       }
       if (lane < Cfg::kConsumers) ptx::store_shared_4B(ring.masks + at.slot * Cfg::kMaskBytes + 4 * lane, taken);
-      int const copies = min(count - base - group * Cfg::kStageSlots, Cfg::kStageSlots);
+      int const slots = min(count - base - group * Cfg::kStageSlots, Cfg::kStageSlots);
+      int const copies = (slots + Cfg::kCopySlots - 1) / Cfg::kCopySlots;  // a tile is whole in global memory
       __syncwarp();
       if (lane == 0) barriers::mbarrier_arrive_expect_bytes(ring.barriers.full_at(at.slot), copies * Cfg::kCopyBytes);
       __syncwarp();
-      if (mine && exists) {
-        ptx::bulk_load(ring.stages + at.slot * Cfg::kStageBytes + slot * Cfg::kSlotBytes + Cfg::kScaleOffset,
+      if (mine && exists && slot % Cfg::kCopySlots == 0) {
+        int const copy = slot / Cfg::kCopySlots;
+        ptx::bulk_load(ring.stages + at.slot * Cfg::kStageBytes + copy * Cfg::kSlotBytes + Cfg::kScaleOffset,
                        packed + node * args.block_bytes, Cfg::kCopyBytes, ring.barriers.full_at(at.slot));
       }
       at = at.ahead(1);

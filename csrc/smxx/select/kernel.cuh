@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(kThreads) select_kernel(const __grid_constant_
     nodes[place] = node;
     if (selection != nullptr) selection[place] = node;
   };
-  auto const first_child = [&](int j) { return (args.parents_in == nullptr ? j : parents[j]) * kSiblings; };
+  bool const below = args.layer < first_layer(args.blocks.q_start + query, args.top_k);
+  auto const first_child = [&](int j) { return (below ? parents[j] : j) * kSiblings; };
 
   if (c.n <= args.top_k) {  // everything is selected; no importance was computed
     for (int p = threadIdx.x; p < args.top_k; p += kThreads) {

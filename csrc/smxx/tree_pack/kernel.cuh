@@ -2,11 +2,17 @@
 //
 //   [scales 16 x float | keys 16 x K fp16 | values 16 x V]
 //
-// in which one bulk copy finds everything about 16 siblings. Keys are turned by their place c among the siblings (RoPE
-// in float32), normalised by a power of two, their scale, and rounded once to fp16; values are copied. Rows are
-// swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8), so that ldmatrix reads them without bank conflicts.
+// in which one bulk copy finds everything about 16 siblings. `by_node`, for queries that walk all parents, four of them
+// lie together,
+//
+//   [scales 64 x float | keys K / 64 panels of 64 x 64 fp16 | values 64 x V]
+//
+// the panels as WGMMA takes them. Keys are turned by their place c among the siblings, or by the node's index (RoPE in
+// float32), normalised by a power of two, their scale, and rounded once to fp16; values are copied. Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8), so that ldmatrix reads them without bank conflicts.
 // Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score
-// is NaN whatever the query. Memory bound: a warp a parent, 16-byte accesses.
+// is NaN whatever the query. Where any value of a parent is not finite (the mean of finite ones may overflow) all its
+// scales are negative: a warning to who multiplies values by probabilities of zero. Memory bound: a warp a parent,
+// 16-byte accesses.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -45,10 +51,6 @@ template <class Element, int kK>
 __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_constant__ Args args) {
   constexpr int kLanesPerRow = kK / 16;  // a lane has 8 pairs: a chunk of the low half and one of the high half
   constexpr int kRowsAtOnce = 32 / kLanesPerRow;
-  __shared__ float2 turns[kSiblings * kK / 2];
-  for (int i = threadIdx.x; i < kSiblings * kK / 2; i += kThreads) turns[i] = args.turns[i];
-  __syncthreads();
-
   int const lane = threadIdx.x % 32;
   std::int64_t const block = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (block >= args.blocks) return;
@@ -57,12 +59,37 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   std::int64_t const h = bh % args.H_kv;
   std::int64_t const first = block % args.parents_per_head * kSiblings;
   int const children = static_cast<int>(min(args.N - first, static_cast<std::int64_t>(kSiblings)));
-  char* const packed = args.packed + block * args.block_bytes;
-  char* const keys = packed + kSiblings * 4;
-  char* const values = keys + kSiblings * kK * 2;
+  // Where this parent's part of its tile is, and how its keys are spread there.
+  int const together = args.by_node ? kTileParents : 1;
+  int const slot = static_cast<int>(block % together);
+  int const key_bytes = kSiblings * kK * 2;
+  int const row_bytes = args.by_node ? 128 : 2 * kK;
+  int const panel_bytes = args.by_node ? kTileParents * kSiblings * 128 : 128;
+  char* const tile = args.packed + (block - slot) * args.block_bytes;
+  float* const scales = reinterpret_cast<float*>(tile) + slot * kSiblings;
+  char* const keys = tile + together * kSiblings * 4 + slot * kSiblings * row_bytes;
+  char* const values = tile + together * (kSiblings * 4 + key_bytes) + slot * kSiblings * args.v.dim * 2;
+  auto const key_chunk = [&](int c, int chunk) {
+    return reinterpret_cast<uint4*>(keys + chunk / 8 * panel_bytes + c * row_bytes) + (chunk % 8 ^ c % 8);
+  };
   auto const row_of = [&](Source const& x, int c) {
     return static_cast<Element const*>(x.in) + b * x.stride_b + (first + c) * x.stride_n + h * x.stride_h;
   };
+
+  int const chunks = args.v.dim / 8;
+  bool finite_values = true;
+  for (int i = lane; i < kSiblings * chunks; i += 32) {
+    int const c = i / chunks;
+    int const chunk = i % chunks;
+    uint4 x = {0, 0, 0, 0};
+    if (c < children) x = load_chunk<Element>(args.v, row_of(args.v, c), chunk);
+    reinterpret_cast<uint4*>(values + c * args.v.dim * 2)[chunk ^ (c % 8)] = x;
+    float elements[8];
+    to_float<Element>(x, elements);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) finite_values &= isfinite(elements[e]);
+  }
+  finite_values = __all_sync(0xffffffffu, finite_values);
 
 #pragma unroll
   for (int step = 0; step < kSiblings / kRowsAtOnce; ++step) {
@@ -86,56 +113,47 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
       finite &= __shfl_xor_sync(0xffffffffu, static_cast<int>(finite), lanes) != 0;
     }
-    rope::Normaliser const scale = rope::normaliser(largest);
+    rope::KeyScale const scale = rope::key_scale(largest);
+    // Positions beyond the last node are nobody's: their keys are zeros.
+    std::int64_t const position = args.by_node ? first + min(c, children - 1) : c;
+    float4 const* const turns = reinterpret_cast<float4 const*>(args.turns + position * (kK / 2) + 8 * chunk);
     alignas(16) half turned_lo[8], turned_hi[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      float2 const turn = turns[c * (kK / 2) + 8 * chunk + i];
+      float4 const two = __ldg(turns + i / 2);
+      float2 const turn = i % 2 ? float2{two.z, two.w} : float2{two.x, two.y};
       float const x = lo[i] * scale.factor;
       float const y = hi[i] * scale.factor;
       float const nan = __int_as_float(0x7fffffff);
       turned_lo[i] = __float2half_rn(finite ? x * turn.x - y * turn.y : nan);
       turned_hi[i] = __float2half_rn(finite ? x * turn.y + y * turn.x : nan);
     }
-    uint4* const out = reinterpret_cast<uint4*>(keys + c * kK * 2);
-    out[chunk ^ (c % 8)] = *reinterpret_cast<uint4 const*>(turned_lo);
-    out[(chunk + kLanesPerRow) ^ (c % 8)] = *reinterpret_cast<uint4 const*>(turned_hi);
-    if (chunk == 0) reinterpret_cast<float*>(packed)[c] = scale.inverse;
-  }
-
-  int const chunks = args.v.dim / 8;
-  for (int i = lane; i < kSiblings * chunks; i += 32) {
-    int const c = i / chunks;
-    int const chunk = i % chunks;
-    uint4 x = {0, 0, 0, 0};
-    if (c < children) x = load_chunk<Element>(args.v, row_of(args.v, c), chunk);
-    reinterpret_cast<uint4*>(values + c * args.v.dim * 2)[chunk ^ (c % 8)] = x;
+    *key_chunk(c, chunk) = *reinterpret_cast<uint4 const*>(turned_lo);
+    *key_chunk(c, chunk + kLanesPerRow) = *reinterpret_cast<uint4 const*>(turned_hi);
+    if (chunk == 0) scales[c] = finite_values ? scale.scale : -scale.scale;
   }
 }
 
-// The queries' turns [positions, K / 32, 4] and the places' turns [16, K / 2].
+// A thread has the four pairs of one entry of fragment_turns.
 static __global__ void __launch_bounds__(kThreads)
-    turns_kernel(rope::Turns* query_turns, std::int64_t positions, float2* place_turns, int K, double base) {
+    turns_kernel(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base) {
   std::int64_t const i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   int const entries = K / 8;
-  if (i < positions * entries) {
-    std::int64_t const position = i / entries;
-    int const entry = static_cast<int>(i % entries);
-    rope::Turns turns;
+  if (i >= positions * entries) return;
+  std::int64_t const position = i / entries;
+  int const entry = static_cast<int>(i % entries);
+  rope::Turns fragment;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int const m = entry / 4 * 16 + entry % 4 * 2 + half * 8;
-      double2 const x = rope::turn(position, m, K, base);
-      double2 const y = rope::turn(position, m + 1, K, base);
-      turns.cos[half] = half2(__double2half(x.x), __double2half(y.x));
-      turns.sin[half] = half2(__double2half(x.y), __double2half(y.y));
-    }
-    query_turns[i] = turns;
+  for (int half = 0; half < 2; ++half) {
+    int const m = entry / 4 * 16 + entry % 4 * 2 + half * 8;
+    double2 const x = rope::turn(position, m, K, base);
+    double2 const y = rope::turn(position, m + 1, K, base);
+    fragment.cos[half] = half2(__double2half(x.x), __double2half(y.x));
+    fragment.sin[half] = half2(__double2half(x.y), __double2half(y.y));
+    *reinterpret_cast<float4*>(turns + position * (K / 2) + m) = {
+        static_cast<float>(x.x), static_cast<float>(x.y), static_cast<float>(y.x), static_cast<float>(y.y)};
   }
-  if (i < kSiblings * K / 2) {
-    double2 const x = rope::turn(i / (K / 2), static_cast<int>(i % (K / 2)), K, base);
-    place_turns[i] = {static_cast<float>(x.x), static_cast<float>(x.y)};
-  }
+  fragment_turns[i] = fragment;
 }
 
 }  // namespace htree_cuda::packing

@@ -33,10 +33,10 @@ void tree_pack(Args const& args, DType dtype, cudaStream_t stream) {
   dtype == DType::kFloat16 ? launch<__half>(args, stream) : launch<__nv_bfloat16>(args, stream);
 }
 
-void make_turns(rope::Turns* query_turns, std::int64_t positions, float2* place_turns, int K, double base,
+void make_turns(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base,
                 cudaStream_t stream) {
-  std::int64_t const items = max(positions * (K / 8), std::int64_t(kSiblings * K / 2));
-  turns_kernel<<<blocks_for(items, kThreads), kThreads, 0, stream>>>(query_turns, positions, place_turns, K, base);
+  unsigned const blocks = blocks_for(positions * (K / 8), kThreads);
+  turns_kernel<<<blocks, kThreads, 0, stream>>>(turns, fragment_turns, positions, K, base);
   HTREE_CUDA_CHECK(cudaGetLastError());
 }
 

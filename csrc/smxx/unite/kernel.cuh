@@ -1,4 +1,5 @@
-// The sorted union of the parents that the 12 queries of a block selected, each with a mask of those queries.
+// The sorted union of the parents that the 12 queries of a block selected, each with a mask of those queries. A query
+// whose first layer this is has no part in it: its parents are 0, 1, 2, ...
 //
 // One CTA a block. A window of 8192 nodes at a time: every query's warp ORs its bit into a table of 16-bit masks in
 // shared memory, then the table is compacted. A window starts at the smallest node that is left, so at most as many
@@ -33,7 +34,8 @@ static __global__ void __launch_bounds__(kThreads) unite_kernel(const __grid_con
   std::int32_t const* const mine = args.nodes + list + warp * args.top_k;
   int parents = 0;
   if (warp < kBlockQueries && block.first + warp < args.blocks.T_q) {
-    parents = candidates(args.blocks.q_start + block.first + warp, args.layer, args.layers, args.top_k).parents;
+    std::int64_t const t = args.blocks.q_start + block.first + warp;
+    if (args.layer < first_layer(t, args.top_k)) parents = candidates(t, args.layer, args.layers, args.top_k).parents;
   }
 
   int cursor = 0;   // of my list
