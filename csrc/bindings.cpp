@@ -120,6 +120,46 @@ void bind_forward(py::module_& module) {
       py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"), "selection: 0 for none; see csrc/params.h");
 }
 
+void bind_backward(py::module_& module) {
+  module.def(
+      "backward_workspace",
+      [](ForwardParams const& params, int device) {
+        std::int64_t bytes = 0;
+        on_device(device, [&] { bytes = backward_workspace(params); });
+        return bytes;
+      },
+      py::arg("params"), py::kw_only(), py::arg("device"));
+  module.def(
+      "backward",
+      [](ForwardParams const& forward,
+         std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t> const& dout,
+         Strided const& dlse, std::uintptr_t out, std::uintptr_t lse, std::uintptr_t selection, std::uintptr_t dq,
+         std::uintptr_t dk, std::uintptr_t dv, std::uintptr_t workspace, std::int64_t workspace_bytes, int device,
+         std::uintptr_t stream) {
+        BackwardParams params{};
+        params.forward = forward;
+        params.forward.out = as_pointer(out);
+        params.forward.lse = static_cast<float*>(as_pointer(lse));
+        params.forward.selection = static_cast<std::int32_t*>(as_pointer(selection));
+        params.forward.workspace = as_pointer(workspace);
+        params.forward.workspace_bytes = workspace_bytes;
+        std::tie(std::ignore, params.dout_stride_b, params.dout_stride_t, params.dout_stride_h, params.dout_stride_v) =
+            dout;
+        std::tie(std::ignore, params.dlse_stride_b, params.dlse_stride_t, params.dlse_stride_h) = dlse;
+        params.dout = as_pointer(std::get<0>(dout));
+        params.dlse = static_cast<float const*>(as_pointer(std::get<0>(dlse)));
+        params.dq = as_pointer(dq);
+        params.dk = as_pointer(dk);
+        params.dv = as_pointer(dv);
+        on_device(device, [&] { backward(params, as_pointer(stream)); });
+      },
+      py::arg("forward"), py::kw_only(), py::arg("dout"), py::arg("dlse"), py::arg("out"), py::arg("lse"),
+      py::arg("selection"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("workspace"),
+      py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"),
+      "dout: (pointer, stride_b, stride_t, stride_h, stride_v), dlse: (pointer, stride_b, stride_t, stride_h), strides in "
+      "elements; selection: 0 for none; see csrc/params.h");
+}
+
 void bind_attn_dist(py::module_& module) {
   module.def(
       "attn_dist",
@@ -229,6 +269,7 @@ PYBIND11_MODULE(_C, module) {
       .value("float32", DType::kFloat32);
   bind_tree_pool(module);
   bind_forward(module);
+  bind_backward(module);
   bind_attn_dist(module);
   bind_sparse_attention(module);
 }

@@ -110,6 +110,34 @@ HTREE_CUDA_API std::int64_t forward_workspace(ForwardParams const& params);
 // error.
 HTREE_CUDA_API void forward(ForwardParams const& params, void* stream);
 
+// ---- backward --------------------------------------------------------------------------------------------------
+
+struct BackwardParams {
+  // As of the forward call, whose out, lse and selection are read here (selection may be null where L = 1); the
+  // workspace has backward_workspace() bytes. strict_causal plays no part.
+  ForwardParams forward;
+  void const* dout;            // [B, T_q, H_kv * G, V], any strides
+  std::int64_t dout_stride_b;
+  std::int64_t dout_stride_t;
+  std::int64_t dout_stride_h;
+  std::int64_t dout_stride_v;
+  float const* dlse;           // [B, T_q, H_kv * G], any strides
+  std::int64_t dlse_stride_b;
+  std::int64_t dlse_stride_t;
+  std::int64_t dlse_stride_h;
+  void* dq;                    // [B, T_q, H_kv * G, K] contiguous, of the dtype
+  void* dk;                    // [B, T, H_kv, K] likewise
+  void* dv;                    // [B, T, H_kv, V] likewise
+};
+
+// Bytes of workspace that `backward` needs; pointers are not looked at.
+HTREE_CUDA_API std::int64_t backward_workspace(ForwardParams const& params);
+
+// Gradients of `forward` on `stream` of the current device, which must be of capability 9.0. Deterministic; no host
+// synchronisation, no allocation. A selection that no forward returned gives unspecified numbers, and no access out of
+// bounds. Throws std::invalid_argument on a malformed request and std::runtime_error on a CUDA error.
+HTREE_CUDA_API void backward(BackwardParams const& params, void* stream);
+
 // ---- attn_dist -------------------------------------------------------------------------------------------------
 
 struct AttnDistParams {

@@ -623,9 +623,8 @@ KERNEL_TOP_K = (16, 512)
 KERNEL_COMPRESSION_RATE = 16
 
 
-def forward_kernel(q: Tensor, k: Tensor, v: Tensor, params: TreeParams) -> None:
-    """What the htree forward kernels support of a valid call."""
-    op = "forward"
+def forward_kernel(q: Tensor, k: Tensor, v: Tensor, params: TreeParams, op: str = "forward") -> None:
+    """What the htree kernels, forward and backward, support of a valid call."""
     _kernel_dtype(op, "q", q)
     _contiguous_rows(op, q=q, k=k, v=v)
     for name, dim in (("K (dimension 3 of q)", q.shape[3]), ("V (dimension 3 of v)", v.shape[3])):
@@ -645,11 +644,15 @@ def forward_kernel(q: Tensor, k: Tensor, v: Tensor, params: TreeParams) -> None:
         _way_out(op, f"the kernels need max_top_nodes = top_k * compression_rate ({most}), got {params.max_top_nodes}")
 
 
-def backward_kernel(op: str = "backward", **requires_grad: bool) -> NoReturn:
-    """A CUDA call that needs gradients: nothing falls back silently."""
-    names = ", ".join(name for name, needed in requires_grad.items() if needed)
-    why = f", and gradients are wanted for {names} (under torch.no_grad() the forward kernels run)" if names else ""
-    _way_out(op, f"there is no backward kernel{why}")
+def backward_kernel(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor, params: TreeParams
+) -> None:
+    """What the htree backward kernels support of a valid call: what the forward's do, with results as it wrote them."""
+    op = "backward"
+    forward_kernel(q, k, v, params, op)
+    for name, x in (("out", out), ("lse", lse), ("selection", selection)):
+        if not x.is_contiguous():
+            _way_out(op, f"the kernels need {name} contiguous, its strides are {tuple(x.stride())}")
 
 
 def _kernel_scale(op: str, name: str, value: float) -> None:

@@ -95,14 +95,13 @@ def forward(
         UnsupportedError: backend "auto" and CUDA tensors the kernels do not cover.
 
     Notes:
-        Gradients: out and lse are differentiable with respect to q, k, v (the selection is a constant) by the torch
-        backend; the kernels have no backward yet, so a CUDA call with backend "auto" that needs gradients raises. The
-        backward walks the tree again from the selection, 4 (L-1) B T_q H_kv top_k bytes, kept or found again as
-        save_selection says; the gradients are the same to the bit. With return_selection it is kept in any case: it is
-        an output. Second derivatives raise. On CUDA, the torch backend's dk and dv use atomic additions unless
-        deterministic; everything else is bitwise repeatable.
+        Gradients: out and lse are differentiable with respect to q, k, v (the selection is a constant). The backward
+        walks the tree again from the selection, 4 (L-1) B T_q H_kv top_k bytes, kept or found again as save_selection
+        says; the gradients are the same to the bit. With return_selection it is kept in any case: it is an output.
+        Second derivatives raise. On CUDA, the torch backend's dk and dv use atomic additions unless deterministic;
+        everything else is bitwise repeatable.
         Memory: the torch backend holds the tree (1 + 1/r + ... times k and v), plus a bounded chunk of temporaries; the
-        kernels hold the tree, packed, and at most 192 MiB.
+        kernels hold the tree, packed, and at most 192 MiB forward; backward see docs/htree_backward.md.
         Support: what the kernels cover is the table in the README.
         Autocast: q, k, v are cast to the autocast dtype.
         A NaN or infinity reaches the output only where it is attended; later tokens never matter.
@@ -130,9 +129,6 @@ def forward(
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     tree = {name: x for name, x in options.items() if name not in ("deterministic", "save_selection")}
     tree["q_start"] = q_start
-    if needs_grad and q.is_cuda and backend == "auto":
-        checks.forward(q, k, v, **tree)  # what is wrong with the call comes before what is not supported
-        checks.backward_kernel(op, q=q.requires_grad, k=k.requires_grad, v=v.requires_grad)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     save_mode = checks.SAVE_SELECTION[save_selection if needs_grad else False]

@@ -169,6 +169,44 @@ def forward(
     )
 
 
+def backward_workspace(q: Tensor, k: Tensor, v: Tensor, params) -> int:
+    """Bytes of workspace that `backward` needs for this call; params: reference.vectorised.TreeParams."""
+    return load().backward_workspace(_forward_params(q, k, v, params), device=q.get_device())
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    selection: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    workspace: Tensor,
+    params,
+) -> None:
+    """Fills dq, dk, dv (contiguous, of the shapes of q, k, v) from what `forward` wrote and the gradients of that;
+    dout [B, T_q, H, V] and dlse [B, T_q, H] have any strides."""
+    load().backward(
+        _forward_params(q, k, v, params),
+        dout=(dout.data_ptr(), *dout.stride()),
+        dlse=(dlse.data_ptr(), *dlse.stride()),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        selection=selection.data_ptr() if selection.numel() else 0,
+        dq=dq.data_ptr(),
+        dk=dk.data_ptr(),
+        dv=dv.data_ptr(),
+        workspace=workspace.data_ptr(),
+        workspace_bytes=workspace.numel(),
+        **_place(q),
+    )
+
+
 def attn_dist(
     q: Tensor,
     k: Tensor,

@@ -141,6 +141,10 @@ def _(q, k, v, *, need_selection, backend, deterministic=False, save_selection="
     return _empty_results(q, k, v, params, _keeps_selection(q, k, v, params, save_selection) or need_selection)
 
 
+def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
 @torch.library.custom_op(
     "htree_cuda::backward",
     mutates_args=(),
@@ -152,15 +156,22 @@ def backward(dout, dlse, q, k, v, out, lse, selection, *, backend: str, determin
     """(dq, dk, dv) of `forward`, walked again from the selection chunk by chunk: nothing is taped."""
     params = checks.forward(q, k, v, backend=backend, op="backward", **tree)
     checks.backward(dout, dlse, q, k, v, out, lse, selection, params)
-    if not _use_torch("backward", q, backend):
-        checks.backward_kernel()
-    return vectorised.backward(dout, dlse, q, k, v, out, lse, selection, params, deterministic=deterministic)
+    if _use_torch("backward", q, backend):
+        return vectorised.backward(dout, dlse, q, k, v, out, lse, selection, params, deterministic=deterministic)
+    from . import kernels
+
+    checks.backward_kernel(q, k, v, out, lse, selection, params)
+    dq, dk, dv = _empty_gradients(q, k, v)
+    if dk.numel():
+        workspace = q.new_empty(kernels.backward_workspace(q, k, v, params), dtype=torch.uint8)
+        kernels.backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, workspace, params)
+    return dq, dk, dv
 
 
 @backward.register_fake
 def _(dout, dlse, q, k, v, out, lse, selection, *, backend, deterministic=False, **tree):
     checks.forward(q, k, v, backend=backend, op="backward", **tree)
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return _empty_gradients(q, k, v)
 
 
 def _save_for_backward(ctx, inputs, keyword_only_inputs, output):

@@ -2,9 +2,10 @@
 
 A baseline is the definition with the roundings a careful kernel cannot avoid: inputs and stored tree in the dtype,
 rotated queries and keys rounded to it, QK in float32, P rounded to the dtype, PV in float32, the output rounded once
-(attn_dist: rounded inputs, everything else float32; sparse_attention: as the forward, without a tree and a rotation).
-A kernel may be off by at most twice what the baseline is off, in the maximum and in the RMS relative to the row; both
-are measured against the definition in float64.
+(backward: P and dS rounded to the dtype before their products, which are float32; attn_dist: rounded inputs, everything
+else float32; sparse_attention: as the forward, without a tree and a rotation). A kernel may be off by at most twice
+what the baseline is off, in the maximum and in the RMS relative to the row; both are measured against the definition in
+float64.
 
 The forward's oracle sees the rounded inputs, since the selection is a function of exactly those numbers; so does
 sparse_attention's, the stricter choice, since its baseline rounds P and the output as well. The only rounding of
@@ -81,6 +82,54 @@ def forward(q: Tensor, k: Tensor, v: Tensor, selection: Tensor, **options) -> Ba
                 out[b, i, heads] = ((p.to(dtype).float() @ values) / row_sum).to(dtype)
                 lse[b, i, heads] = (row_max + row_sum.log())[:, 0]
     return Baseline(out, lse, score_error)
+
+
+def backward(
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor, **options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The baseline of (dq, dk, dv) in the dtype. out (in the dtype), lse (float32) and selection are a forward's, dlse
+    is float32; options as `definition.backward`."""
+    r = options.get("compression_rate", 16)
+    top_k = options.get("top_k_per_layer", 512)
+    max_top_nodes = top_k * r if options.get("max_top_nodes") is None else options["max_top_nodes"]
+    base = options.get("rope_base", 10000.0)
+    B, T_q, H, K = q.shape
+    T, H_kv = k.shape[1], k.shape[2]
+    G, dtype = H // H_kv, q.dtype
+    scale = K**-0.5 if options.get("scale") is None else options["scale"]
+    q_start = T - T_q if options.get("q_start") is None else options["q_start"]
+    tree_k, tree_v = (definition.build_tree(x, r, max_top_nodes) for x in (k, v))
+    dq = torch.zeros(q.shape)
+    dtree_k, dtree_v = ([torch.zeros(x.shape) for x in tree] for tree in (tree_k, tree_v))
+    for b in range(B):
+        for i in range(T_q):
+            for h_kv in range(H_kv):
+                heads = slice(h_kv * G, (h_kv + 1) * G)
+                do, parents = dout[b, i, heads].float(), None
+                offset = (dlse[b, i, heads] - (do * out[b, i, heads].float()).sum(1))[:, None]
+                for layer in reversed(range(len(tree_k))):
+                    c = definition.candidate_list(parents, (q_start + i) // r**layer, r, q.device)
+                    last, leaves = torch.tensor([c.shape[0] - 1]), torch.arange(c.shape[0])
+                    if layer > 0:
+                        row = selection[layer - 1, b, i, h_kv]
+                        parents = row[row >= 0].to(torch.int64)
+                        leaves = leaves[~torch.isin(c, parents)]
+                    node = c[leaves]
+                    q_rot = definition.rope(q[b, i, heads].float()[:, None], last, base)[:, 0].to(dtype).float()
+                    k_rot = definition.rope(tree_k[layer][b, node, h_kv].float(), leaves, base).to(dtype).float()
+                    P = torch.exp(q_rot @ k_rot.T * scale - lse[b, i, heads, None])
+                    dS = P * (do @ tree_v[layer][b, node, h_kv].float().T + offset)
+                    P, dS = P.to(dtype).float(), dS.to(dtype).float()
+                    dq_rot = (dS @ k_rot)[:, None]
+                    dq[b, i, heads] += scale * definition.rope(dq_rot, last, base, inverse=True)[:, 0]
+                    dtree_k[layer][b, node, h_kv] += scale * definition.rope(dS.T @ q_rot, leaves, base, inverse=True)
+                    dtree_v[layer][b, node, h_kv] += P.T @ do
+    for dtree in (dtree_k, dtree_v):
+        for above, below in zip(reversed(dtree[1:]), reversed(dtree[:-1])):
+            count = torch.full((above.shape[1],), r)
+            count[-1] = below.shape[1] - (above.shape[1] - 1) * r
+            below += (above / count[:, None, None]).repeat_interleave(r, 1)[:, : below.shape[1]]
+    return dq.to(dtype), dtree_k[0].to(dtype), dtree_v[0].to(dtype)
 
 
 def attn_dist(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, **options) -> Tensor:

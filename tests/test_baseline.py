@@ -94,6 +94,53 @@ def test_wrong_forwards_fail(wrong, dtype):
         baseline.assert_lse_within(lse, base.lse, exact.lse)
 
 
+def gradients_of(q, k, v, results, dout, dlse):
+    return vectorised.backward(dout, dlse, q, k, v, *results, CONFIG.params)
+
+
+def backward_variants(q, k, v, results, dout, dlse):
+    """name -> (gradients that are wrong in one small way, those of them that must fail)."""
+    out, lse, selection = results
+    fewer = selection.clone()
+    fewer[0, ..., 0] = fewer[0, ..., 1]  # the first parent of layer 0 is lost, the second one read twice
+    stale = k.clone()
+    last = CONFIG.q_start
+    stale[:, last - 16 : last] = k[:, last - 32 : last - 16]
+    swapped = dout[:, :, [1, 0, *range(2, dout.shape[2])]]
+    unpool = vectorised._unpool
+    try:
+        vectorised._unpool = lambda grad, below, r: unpool(grad, below, r) * r
+        undivided = gradients_of(q, k, v, results, dout, dlse)
+    finally:
+        vectorised._unpool = unpool
+    everything = ("dq", "dk", "dv")
+    return {
+        "one parent dropped": (gradients_of(q, k, v, (out, lse, fewer.sort(-1).values), dout, dlse), everything),
+        "two heads swapped": (gradients_of(q, k, v, results, swapped, dlse), everything),
+        "one key tile stale": (gradients_of(q, stale, v, results, dout, dlse), everything),
+        "no gradient through lse": (gradients_of(q, k, v, results, dout, torch.zeros_like(dlse)), ("dq", "dk")),
+        "delta forgotten": (gradients_of(q, k, v, (torch.zeros_like(out), lse, selection), dout, dlse), ("dq", "dk")),
+        "shares not divided": (undivided, ("dk", "dv")),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_yardstick_of_the_backward(dtype):
+    q, k, v = CONFIG.tensors(dtype)
+    results = run(q, k, v)
+    dout, dlse = torch.randn(results[0].shape).to(dtype), torch.randn(results[1].shape)
+    options = CONFIG.options
+    exact = dict(zip(("dq", "dk", "dv"), definition.backward(dout, dlse, q, k, v, results[2], **options)))
+    base = dict(zip(exact, baseline.backward(dout, dlse, q, k, v, *results, **options)))
+    for name, x in zip(exact, gradients_of(q, k, v, results, dout, dlse)):
+        baseline.assert_within(name, x, base[name], exact[name])
+    for variant, (wrong, names) in backward_variants(q, k, v, results, dout, dlse).items():
+        for name, x in zip(exact, wrong):
+            if name in names:
+                with pytest.raises(AssertionError):
+                    baseline.assert_within(f"{variant}: {name}", x, base[name], exact[name])
+
+
 def test_nan_never_passes():
     exact = torch.randn(3, 8, dtype=torch.float64)
     bad = exact.clone()

@@ -530,14 +530,6 @@ def test_other_devices_get_a_way_out():
         checks.kernel_device("forward", torch.empty(1, device="meta"))
 
 
-def test_the_missing_backward_kernel_is_explained():
-    from htree_cuda import checks
-
-    match = r'forward: there is no backward kernel, and gradients are wanted for q, v \(under torch.no_grad.*"torch"'
-    with pytest.raises(UnsupportedError, match=match):
-        checks.backward_kernel("forward", q=True, k=False, v=True)
-
-
 def test_kernel_limits_have_their_messages():
     """The kernels' support checks, on tensors that need no GPU."""
     from htree_cuda import checks
@@ -566,6 +558,12 @@ def test_kernel_limits_have_their_messages():
     ):
         with pytest.raises(UnsupportedError, match=match):
             checks.forward_kernel(*tensors, tree())
+    out, lse, selection = q.new_empty(1, 12, 2, 128), torch.empty(1, 12, 2), torch.empty(0, 1, 12, 2, 16)
+    checks.backward_kernel(q, k, v, out, lse, selection, tree())
+    with pytest.raises(UnsupportedError, match=r"backward: .*top_k_per_layer in 16 .. 512, got 8"):
+        checks.backward_kernel(q, k, v, out, lse, selection, tree(top_k_per_layer=8))
+    with pytest.raises(UnsupportedError, match=r"backward: the kernels need lse contiguous"):
+        checks.backward_kernel(q, k, v, out, lse.transpose(1, 2).contiguous().transpose(1, 2), selection, tree())
     q, k, indices, lse = (x[None] for x in dist_args(d_qk=128, dtype=torch.bfloat16))
     checks.attn_dist_kernel(q, k, indices, lse, None, 0.1)
     many = torch.empty(1, 1, 1, 1, dtype=torch.int32).expand(1, 1, 1, 2**30 + 1)

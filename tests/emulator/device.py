@@ -14,7 +14,8 @@ from htree_cuda import kernels, ops
 
 from . import build
 
-_LAUNCHERS = ("tree_pool", "forward", "attn_dist", "sparse_attention")
+_LAUNCHERS = ("tree_pool", "forward", "backward", "attn_dist", "sparse_attention")
+_WORKSPACES = ("forward_workspace", "backward_workspace")
 _ALIGNMENT = 256  # of a CUDA allocation, which the launchers rely on for the workspace
 
 
@@ -53,13 +54,13 @@ def emulated(seed: int = 0, multiprocessors: int = 3) -> Iterator[ctypes.CDLL]:
     """
     compiled = module()
     library().emulator_configure(seed, multiprocessors)
-    saved = {name: getattr(kernels, name) for name in (*_LAUNCHERS, "forward_workspace", "load", "_place")}
+    saved = {name: getattr(kernels, name) for name in (*_LAUNCHERS, *_WORKSPACES, "load", "_place")}
     use_torch = ops._use_torch
 
     def checked(name):
         def run(*args, **options):
             library().emulator_forget_allocations()
-            if name == "forward":
+            if f"{name}_workspace" in _WORKSPACES:
                 *args, workspace, params = args
                 skip = -workspace.data_ptr() % _ALIGNMENT
                 args = [*args, workspace[skip : workspace.numel() - _ALIGNMENT + skip].fill_(0xFF), params]
@@ -69,14 +70,17 @@ def emulated(seed: int = 0, multiprocessors: int = 3) -> Iterator[ctypes.CDLL]:
 
         return run
 
+    def workspace(name):
+        size = getattr(compiled, name)
+        return lambda q, k, v, params: size(kernels._forward_params(q, k, v, params), device=0) + _ALIGNMENT
+
     try:
         for name in _LAUNCHERS:
             setattr(kernels, name, checked(name))
         kernels.load = lambda: compiled
         kernels._place = lambda x: {"device": 0, "stream": 0}
-        kernels.forward_workspace = lambda q, k, v, params: (
-            compiled.forward_workspace(kernels._forward_params(q, k, v, params), device=0) + _ALIGNMENT
-        )
+        for name in _WORKSPACES:
+            setattr(kernels, name, workspace(name))
         ops._use_torch = lambda op, x, backend: backend == "torch"
         yield library()
     finally:

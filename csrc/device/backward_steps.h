@@ -1,0 +1,156 @@
+// What the backward of htree attention asks of its memory-bound helpers (smxx/htree_gradients), and the data that they
+// share with its matrix kernels (sm90/htree_backward).
+//
+// The backward works on chunks: some queries of one head (b, h_kv), or all queries of several heads. A query of a chunk
+// is a row; rows are padded to a multiple of 32.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../params.h"
+#include "candidates.cuh"
+#include "rope.cuh"
+
+namespace htree_cuda::gradient {
+
+inline constexpr int kMaxLayers = 9;       // T < 2^31 and top_k * 16 >= 256 top nodes
+inline constexpr int kMaxGroupHeads = 16;  // query heads of a KV head: the rows of a matrix product
+inline constexpr int kGroupParents = 8;    // neighbouring parents that share the queries which visit them
+inline constexpr int kGroupQueries = 8;    // neighbouring queries that share the parents which they visit
+inline constexpr int kRowStep = 32;        // rows come in multiples of it
+
+struct Tree {
+  int layers;
+  int top_k;
+  std::int64_t N[kMaxLayers];  // nodes of each layer, the bottom first
+  int parents[kMaxLayers];     // blocks of 16 candidates: ceil(N / 16)
+  int groups[kMaxLayers];      // ceil(parents / 8)
+};
+
+struct Chunk {
+  std::int64_t first_head;   // b * H_kv + h_kv
+  int heads;
+  std::int64_t first_query;  // of the call
+  int queries;               // rows that exist
+  int rows;                  // of each head, padded
+  std::int64_t q_start;      // position of the call's first query
+
+  __host__ __device__ std::int64_t position(int row) const { return q_start + first_query + row; }
+};
+
+// visits.layer[l], l < layers - 1: [heads, groups[l], rows]. Bit p of the low byte: the row visits parent 8 group + p
+// of layer l, that is, it selected this node of layer l + 1; from bit 8 on: the rank, among the row's parents, of the
+// first of them. At the top every row visits the parents 0, 1, 2, ... and no table is needed.
+struct Visits {
+  std::uint32_t* layer[kMaxLayers];
+};
+
+// A layer's children of a parent, and the heads of a query, as matrix operands: a header of float32, 16 rows of K in
+// fp16 and 16 rows of V in the dtype. Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8). Rows of
+// keys and queries are normalised by an exact power of two, their `inverse`.
+//   nodes    inverse[16] | keys, turned by their place among the siblings | values
+//   queries  unit[16], inverse[16], lse2[16], delta[16] | q, not turned | dout
+// with s * log2(e) = product * inverse of the key * 2^-kHeadroom * unit, lse2 = lse * log2(e) and
+// delta = <dout, out> - dlse.
+inline constexpr int kHeadroom = 13;  // keeps products times the inverse of the largest keys below 2^128
+inline constexpr int kNodeHeader = kSiblings * 4;
+inline constexpr int kQueryHeader = 4 * kMaxGroupHeads * 4;
+
+__host__ __device__ constexpr std::int64_t operand_bytes(std::int64_t K, std::int64_t V) { return 16 * 2 * (K + V); }
+
+// [B, n, heads, dim] by strides in elements.
+struct Source {
+  void const* in;
+  std::int64_t stride_b;
+  std::int64_t stride_n;
+  std::int64_t stride_h;
+  std::int64_t stride_d;
+  bool vectors;  // 16 bytes may be read at once
+};
+
+// cos and sin of every position: [positions, K / 2], and [positions, K / 32, 4] in the order of fragments.
+void make_turns(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base,
+                cudaStream_t stream);
+
+struct PackNodes {
+  Source k;                // a layer's nodes
+  Source v;
+  char* packed;            // [heads, parents, kNodeHeader + operand_bytes]
+  std::int64_t first_head;
+  std::int64_t blocks;     // heads * parents
+  int parents;
+  std::int64_t N;
+  int H_kv;
+  int K;
+  int V;
+  float2 const* turns;
+};
+
+void pack_nodes(PackNodes const& args, DType dtype, cudaStream_t stream);
+
+struct PackQueries {
+  Chunk chunk;
+  Source q;
+  Source dout;
+  Source out;
+  float const* lse;        // [B, T_q, H] contiguous
+  float const* dlse;       // [B, T_q, H] by strides
+  std::int64_t dlse_stride_b;
+  std::int64_t dlse_stride_t;
+  std::int64_t dlse_stride_h;
+  char* packed;            // [heads, rows, kQueryHeader + operand_bytes]
+  std::int64_t T_q;
+  int H_kv;
+  int G;
+  int K;
+  int V;
+  float scale_log2;        // scale * log2(e)
+};
+
+void pack_queries(PackQueries const& args, DType dtype, cudaStream_t stream);
+
+struct Index {
+  Chunk chunk;
+  Tree tree;
+  Visits visits;                  // zero beforehand
+  std::int32_t const* selection;  // [layers - 1, B, T_q, H_kv, top_k]
+  std::int64_t B;
+  std::int64_t T_q;
+  int H_kv;
+};
+
+// The reverse index: who visits which parent, as which rank. Whatever the lists hold, what is written are parents that
+// exist, ascending.
+void index_visits(Index const& args, cudaStream_t stream);
+
+// sums[i] += parts[0][i] + ... + parts[count - 1][i], in this order; both cover `heads` stretches of `size` floats,
+// `sums_stride` apart and `count * size` apart.
+struct Reduce {
+  float* sums;
+  float const* parts;
+  std::int64_t sums_stride;
+  std::int64_t size;
+  int heads;
+  int count;
+};
+
+void reduce_parts(Reduce const& args, cudaStream_t stream);
+
+// Gradients of the tokens: the sum over a token's ancestors, each divided by what it shares.
+struct Distribute {
+  Tree tree;
+  float const* sums;              // [heads, node rows, dim]
+  std::int64_t node_rows;         // of a head: 16 * the sum of parents
+  std::int64_t begin[kMaxLayers];  // first row of each layer
+  void* out;                      // [B, T, H_kv, dim] contiguous
+  std::int64_t first_head;
+  int heads;
+  int H_kv;
+  int dim;
+};
+
+void distribute(Distribute const& args, DType dtype, cudaStream_t stream);
+
+}  // namespace htree_cuda::gradient

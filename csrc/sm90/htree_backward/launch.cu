@@ -1,0 +1,373 @@
+// The backward of htree attention: tree and packing for some heads, then every chunk of their queries, then the tokens'
+// gradients.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "../../common/cuda_check.h"
+#include "../../common/math.h"
+#include "../../device/backward_steps.h"
+#include "../../params.h"
+#include "config.cuh"
+
+namespace htree_cuda {
+namespace gradient {
+
+template <class Cfg>
+void launch(Args const& args, int blocks, cudaStream_t stream);  // inst/
+
+namespace {
+
+// What lives at once, besides the pooled tree and the tables: rows and parts of one chunk of queries in at most a
+// quarter and an eighth of the bytes of q and out, but no less and no more than these; nodes and sums of as many heads
+// as fit in kTreeBytes, of one head at least.
+constexpr std::int64_t kLeastChunkBytes = std::int64_t(8) << 20;
+constexpr std::int64_t kMostChunkBytes = std::int64_t(128) << 20;
+constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
+// A layer with fewer groups of parents than this splits the rows: four waves of a large GPU's processors.
+constexpr std::int64_t kNodeBlocks = 512;
+constexpr std::int64_t kLeastSegmentRows = 256;
+
+[[noreturn]] void reject(std::string const& what) { throw std::invalid_argument("backward: " + what); }
+
+void check(ForwardParams const& p) {
+  auto const number = [](std::int64_t x) { return std::to_string(x); };
+  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) reject("dtype must be bf16 or fp16");
+  if (p.B < 0 || p.T < 1 || p.T > std::numeric_limits<std::int32_t>::max() || p.T_q < 0 || p.q_start < 0 ||
+      p.q_start + p.T_q > p.T) {
+    reject("needs B >= 0, T in 1 .. 2^31 - 1 and queries within it, got B " + number(p.B) + ", T " + number(p.T) +
+           ", T_q " + number(p.T_q) + ", q_start " + number(p.q_start));
+  }
+  if (p.H_kv < 1 || p.G < 1 || p.G > kMaxGroupHeads) {
+    reject("G must be 1 .. 16, H_kv >= 1, got " + number(p.G) + ", " + number(p.H_kv));
+  }
+  if ((p.K != 64 && p.K != 128) || (p.V != 64 && p.V != 128)) {
+    reject("K and V must be 64 or 128, got " + number(p.K) + " and " + number(p.V));
+  }
+  if (!is_power_of_two(p.top_k) || p.top_k < 16 || p.top_k > kMaxTopK) {
+    reject("top_k must be a power of two in 16 .. 512, got " + number(p.top_k));
+  }
+}
+
+std::int64_t round_up(std::int64_t x, std::int64_t step) { return ceil_div(x, step) * step; }
+
+// The workspace in one walk: sizes when `base` is null, addresses otherwise.
+struct Plan {
+  Tree tree{};
+  std::int64_t tree_begin[kMaxLayers] = {};  // layer l >= 1 in k_tree and v_tree
+  std::int64_t M = 0;
+  std::int64_t begin[kMaxLayers] = {};       // of a layer among a head's node rows
+  std::int64_t node_rows = 0;
+  std::int64_t positions = 0;
+  std::int64_t heads = 0;  // at once
+  std::int64_t rows = 0;   // of a head at once
+  std::int64_t visits_bytes = 0;
+  int segments[kMaxLayers] = {};
+  int segment_rows[kMaxLayers] = {};
+  std::int64_t bytes = 0;
+
+  float2* turns = nullptr;
+  rope::Turns* fragment_turns = nullptr;
+  char* k_tree = nullptr;
+  char* v_tree = nullptr;
+  char* nodes[kMaxLayers] = {};
+  float* dk = nullptr;
+  float* dv = nullptr;
+  char* queries = nullptr;
+  Visits visits{};
+  float* dk_parts[kMaxLayers] = {};
+  float* dv_parts[kMaxLayers] = {};
+
+  Plan(ForwardParams const& p, char* base) {
+    shape(p);
+    std::int64_t const all_heads = p.B * p.H_kv;
+    std::int64_t const node_bytes = kNodeHeader + operand_bytes(p.K, p.V);
+    std::int64_t const query_bytes = kQueryHeader + operand_bytes(p.K, p.V);
+    std::int64_t row_bytes = query_bytes;
+    for (int l = 0; l < tree.layers - 1; ++l) row_bytes += 4 * tree.groups[l];
+    std::int64_t const input_bytes = 2 * all_heads * p.T_q * p.G * (p.K + p.V);
+    std::int64_t const chunk_bytes = std::clamp(input_bytes / 4, kLeastChunkBytes, kMostChunkBytes);
+    std::int64_t const head_bytes = node_rows / kSiblings * node_bytes + node_rows * (p.K + p.V) * 4;
+
+    rows = round_up(p.T_q, kRowStep);
+    heads = std::min({all_heads, kTreeBytes / head_bytes, chunk_bytes / (rows * row_bytes)});
+    if (heads < 1) {
+      heads = 1;
+      rows = std::min(rows, std::max<std::int64_t>(chunk_bytes / row_bytes / kRowStep, 1) * kRowStep);
+    }
+    for (int l = 0; l < tree.layers; ++l) split(p, l, chunk_bytes / 2 / tree.layers);
+
+    take(turns, base, positions * (p.K / 2));
+    take(fragment_turns, base, positions * (p.K / 8));
+    take(k_tree, base, all_heads * M * p.K * 2);
+    take(v_tree, base, all_heads * M * p.V * 2);
+    for (int l = 0; l < tree.layers; ++l) take(nodes[l], base, heads * tree.parents[l] * node_bytes);
+    take(dk, base, heads * node_rows * p.K);
+    take(dv, base, heads * node_rows * p.V);
+    take(queries, base, heads * rows * query_bytes);
+    std::int64_t const before_visits = bytes;
+    for (int l = 0; l < tree.layers - 1; ++l) take(visits.layer[l], base, heads * rows * tree.groups[l]);
+    visits_bytes = bytes - before_visits;
+    for (int l = 0; l < tree.layers; ++l) {
+      if (segments[l] == 1) continue;
+      std::int64_t const part_rows = heads * segments[l] * tree.parents[l] * kSiblings;
+      take(dk_parts[l], base, part_rows * p.K);
+      take(dv_parts[l], base, part_rows * p.V);
+    }
+  }
+
+private:
+  void shape(ForwardParams const& p) {
+    tree.top_k = static_cast<int>(p.top_k);
+    tree.N[0] = p.T;
+    tree.layers = 1;
+    while (tree.N[tree.layers - 1] > p.top_k * kSiblings) {
+      tree.N[tree.layers] = ceil_div(tree.N[tree.layers - 1], kSiblings);
+      tree_begin[tree.layers] = M;
+      M += tree.N[tree.layers];
+      ++tree.layers;
+    }
+    for (int l = 0; l < tree.layers; ++l) {
+      tree.parents[l] = static_cast<int>(ceil_div(tree.N[l], kSiblings));
+      tree.groups[l] = ceil_div(tree.parents[l], kGroupParents);
+      begin[l] = node_rows;
+      node_rows += std::int64_t(tree.parents[l]) * kSiblings;
+    }
+    positions = std::max<std::int64_t>(std::min(p.T, p.top_k * kSiblings), kSiblings);
+  }
+
+  // Rows are split over CTAs by shapes alone, so that sums do not depend on the device.
+  void split(ForwardParams const& p, int l, std::int64_t most_bytes) {
+    std::int64_t const part_bytes = heads * tree.parents[l] * kSiblings * (p.K + p.V) * 4;
+    std::int64_t const wanted = std::min({kNodeBlocks / (heads * tree.groups[l]), rows / kLeastSegmentRows,
+                                          most_bytes / part_bytes});
+    segment_rows[l] = static_cast<int>(round_up(ceil_div(rows, std::max<std::int64_t>(wanted, 1)), kRowStep));
+    segments[l] = static_cast<int>(ceil_div(rows, segment_rows[l]));
+  }
+
+  template <class T>
+  void take(T*& pointer, char* base, std::int64_t count) {
+    if (base != nullptr) pointer = reinterpret_cast<T*>(base + bytes);
+    bytes += round_up(count * static_cast<std::int64_t>(sizeof(T)), 256);
+  }
+};
+
+bool aligned(void const* pointer, std::int64_t bytes) { return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0; }
+
+Source source(void const* in, std::int64_t stride_b, std::int64_t stride_n, std::int64_t stride_h,
+              std::int64_t stride_d = 1) {
+  bool const vectors =
+      aligned(in, 16) && stride_b % 8 == 0 && stride_n % 8 == 0 && stride_h % 8 == 0 && stride_d == 1;
+  return {in, stride_b, stride_n, stride_h, stride_d, vectors};
+}
+
+void pool(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
+  if (plan.tree.layers == 1) return;
+  TreePoolParams pool{};
+  pool.k = {p.k, p.k_stride_b, p.k_stride_t, p.k_stride_h, plan.k_tree, p.K};
+  pool.v = {p.v, p.v_stride_b, p.v_stride_t, p.v_stride_h, plan.v_tree, p.V};
+  pool.B = p.B;
+  pool.T = p.T;
+  pool.H_kv = p.H_kv;
+  pool.compression_rate = kSiblings;
+  pool.layers = plan.tree.layers;
+  pool.dtype = p.dtype;
+  tree_pool(pool, stream);
+}
+
+void pack_tree(ForwardParams const& p, Plan const& plan, std::int64_t first_head, int heads, cudaStream_t stream) {
+  for (int l = 0; l < plan.tree.layers; ++l) {
+    PackNodes args{};
+    if (l == 0) {
+      args.k = source(p.k, p.k_stride_b, p.k_stride_t, p.k_stride_h);
+      args.v = source(p.v, p.v_stride_b, p.v_stride_t, p.v_stride_h);
+    } else {
+      std::int64_t const first = plan.tree_begin[l];
+      args.k = source(plan.k_tree + first * p.K * 2, p.H_kv * plan.M * p.K, p.K, plan.M * p.K);
+      args.v = source(plan.v_tree + first * p.V * 2, p.H_kv * plan.M * p.V, p.V, plan.M * p.V);
+    }
+    args.packed = plan.nodes[l];
+    args.first_head = first_head;
+    args.parents = plan.tree.parents[l];
+    args.blocks = std::int64_t(heads) * args.parents;
+    args.N = plan.tree.N[l];
+    args.H_kv = static_cast<int>(p.H_kv);
+    args.K = static_cast<int>(p.K);
+    args.V = static_cast<int>(p.V);
+    args.turns = plan.turns;
+    pack_nodes(args, p.dtype, stream);
+  }
+}
+
+void pack_rows(BackwardParams const& params, Plan const& plan, Chunk const& chunk, cudaStream_t stream) {
+  ForwardParams const& p = params.forward;
+  std::int64_t const H = p.H_kv * p.G;
+  PackQueries args{};
+  args.chunk = chunk;
+  args.q = source(p.q, p.q_stride_b, p.q_stride_t, p.q_stride_h);
+  args.dout = source(params.dout, params.dout_stride_b, params.dout_stride_t, params.dout_stride_h,
+                     params.dout_stride_v);
+  args.out = source(p.out, p.T_q * H * p.V, H * p.V, p.V);
+  args.lse = p.lse;
+  args.dlse = params.dlse;
+  args.dlse_stride_b = params.dlse_stride_b;
+  args.dlse_stride_t = params.dlse_stride_t;
+  args.dlse_stride_h = params.dlse_stride_h;
+  args.packed = plan.queries;
+  args.T_q = p.T_q;
+  args.H_kv = static_cast<int>(p.H_kv);
+  args.G = static_cast<int>(p.G);
+  args.K = static_cast<int>(p.K);
+  args.V = static_cast<int>(p.V);
+  args.scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
+  pack_queries(args, p.dtype, stream);
+}
+
+void index(ForwardParams const& p, Plan const& plan, Chunk const& chunk, cudaStream_t stream) {
+  if (plan.tree.layers == 1) return;
+  HTREE_CUDA_CHECK(cudaMemsetAsync(plan.visits.layer[0], 0, plan.visits_bytes, stream));
+  Index args{};
+  args.chunk = chunk;
+  args.tree = plan.tree;
+  args.visits = plan.visits;
+  args.selection = p.selection;
+  args.B = p.B;
+  args.T_q = p.T_q;
+  args.H_kv = static_cast<int>(p.H_kv);
+  index_visits(args, stream);
+}
+
+int as_blocks(std::int64_t blocks) {
+  if (blocks > std::numeric_limits<int>::max()) reject("B * H_kv * T is too large for one launch");
+  return static_cast<int>(blocks);
+}
+
+template <class Element, int kK, int kV>
+void multiply_of(Args const& args, int heads, cudaStream_t stream) {
+  launch<Config<Element, kK, kV, Pass::kQueries>>(
+      args, as_blocks(std::int64_t(heads) * args.chunk.rows / kGroupQueries), stream);
+  launch<Config<Element, kK, kV, Pass::kNodes>>(args, args.first_block[args.tree.layers], stream);
+}
+
+template <class Element>
+void multiply(Args const& args, ForwardParams const& p, int heads, cudaStream_t stream) {
+  if (p.K == 128) {
+    p.V == 128 ? multiply_of<Element, 128, 128>(args, heads, stream)
+               : multiply_of<Element, 128, 64>(args, heads, stream);
+  } else {
+    p.V == 128 ? multiply_of<Element, 64, 128>(args, heads, stream)
+               : multiply_of<Element, 64, 64>(args, heads, stream);
+  }
+}
+
+void run_chunk(BackwardParams const& params, Plan const& plan, Chunk const& chunk, cudaStream_t stream) {
+  ForwardParams const& p = params.forward;
+  pack_rows(params, plan, chunk, stream);
+  index(p, plan, chunk, stream);
+
+  Args args{};
+  args.tree = plan.tree;
+  args.chunk = chunk;
+  args.visits = plan.visits;
+  args.queries = plan.queries;
+  args.fragment_turns = plan.fragment_turns;
+  args.turns = plan.turns;
+  args.scale = static_cast<float>(p.scale);
+  args.dq = params.dq;
+  args.T_q = p.T_q;
+  args.H_kv = static_cast<int>(p.H_kv);
+  args.G = static_cast<int>(p.G);
+  args.node_rows = plan.node_rows;
+  args.dk = plan.dk;
+  args.dv = plan.dv;
+  for (int l = 0; l < plan.tree.layers; ++l) {
+    args.nodes[l] = plan.nodes[l];
+    args.segments[l] = plan.segments[l];
+    args.segment_rows[l] = plan.segment_rows[l];
+    args.begin[l] = plan.begin[l];
+    args.dk_parts[l] = plan.dk_parts[l];
+    args.dv_parts[l] = plan.dv_parts[l];
+    args.first_block[l + 1] = as_blocks(args.first_block[l] + std::int64_t(chunk.heads) * plan.tree.groups[l] *
+                                                                  plan.segments[l]);
+  }
+  p.dtype == DType::kFloat16 ? multiply<__half>(args, p, chunk.heads, stream)
+                             : multiply<__nv_bfloat16>(args, p, chunk.heads, stream);
+
+  auto const reduce = [&](float* sums, float const* parts, int l, std::int64_t dim) {
+    Reduce reduce{};
+    reduce.sums = sums + plan.begin[l] * dim;
+    reduce.parts = parts;
+    reduce.sums_stride = plan.node_rows * dim;
+    reduce.size = std::int64_t(plan.tree.parents[l]) * kSiblings * dim;
+    reduce.heads = chunk.heads;
+    reduce.count = plan.segments[l];
+    reduce_parts(reduce, stream);
+  };
+  for (int l = 0; l < plan.tree.layers; ++l) {
+    if (plan.segments[l] == 1) continue;
+    reduce(plan.dk, plan.dk_parts[l], l, p.K);
+    reduce(plan.dv, plan.dv_parts[l], l, p.V);
+  }
+}
+
+void finish(BackwardParams const& params, Plan const& plan, std::int64_t first_head, int heads, cudaStream_t stream) {
+  ForwardParams const& p = params.forward;
+  auto const tokens = [&](float const* sums, void* out, std::int64_t dim) {
+    Distribute args{};
+    args.tree = plan.tree;
+    args.sums = sums;
+    args.node_rows = plan.node_rows;
+    std::copy(std::begin(plan.begin), std::end(plan.begin), args.begin);
+    args.out = out;
+    args.first_head = first_head;
+    args.heads = heads;
+    args.H_kv = static_cast<int>(p.H_kv);
+    args.dim = static_cast<int>(dim);
+    distribute(args, p.dtype, stream);
+  };
+  tokens(plan.dk, params.dk, p.K);
+  tokens(plan.dv, params.dv, p.V);
+}
+
+}  // namespace
+}  // namespace gradient
+
+std::int64_t backward_workspace(ForwardParams const& p) {
+  gradient::check(p);
+  return p.B * p.T_q == 0 ? 0 : gradient::Plan(p, nullptr).bytes;
+}
+
+void backward(BackwardParams const& params, void* stream) {
+  using namespace gradient;
+  ForwardParams const& p = params.forward;
+  check(p);
+  cudaStream_t const s = static_cast<cudaStream_t>(stream);
+  std::int64_t const all_heads = p.B * p.H_kv;
+  if (p.B * p.T_q == 0) {
+    HTREE_CUDA_CHECK(cudaMemsetAsync(params.dk, 0, all_heads * p.T * p.K * 2, s));
+    HTREE_CUDA_CHECK(cudaMemsetAsync(params.dv, 0, all_heads * p.T * p.V * 2, s));
+    return;
+  }
+  Plan const plan(p, static_cast<char*>(p.workspace));
+  if (p.workspace == nullptr || p.workspace_bytes < plan.bytes || !aligned(p.workspace, 256)) {
+    reject("the workspace must have " + std::to_string(plan.bytes) + " bytes, 256-byte aligned, got " +
+           std::to_string(p.workspace_bytes));
+  }
+  make_turns(plan.turns, plan.fragment_turns, plan.positions, static_cast<int>(p.K), p.rope_base, s);
+  pool(p, plan, s);
+  for (std::int64_t head = 0; head < all_heads; head += plan.heads) {
+    int const heads = static_cast<int>(std::min(plan.heads, all_heads - head));
+    pack_tree(p, plan, head, heads, s);
+    HTREE_CUDA_CHECK(cudaMemsetAsync(plan.dk, 0, heads * plan.node_rows * p.K * sizeof(float), s));
+    HTREE_CUDA_CHECK(cudaMemsetAsync(plan.dv, 0, heads * plan.node_rows * p.V * sizeof(float), s));
+    for (std::int64_t first = 0; first < p.T_q; first += plan.rows) {
+      int const queries = static_cast<int>(std::min(plan.rows, p.T_q - first));
+      run_chunk(params, plan, {head, heads, first, queries, static_cast<int>(plan.rows), p.q_start}, s);
+    }
+    finish(params, plan, head, heads, s);
+  }
+}
+
+}  // namespace htree_cuda

@@ -1,0 +1,302 @@
+// dk and dv of every layer's nodes: a warp holds a parent and takes the queries that visit it, ascending.
+//
+// With R(q, n - 1 - 16 j) for a parent of rank j, scores and gradients need the keys turned by their place alone, so
+// dk adds up in that frame over all queries and turns back once in the end.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "operands.cuh"
+
+namespace htree_cuda::gradient {
+
+// What a CTA works on.
+struct Piece {
+  int layer;
+  int head;
+  int group;
+  int segment;
+  int first;  // row
+  int end;
+
+  __device__ explicit Piece(Args const& args) {
+    int block = blockIdx.x;
+    layer = 0;
+    while (block >= args.first_block[layer + 1]) ++layer;
+    block -= args.first_block[layer];
+    segment = block % args.segments[layer];
+    block /= args.segments[layer];
+    group = args.tree.groups[layer] - 1 - block % args.tree.groups[layer];
+    head = block / args.tree.groups[layer];
+    first = segment * args.segment_rows[layer];
+    end = min(first + args.segment_rows[layer], args.chunk.queries);
+  }
+
+  __device__ int parents(Args const& args) const {
+    return min(args.tree.parents[layer] - group * kGroupParents, kGroupParents);
+  }
+};
+
+template <class Cfg>
+__device__ void produce_queries(Args const& args, Ring<Cfg> const& ring) {
+  int const lane = threadIdx.x % 32;
+  Piece const piece(args);
+  int const parents = piece.parents(args);
+  if (lane == 0) barriers::mbarrier_arrive_expect_bytes(ring.resident_barrier, parents * Cfg::kNodeBytes);
+  __syncwarp();
+  if (lane < parents) {
+    std::int64_t const parent = static_cast<std::int64_t>(piece.head) * args.tree.parents[piece.layer] +
+                                piece.group * kGroupParents + lane;
+    ptx::bulk_load(ring.resident_slot(lane) + Cfg::kNodeOffset, args.nodes[piece.layer] + parent * Cfg::kNodeBytes,
+                   Cfg::kNodeBytes, ring.resident_barrier);
+  }
+  char const* const queries =
+      args.queries + static_cast<std::int64_t>(piece.head) * args.chunk.rows * Cfg::kQueryBytes;
+  auto const source = [&](Entry const& entry) {
+    return queries + static_cast<std::int64_t>(entry.which) * Cfg::kQueryBytes;
+  };
+  Sender<Cfg> sender(ring);
+  for (int base = piece.first; base < piece.end; base += 32) {
+    int const row = base + lane;
+    uint32_t visited = 0;
+    int position = 0;
+    if (row < piece.end) {
+      Candidates const c = candidates(args.chunk.position(row), piece.layer, args.tree.layers, args.tree.top_k);
+      if (works(piece.layer, c, args.tree.top_k)) {
+        visited = piece.layer == args.tree.layers - 1
+                      ? visits_at_top(c.parents, piece.group)
+                      : __ldg(entry_of(args, piece.layer, piece.head, piece.group, row));
+      }
+      position = c.n - 1 - kSiblings * static_cast<int>(visited >> kGroupParents);
+    }
+    sender.append(visited != 0, [&](int) { return Entry{visited & 0xffu, row, position, 0u}; });
+    sender.send(source);
+  }
+  sender.finish(source);
+}
+
+template <class Cfg>
+class Parent {
+  using Element = typename Cfg::Element;
+  static constexpr int kK = Cfg::kK;
+  static constexpr int kV = Cfg::kV;
+  static constexpr int kHalf = kK / 32;
+  static constexpr int kHalfTiles = kK / 16;
+
+public:
+  __device__ Parent(Args const& args, Ring<Cfg> const& ring, int warp)
+      : args_(args),
+        lane_(threadIdx.x % 32),
+        g_(lane_ / 4),
+        tq_(lane_ % 4),
+        warp_(warp),
+        piece_(args),
+        own_(ring.resident_slot(warp)),
+        turned_(ring.turned(warp)) {
+    exists_ = warp < piece_.parents(args);
+    barriers::mbarrier_wait(ring.resident_barrier, 0, "htree_backward consumer: resident");
+    if (exists_) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        inverse_[i] = __uint_as_float(ptx::load_shared_4B(own_ + Cfg::kNodeOffset + 4 * (g_ + 8 * i)));
+      }
+    }
+    uint32_t const keys = own_ + Cfg::kRowsOffset + matrix_lane<true>(lane_, Cfg::kKeyRowBytes);
+#pragma unroll
+    for (int step = 0; step < kK / 16; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) keys_[step][i] = 0;
+      if (exists_) ptx::load_matrix_x4(keys_[step], keys ^ (step << 5));
+    }
+    clear(dk_);
+    clear(dv_);
+  }
+
+  __device__ void run(Ring<Cfg> const& ring) {
+    receive(ring, warp_, [&](uint32_t slot, Entry const& entry) { take(slot, entry); });
+    if (exists_) finish();
+  }
+
+private:
+  template <int kTiles>
+  static __device__ __forceinline__ void clear(float (&x)[kTiles][4]) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[tile][e] = 0.0f;
+    }
+  }
+
+  // Rows of what follows are children (g, g + 8), columns heads.
+  __device__ __forceinline__ void take(uint32_t slot, Entry const& entry) {
+    int const position = entry.detail - kSiblings * __popc(entry.takers & ((1u << warp_) - 1u));
+    int const parent = piece_.group * kGroupParents + warp_;
+    uint32_t const closed = expanded(args_, piece_.layer, piece_.head, parent, entry.which) | beyond(position);
+    // The turns may come from L2: what does not need them goes first.
+    PositionTurns<kK> const turns(args_.fragment_turns, position, tq_);
+    float raw[2][4], dp[2][4];
+    value_products(slot, dp);
+    scores(slot, turns, raw);
+    uint32_t p[4];
+    float ds[2][4];
+    float largest[2] = {};
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      uint32_t const header = slot + Cfg::kQueryOffset + tile * 32 + tq_ * 8;
+      float2 const unit = ptx::load_shared_8B(header);
+      float2 const inverse = ptx::load_shared_8B(header + 4 * kMaxGroupHeads);
+      float2 const lse2 = ptx::load_shared_8B(header + 8 * kMaxGroupHeads);
+      float2 const delta = ptx::load_shared_8B(header + 12 * kMaxGroupHeads);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        bool const open = !(closed >> (g_ + 8 * i) & 1u);
+        Weights const x =
+            weights(open, raw[tile][2 * i], inverse_[i], unit.x, lse2.x, dp[tile][2 * i], delta.x, inverse.x);
+        Weights const y =
+            weights(open, raw[tile][2 * i + 1], inverse_[i], unit.y, lse2.y, dp[tile][2 * i + 1], delta.y, inverse.y);
+        p[2 * tile + i] = Pairs<Element>::pack(x.p, y.p);
+        ds[tile][2 * i] = x.ds;
+        ds[tile][2 * i + 1] = y.ds;
+        largest[i] = fmaxf(largest[i], fmaxf(fabsf(x.ds), fabsf(y.ds)));
+      }
+    }
+    add<Element>(dv_, p, slot + Cfg::kValueOffset);
+    fit_scale(weight_scale_, largest, dk_);
+    uint32_t scaled[4];
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        scaled[2 * tile + i] =
+            Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
+      }
+    }
+    add<__half>(dk_, scaled, turned_);
+    __syncwarp();  // the turned q is rewritten for the next query
+  }
+
+  // The turned q goes to shared memory for the product that contracts over heads.
+  __device__ __forceinline__ void scores(uint32_t slot, PositionTurns<kK> const& turns, float (&raw)[2][4]) const {
+    uint32_t const lane = matrix_lane<true>(lane_, Cfg::kKeyRowBytes);
+    uint32_t const queries = slot + Cfg::kRowsOffset + lane;
+    Chains sums{};
+#pragma unroll
+    for (int kk = 0; kk < kHalf; ++kk) {
+      uint32_t q[2][4];
+      ptx::load_matrix_x4(q[0], queries ^ (kk << 5));
+      ptx::load_matrix_x4(q[1], queries ^ ((kk + kHalf) << 5));
+      half2 lo[4], hi[4];
+      rope::turn_fragments(lo, hi, reinterpret_cast<half2 const(&)[4]>(q[0]),
+                           reinterpret_cast<half2 const(&)[4]>(q[1]), turns[kk]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int const step = kk + half * kHalf;
+        auto const& b = reinterpret_cast<uint32_t const(&)[4]>(half == 0 ? lo : hi);
+        ptx::mma_fp16(sums.x[half][0], keys_[step], b[0], b[2]);
+        ptx::mma_fp16(sums.x[half][1], keys_[step], b[1], b[3]);
+        ptx::store_matrix_x4((turned_ + lane) ^ (step << 5), b);
+      }
+    }
+    __syncwarp();
+    sums.total(raw);
+  }
+
+  __device__ __forceinline__ void value_products(uint32_t slot, float (&dp)[2][4]) const {
+    uint32_t const lane = matrix_lane<true>(lane_, Cfg::kValueRowBytes) + Cfg::kValueOffset;
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dp[tile][e] = 0.0f;
+    }
+#pragma unroll
+    for (int step = 0; step < kV / 16; ++step) {
+      uint32_t a[4], b[4];
+      ptx::load_matrix_x4(a, (own_ + lane) ^ (step << 5));
+      ptx::load_matrix_x4(b, (slot + lane) ^ (step << 5));
+      Pairs<Element>::mma(dp[0], a, b[0], b[2]);
+      Pairs<Element>::mma(dp[1], a, b[1], b[3]);
+    }
+  }
+
+  // sums += weights rows: 16 children x 16 heads, 16 heads x 8 kTiles in shared memory.
+  template <class Operand, int kTiles>
+  __device__ __forceinline__ void add(float (&sums)[kTiles][4], uint32_t const (&weights)[4], uint32_t rows) const {
+    uint32_t const lane = rows + matrix_lane<true>(lane_, 16 * kTiles);
+#pragma unroll
+    for (int step = 0; step < kTiles / 2; ++step) {
+      uint32_t b[4];
+      ptx::load_matrix_x4_transposed(b, lane ^ (step << 5));
+      Pairs<Operand>::mma(sums[2 * step], weights, b[0], b[1]);
+      Pairs<Operand>::mma(sums[2 * step + 1], weights, b[2], b[3]);
+    }
+  }
+
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float const scale = args_.scale * inverse_of(weight_scale_[i]);
+      float4 const* const turns = reinterpret_cast<float4 const*>(args_.turns + (g_ + 8 * i) * (kK / 2) + 2 * tq_);
+#pragma unroll
+      for (int tile = 0; tile < kHalfTiles; ++tile) {
+        float4 const x = __ldg(turns + 4 * tile);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float const cosine = (e ? x.z : x.x) * scale;
+          float const sine = (e ? x.w : x.y) * scale;
+          float const lo = dk_[tile][2 * i + e];
+          float const hi = dk_[tile + kHalfTiles][2 * i + e];
+          dk_[tile][2 * i + e] = lo * cosine + hi * sine;
+          dk_[tile + kHalfTiles][2 * i + e] = hi * cosine - lo * sine;
+        }
+      }
+    }
+    put<kK>(dk_, args_.dk, args_.dk_parts[piece_.layer]);
+    put<kV>(dv_, args_.dv, args_.dv_parts[piece_.layer]);
+  }
+
+  template <int kDim>
+  __device__ __forceinline__ void put(float const (&x)[kDim / 8][4], float* sums, float* parts) const {
+    int const layer = piece_.layer;
+    std::int64_t const child = (piece_.group * kGroupParents + warp_) * static_cast<std::int64_t>(kSiblings) + g_;
+    bool const whole = args_.segments[layer] == 1;
+    float* to;
+    if (whole) {
+      to = sums + (piece_.head * args_.node_rows + args_.begin[layer] + child) * kDim;
+    } else {
+      std::int64_t const part = static_cast<std::int64_t>(piece_.head) * args_.segments[layer] + piece_.segment;
+      to = parts + (part * args_.tree.parents[layer] * kSiblings + child) * kDim;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int tile = 0; tile < kDim / 8; ++tile) {
+        float2* const two = reinterpret_cast<float2*>(to + 8 * i * kDim + 8 * tile + 2 * tq_);
+        float2 sum = {x[tile][2 * i], x[tile][2 * i + 1]};
+        if (whole) {
+          float2 const before = *two;
+          sum.x += before.x, sum.y += before.y;
+        }
+        *two = sum;
+      }
+    }
+  }
+
+  Args const& args_;
+  int const lane_;
+  int const g_;
+  int const tq_;
+  int const warp_;
+  Piece const piece_;
+  uint32_t const own_;
+  uint32_t const turned_;
+  bool exists_;
+  float inverse_[2];
+  float weight_scale_[2] = {kFirstScale, kFirstScale};
+  uint32_t keys_[kK / 16][4];  // the values stay in shared memory: registers decide
+  float dk_[kK / 8][4];
+  float dv_[kV / 8][4];
+};
+
+}  // namespace htree_cuda::gradient

@@ -1,0 +1,103 @@
+// What both matrix kernels do with one query and one parent.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "../device/pairs.cuh"
+#include "../device/ptx.cuh"
+#include "stream.cuh"
+
+namespace htree_cuda::gradient {
+
+inline constexpr float kHeadroomFactor = 1.0f / (1 << kHeadroom);
+
+// Where a lane's row lies for ldmatrix.x4 of 16 rows and 16 columns; the k-th 16 columns are at the address ^ (k << 5).
+//   kRowsFirst   rows 0..7 and 8..15 of the first eight columns, then of the others: an A fragment, or two B fragments,
+//                {0, 2} and {1, 3}, by columns, or, transposed, two B fragments, {0, 1} and {2, 3}, by rows
+//   otherwise    rows 0..7 of both halves of the columns, then rows 8..15: two B fragments by columns, {0, 1}, {2, 3}
+template <bool kRowsFirst>
+__device__ __forceinline__ uint32_t matrix_lane(int lane, int row_bytes) {
+  int const id = lane / 8;
+  int const row = lane % 8 + (kRowsFirst ? id % 2 : id / 2) * 8;
+  int const chunk = kRowsFirst ? id / 2 : id % 2;
+  return row * row_bytes + ((chunk ^ (row % 8)) << 4);
+}
+
+// A product that adds up in two chains, because the latency of one is what a warp waits for; `total` joins them.
+struct Chains {
+  float x[2][2][4];  // [chain][tile]
+
+  __device__ __forceinline__ void total(float (&sum)[2][4]) const {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[tile][e] = x[0][tile][e] + x[1][tile][e];
+    }
+  }
+};
+
+// The turns of one position: this lane's entries of the table of fragments.
+template <int kK>
+struct PositionTurns {
+  uint4 words[kK / 32];
+
+  __device__ __forceinline__ PositionTurns(rope::Turns const* table, int position, int tq) {
+    rope::Turns const* const row = table + position * (kK / 8) + tq;
+#pragma unroll
+    for (int kk = 0; kk < kK / 32; ++kk) words[kk] = __ldg(reinterpret_cast<uint4 const*>(row + kk * 4));
+  }
+
+  __device__ __forceinline__ rope::Turns const& operator[](int kk) const {
+    return reinterpret_cast<rope::Turns const&>(words[kk]);
+  }
+};
+
+// dS multiplies rows of fp16, so it becomes fp16 too, whatever the dtype: a row of weights is multiplied by a power of
+// two that only ever falls, when a weight would leave the range, and then the row's sums fall with it. Weights down to
+// 2^-24 of the largest so far keep all bits, and nothing is lost that matters beside it. A row's own data steer it.
+inline constexpr float kFirstScale = 0x1p120f;
+inline constexpr float kMostWeight = 0x1p15f;
+inline constexpr int kScaledExponent = 10;  // of the weight that made the scale fall: room for larger ones
+
+// Of a power of two within 2^-126 .. 2^126.
+__device__ __forceinline__ float inverse_of(float power) {
+  return __uint_as_float((254u << 23) - __float_as_uint(power));
+}
+
+// largest: of the weights of rows g and g + 8 in this thread, |x|.
+template <int kTiles>
+__device__ __forceinline__ void fit_scale(float (&scale)[2], float const (&largest)[2], float (&sums)[kTiles][4]) {
+  bool const leaves = largest[0] * scale[0] > kMostWeight || largest[1] * scale[1] > kMostWeight;
+  if (!__any_sync(kFullWarp, leaves)) return;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float const row = quad_max(largest[i]);
+    int const exponent = static_cast<int>(__float_as_uint(row) >> 23) - 127;
+    bool const falls = row * scale[i] > kMostWeight && exponent < 128;  // an infinite weight spoils its sums anyhow
+    float const next = __uint_as_float(static_cast<uint32_t>(127 + kScaledExponent - exponent) << 23);
+    float const factor = falls ? next * inverse_of(scale[i]) : 1.0f;
+    if (falls) scale[i] = next;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      sums[tile][2 * i] *= factor;
+      sums[tile][2 * i + 1] *= factor;
+    }
+  }
+}
+
+// P and dS = P (dP - delta) for one query head and child, dS times `size`, what the row that it multiplies was divided
+// by; what takes no part is zero whatever it holds.
+struct Weights {
+  float p;
+  float ds;
+};
+
+__device__ __forceinline__ Weights weights(bool open, float raw, float inverse, float unit, float lse2, float dp,
+                                           float delta, float size) {
+  float const p = ptx::exp2_movable(fmaf(raw * (inverse * kHeadroomFactor), unit, -lse2));
+  return {open ? p : 0.0f, open ? p * (dp - delta) * size : 0.0f};
+}
+
+}  // namespace htree_cuda::gradient

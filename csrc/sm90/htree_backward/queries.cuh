@@ -1,0 +1,280 @@
+// dq: a warp holds a query and walks its parents, layer by layer.
+//
+// A parent of rank j adds R^-1(sum_c dS_c k_c, n - 1 - 16 j) to dq, k_c being turned by its place c. dq is kept in the
+// frame of the parent at hand, turned by its n - 1 - 16 j, so that products add up in place and only dq turns, by -16
+// from one parent to the next, in float32.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "operands.cuh"
+
+namespace htree_cuda::gradient {
+
+// Lanes look at a group of parents each, and at the visits of all queries of the CTA in it.
+template <class Cfg>
+__device__ void produce_parents(Args const& args, Ring<Cfg> const& ring) {
+  int const lane = threadIdx.x % 32;
+  int const blocks = args.chunk.rows / kGroupQueries;
+  int const head = blockIdx.x / blocks;
+  int const first = blockIdx.x % blocks * kGroupQueries;
+  int const queries = min(args.chunk.queries - first, kGroupQueries);
+  Sender<Cfg> sender(ring);
+  auto const source = [&](Entry const& entry) {
+    return args.nodes[entry.detail] +
+           (static_cast<std::int64_t>(head) * args.tree.parents[entry.detail] + entry.which) * Cfg::kNodeBytes;
+  };
+  for (int layer = args.tree.layers - 1; layer >= 0 && queries > 0; --layer) {
+    bool const top = layer == args.tree.layers - 1;
+    int parents = 0;  // of query `lane`
+    if (lane < queries) {
+      Candidates const c = candidates(args.chunk.position(first + lane), layer, args.tree.layers, args.tree.top_k);
+      if (works(layer, c, args.tree.top_k)) parents = c.parents;
+    }
+    unsigned const working = __ballot_sync(kFullWarp, parents > 0);
+    // Parents are nodes of the layer above: none beyond the last query's rightmost.
+    std::int64_t const reach = args.chunk.position(first + queries - 1) >> (kLog2Siblings * (layer + 1));
+    int const groups = working == 0 ? 0 : static_cast<int>(reach / kGroupParents) + 1;
+    for (int base = 0; base < groups; base += 32) {
+      uint4 visited[kGroupQueries / 4] = {};  // by the eight queries, one word each
+      if (!top && base + lane < groups) {
+        uint4 const* const entries =
+            reinterpret_cast<uint4 const*>(entry_of(args, layer, head, base + lane, first));
+#pragma unroll
+        for (int i = 0; i < kGroupQueries / 4; ++i) visited[i] = __ldg(entries + i);
+      }
+      // Byte p: the queries that visit parent p of this lane's group.
+      uint32_t takers[2] = {};
+#pragma unroll
+      for (int i = 0; i < kGroupQueries; ++i) {
+        uint4 const& four = visited[i / 4];
+        uint32_t mask = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
+        int const its_parents = __shfl_sync(kFullWarp, parents, i);
+        if (top) mask = visits_at_top(its_parents, base + lane);
+        if (!(working >> i & 1u)) mask = 0;
+        // Four bits to the lowest bit of a byte each: 0x204081 puts bit b at 8 b.
+        takers[0] |= ((mask & 0xfu) * 0x204081u & 0x01010101u) << i;
+        takers[1] |= ((mask >> 4 & 0xfu) * 0x204081u & 0x01010101u) << i;
+      }
+      int count = 0;
+#pragma unroll
+      for (int p = 0; p < kGroupParents; ++p) count += (takers[p / 4] >> (p % 4 * 8) & 0xffu) != 0;
+      int p = -1;
+      sender.append(count, [&](int) {
+        do {
+          ++p;
+        } while ((takers[p / 4] >> (p % 4 * 8) & 0xffu) == 0);
+        return Entry{takers[p / 4] >> (p % 4 * 8) & 0xffu, (base + lane) * kGroupParents + p, layer, 0u};
+      });
+      sender.send(source);
+    }
+  }
+  sender.finish(source);
+}
+
+template <class Cfg>
+class Query {
+  using Element = typename Cfg::Element;
+  static constexpr int kK = Cfg::kK;
+  static constexpr int kV = Cfg::kV;
+  static constexpr int kHalf = kK / 32;   // k-steps of the low half of the pairs
+  static constexpr int kTiles = kK / 8;
+  static constexpr int kHalfTiles = kK / 16;
+
+public:
+  __device__ Query(Args const& args, int warp) : args_(args), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4) {
+    int const blocks = args.chunk.rows / kGroupQueries;
+    head_ = blockIdx.x / blocks;
+    row_ = blockIdx.x % blocks * kGroupQueries + warp;
+    exists_ = row_ < args.chunk.queries;
+    if (exists_) load();
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dq_[tile][e] = 0.0f;
+    }
+  }
+
+  __device__ void run(Ring<Cfg> const& ring, int warp) {
+    receive(ring, warp, [&](uint32_t slot, Entry const& entry) { take(slot, entry.which, entry.detail); });
+    if (exists_) finish();
+  }
+
+private:
+  // Two elements of row i's step: columns 16 step + 8 part + 2 tq + {0, 1}.
+  __device__ __forceinline__ uint32_t word(char const* rows, int row_bytes, int row, int step, int part) const {
+    return __ldg(reinterpret_cast<uint32_t const*>(rows + row * row_bytes + (((2 * step + part) ^ (row % 8)) << 4) +
+                                                   4 * tq_));
+  }
+
+  __device__ __forceinline__ void load() {
+    char const* const packed =
+        args_.queries + (static_cast<std::int64_t>(head_) * args_.chunk.rows + row_) * Cfg::kQueryBytes;
+    char const* const q = packed + kQueryHeader;
+    char const* const dout = q + 16 * Cfg::kKeyRowBytes;
+    float const* const header = reinterpret_cast<float const*>(packed);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const row = g_ + 8 * i;
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+#pragma unroll
+        for (int step = 0; step < kK / 16; ++step) {
+          uint32_t const x = word(q, Cfg::kKeyRowBytes, row, step, part);
+          q_[step][2 * part + i] = *reinterpret_cast<half2 const*>(&x);
+        }
+#pragma unroll
+        for (int step = 0; step < kV / 16; ++step) {
+          dout_[step][2 * part + i] = word(dout, Cfg::kValueRowBytes, row, step, part);
+        }
+      }
+      unit_[i] = header[row];
+      lse2_[i] = header[2 * kMaxGroupHeads + row];
+      delta_[i] = header[3 * kMaxGroupHeads + row];
+    }
+  }
+
+  __device__ __forceinline__ void take(uint32_t slot, int parent, int layer) {
+    if (layer != layer_) {
+      layer_ = layer;
+      position_ = candidates(args_.chunk.position(row_), layer, args_.tree.layers, args_.tree.top_k).n - 1;
+    }
+    uint32_t const closed = expanded(args_, layer, head_, parent, row_) | beyond(position_);
+    // The turns may come from L2: what does not need them goes first.
+    PositionTurns<kK> const turns(args_.fragment_turns, position_, tq_);
+    float raw[2][4], dp[2][4];
+    value_products(slot, dp);
+    scores(slot, turns, raw);
+    float ds[2][4];
+    float largest[2] = {};
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      float2 const inverse = ptx::load_shared_8B(slot + Cfg::kNodeOffset + tile * 32 + tq_ * 8);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        int const i = e / 2;
+        float const of_key = e % 2 ? inverse.y : inverse.x;
+        bool const open = !(closed >> (8 * tile + 2 * tq_ + e % 2) & 1u);
+        ds[tile][e] = weights(open, raw[tile][e], of_key, unit_[i], lse2_[i], dp[tile][e], delta_[i], of_key).ds;
+        largest[i] = fmaxf(largest[i], fabsf(ds[tile][e]));
+      }
+    }
+    turn(position_ - frame_);
+    frame_ = position_;
+    fit_scale(weight_scale_, largest, dq_);
+    add_keys(slot, ds);
+    position_ -= kSiblings;
+  }
+
+  __device__ __forceinline__ void scores(uint32_t slot, PositionTurns<kK> const& turns, float (&raw)[2][4]) const {
+    uint32_t const keys = slot + Cfg::kRowsOffset + matrix_lane<false>(lane_, Cfg::kKeyRowBytes);
+    Chains sums{};
+#pragma unroll
+    for (int kk = 0; kk < kHalf; ++kk) {
+      half2 lo[4], hi[4];
+      rope::turn_fragments(lo, hi, q_[kk], q_[kk + kHalf], turns[kk]);
+      uint32_t b[4];
+      ptx::load_matrix_x4(b, keys ^ (kk << 5));
+      auto const& a_lo = reinterpret_cast<uint32_t const(&)[4]>(lo);
+      ptx::mma_fp16(sums.x[0][0], a_lo, b[0], b[1]);
+      ptx::mma_fp16(sums.x[0][1], a_lo, b[2], b[3]);
+      ptx::load_matrix_x4(b, keys ^ ((kk + kHalf) << 5));
+      auto const& a_hi = reinterpret_cast<uint32_t const(&)[4]>(hi);
+      ptx::mma_fp16(sums.x[1][0], a_hi, b[0], b[1]);
+      ptx::mma_fp16(sums.x[1][1], a_hi, b[2], b[3]);
+    }
+    sums.total(raw);
+  }
+
+  __device__ __forceinline__ void value_products(uint32_t slot, float (&dp)[2][4]) const {
+    uint32_t const values = slot + Cfg::kValueOffset + matrix_lane<false>(lane_, Cfg::kValueRowBytes);
+    Chains sums{};
+#pragma unroll
+    for (int step = 0; step < kV / 16; ++step) {
+      uint32_t b[4];
+      ptx::load_matrix_x4(b, values ^ (step << 5));
+      Pairs<Element>::mma(sums.x[step % 2][0], dout_[step], b[0], b[1]);
+      Pairs<Element>::mma(sums.x[step % 2][1], dout_[step], b[2], b[3]);
+    }
+    sums.total(dp);
+  }
+
+  __device__ __forceinline__ void add_keys(uint32_t slot, float const (&ds)[2][4]) {
+    uint32_t a[4];
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        a[2 * tile + i] =
+            Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
+      }
+    }
+    uint32_t const keys = slot + Cfg::kRowsOffset + matrix_lane<true>(lane_, Cfg::kKeyRowBytes);
+#pragma unroll
+    for (int step = 0; step < kK / 16; ++step) {
+      uint32_t b[4];
+      ptx::load_matrix_x4_transposed(b, keys ^ (step << 5));
+      ptx::mma_fp16(dq_[2 * step], a, b[0], b[1]);
+      ptx::mma_fp16(dq_[2 * step + 1], a, b[2], b[3]);
+    }
+  }
+
+  // Turns dq by `positions`, of either sign.
+  __device__ __forceinline__ void turn(int positions) {
+    float2 const* const turns = args_.turns + abs(positions) * (kK / 2) + 2 * tq_;
+    float const sign = positions < 0 ? -1.0f : 1.0f;
+#pragma unroll
+    for (int tile = 0; tile < kHalfTiles; ++tile) {
+      float4 const x = __ldg(reinterpret_cast<float4 const*>(turns + 8 * tile));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float const cosine = e % 2 ? x.z : x.x;
+        float const sine = sign * (e % 2 ? x.w : x.y);
+        float const lo = dq_[tile][e];
+        float const hi = dq_[tile + kHalfTiles][e];
+        dq_[tile][e] = lo * cosine - hi * sine;
+        dq_[tile + kHalfTiles][e] = lo * sine + hi * cosine;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish() {
+    turn(-frame_);
+    std::int64_t const bh = args_.chunk.first_head + head_;
+    std::int64_t const query = bh / args_.H_kv * args_.T_q + args_.chunk.first_query + row_;
+    std::int64_t const first = (query * args_.H_kv + bh % args_.H_kv) * args_.G;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const g = g_ + 8 * i;
+      if (g >= args_.G) continue;
+      float const scale = args_.scale * inverse_of(weight_scale_[i]);
+      uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<Element*>(args_.dq) + (first + g) * kK) + tq_;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        out[4 * tile] = Pairs<Element>::pack(dq_[tile][2 * i] * scale, dq_[tile][2 * i + 1] * scale);
+      }
+    }
+  }
+
+  Args const& args_;
+  int const lane_;
+  int const g_;
+  int const tq_;
+  int head_;
+  int row_;
+  bool exists_;
+  int layer_ = kMaxLayers;
+  int position_ = 0;  // of the query as the parent at hand sees it: n - 1 - 16 rank
+  int frame_ = 0;     // the position by which dq is turned
+  half2 q_[kK / 16][4];
+  uint32_t dout_[kV / 16][4];
+  float unit_[2];
+  float lse2_[2];
+  float delta_[2];
+  float weight_scale_[2] = {kFirstScale, kFirstScale};
+  float dq_[kTiles][4];
+};
+
+}  // namespace htree_cuda::gradient

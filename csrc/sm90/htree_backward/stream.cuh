@@ -1,0 +1,193 @@
+// The ring between the producer and the consumers of either matrix kernel, and how the producer finds what to send.
+//
+//   barrier        arrives                        waits          makes visible / frees
+//   full[stage]    producer, once, and the bytes  8 consumers    up to four operands and their entries
+//   empty[stage]   each consumer warp, once       producer       the stage may be overwritten
+//   resident       producer, once, and the bytes  8 consumers    (nodes) the parents of the CTA
+//
+// The producer ends the stream with a stage that says so: both sides pass the same phases whatever it found. Consumers
+// release stages that hold nothing of theirs. What a consumer computes, and in which order, depends on its own operand
+// alone; what its neighbours take decides only when something passes by.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "../device/barriers.cuh"
+#include "../device/pipeline.cuh"
+#include "../device/ptx.cuh"
+#include "config.cuh"
+
+namespace htree_cuda::gradient {
+
+inline constexpr unsigned kFullWarp = 0xffffffffu;
+
+// What a slot holds.
+//   queries  takers: bit i: query i of the CTA visits the parent     which: the parent    detail: its layer
+//   nodes    takers: bit i: the query visits parent i of the CTA     which: the row       detail: its n - 1 - 16 rank,
+//                                                                    the rank being that of the first parent it visits
+struct Entry {
+  uint32_t takers;
+  int which;
+  int detail;
+  uint32_t last;  // in a stage's first slot: the stream ends with this stage
+};
+
+__device__ __forceinline__ Entry load_entry(uint32_t shared) {
+  uint4 const x = ptx::load_shared_16B(shared);
+  return {x.x, static_cast<int>(x.y), static_cast<int>(x.z), x.w};
+}
+
+__device__ __forceinline__ void store_entry(uint32_t shared, Entry const& entry) {
+  ptx::store_shared_16B(shared, {entry.takers, static_cast<uint32_t>(entry.which), static_cast<uint32_t>(entry.detail),
+                                 entry.last});
+}
+
+template <class Cfg>
+struct Ring {
+  uint32_t stages;
+  uint32_t resident;          // kConsumers slots, then kConsumers turned rows of q
+  uint32_t entries;
+  uint32_t list;
+  uint32_t resident_barrier;
+  RingBarriers<Cfg::kStages> barriers;
+
+  __device__ explicit Ring(uint32_t shared)
+      : stages(shared),
+        resident(stages + Cfg::kStages * Cfg::kStageBytes),
+        entries(resident + Cfg::kResidentBytes),
+        list(entries + Cfg::kStages * Cfg::kStageSlots * Cfg::kEntryBytes),
+        resident_barrier(list + Cfg::kListBytes),
+        barriers{resident_barrier + 16, resident_barrier + 16 + 8 * Cfg::kStages} {}
+
+  __device__ uint32_t slot(uint32_t stage, int i) const {
+    return stages + stage * Cfg::kStageBytes + i * Cfg::kSlotBytes;
+  }
+  __device__ uint32_t entry(uint32_t stage, int i) const {
+    return entries + (stage * Cfg::kStageSlots + i) * Cfg::kEntryBytes;
+  }
+  __device__ uint32_t resident_slot(int i) const { return resident + i * Cfg::kSlotBytes; }
+  __device__ uint32_t turned(int i) const {
+    return resident + Cfg::kConsumers * Cfg::kSlotBytes + i * Cfg::kTurnedBytes;
+  }
+};
+
+// A layer that holds no leaf of the query is passed over: above the bottom, one whose candidates are all selected.
+__device__ __forceinline__ bool works(int layer, Candidates const& c, int top_k) { return layer == 0 || c.n > top_k; }
+
+// Where the table of visits holds a row's entry for a group; not at the top.
+__device__ __forceinline__ std::uint32_t const* entry_of(Args const& args, int layer, int head, int group, int row) {
+  return args.visits.layer[layer] +
+         (static_cast<std::int64_t>(head) * args.tree.groups[layer] + group) * args.chunk.rows + row;
+}
+
+// The same entry at the top, for a row of so many parents.
+__device__ __forceinline__ uint32_t visits_at_top(int parents, int group) {
+  int const left = parents - group * kGroupParents;
+  if (left <= 0) return 0;
+  return (left >= kGroupParents ? 0xffu : (1u << left) - 1u) |
+         static_cast<uint32_t>(group) * kGroupParents << kGroupParents;
+}
+
+// Which children of a parent the row expanded, a bit each: those it visits as parents of the layer below.
+__device__ __forceinline__ uint32_t expanded(Args const& args, int layer, int head, int parent, int row) {
+  if (layer == 0) return 0;
+  int const group = 2 * parent;  // of the layer below: 16 children, eight a group
+  std::uint32_t const* const entry = entry_of(args, layer - 1, head, group, row);
+  uint32_t mask = __ldg(entry) & 0xffu;
+  if (group + 1 < args.tree.groups[layer - 1]) mask |= (__ldg(entry + args.chunk.rows) & 0xffu) << 8;
+  return mask;
+}
+
+// Children at places beyond the query's own: position < 16 in the last parent of a row.
+__device__ __forceinline__ uint32_t beyond(int position) {
+  return position < kSiblings ? 0xffffu & ~((2u << position) - 1u) : 0u;
+}
+
+// The producer's side: a list in shared memory, sent four entries at a time.
+template <class Cfg>
+class Sender {
+public:
+  __device__ explicit Sender(Ring<Cfg> const& ring) : ring_(ring), lane_(threadIdx.x % 32) {}
+
+  // Every lane appends `count` entries; lanes ascend.
+  template <class Get>
+  __device__ __forceinline__ void append(int count, Get&& get) {
+    int end = count;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      int const before = __shfl_up_sync(kFullWarp, end, d);
+      if (lane_ >= d) end += before;
+    }
+    int const total = __shfl_sync(kFullWarp, end, 31);
+    for (int i = 0; i < count; ++i) store_entry(at(found_ + end - count + i), get(i));
+    found_ += total;
+    __syncwarp();
+  }
+
+  // Sends all whole stages; `source` tells where an entry's operand lies.
+  template <class Find>
+  __device__ __forceinline__ void send(Find&& source) {
+    int sent = 0;
+    for (; found_ - sent >= Cfg::kStageSlots; sent += Cfg::kStageSlots) stage(sent, Cfg::kStageSlots, false, source);
+    if (sent == 0) return;
+    found_ -= sent;
+    Entry rest{};
+    if (lane_ < found_) rest = load_entry(at(sent + lane_));
+    __syncwarp();
+    if (lane_ < found_) store_entry(at(lane_), rest);
+    __syncwarp();
+  }
+
+  template <class Find>
+  __device__ __forceinline__ void finish(Find&& source) {
+    stage(0, found_, true, source);
+  }
+
+private:
+  __device__ uint32_t at(int i) const { return ring_.list + i * Cfg::kEntryBytes; }
+
+  template <class Find>
+  __device__ __forceinline__ void stage(int first, int count, bool last, Find&& source) {
+    ring_.barriers.wait_empty(at_, "htree_backward producer: empty");
+    Entry entry{};
+    if (lane_ < count) entry = load_entry(at(first + lane_));
+    if (lane_ == 0) entry.last = last;
+    if (lane_ < Cfg::kStageSlots) store_entry(ring_.entry(at_.slot, lane_), entry);
+    __syncwarp();
+    uint32_t const full = ring_.barriers.full_at(at_.slot);
+    if (lane_ == 0) barriers::mbarrier_arrive_expect_bytes(full, count * Cfg::kCopyBytes);
+    __syncwarp();
+    if (lane_ < count) {
+      ptx::bulk_load(ring_.slot(at_.slot, lane_) + Cfg::kCopyOffset, source(entry), Cfg::kCopyBytes, full);
+    }
+    at_ = at_.ahead(1);
+  }
+
+  Ring<Cfg> const& ring_;
+  int const lane_;
+  int found_ = 0;
+  RingPosition<Cfg::kStages> at_;
+};
+
+// The consumers' side: calls take(slot, entry) for what warp `warp` takes of each stage.
+template <class Cfg, class Take>
+__device__ __forceinline__ void receive(Ring<Cfg> const& ring, int warp, Take&& take) {
+  RingPosition<Cfg::kStages> at;
+  uint32_t last;
+  do {
+    ring.barriers.wait_full(at, "htree_backward consumer: full");
+#pragma unroll 1
+    for (int i = 0; i < Cfg::kStageSlots; ++i) {
+      Entry const entry = load_entry(ring.entry(at.slot, i));
+      if (entry.takers >> warp & 1u) take(ring.slot(at.slot, i), entry);
+    }
+    last = load_entry(ring.entry(at.slot, 0)).last;  // not carried through the work: it would cost a register
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
+    at = at.ahead(1);
+  } while (last == 0);
+}
+
+}  // namespace htree_cuda::gradient

@@ -1,0 +1,260 @@
+// Packing nodes and queries as operands of the backward's matrix products (layout: device/backward_steps.h), and the
+// tables of turns. A warp a parent or query; 16-byte accesses where the strides allow them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "../../device/backward_steps.h"
+
+namespace htree_cuda::gradient {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kWarps = kThreads / 32;
+inline constexpr unsigned kFullWarp = 0xffffffffu;
+
+// The largest element of a normalised row lies in [2^4, 2^5): turning adds up to sqrt(2), far from the largest fp16,
+// and elements down to 2^-18 of the largest keep full precision. Rows below 2^kLeastExponent lose bits.
+inline constexpr int kExponent = 4;
+inline constexpr int kLeastExponent = -109;
+
+struct Normaliser {
+  float factor;
+  float inverse;
+};
+
+// largest: max |x| of a row, >= 0; zero and non-finite rows are left as they are.
+__device__ __forceinline__ Normaliser normaliser(float largest) {
+  uint32_t const bits = __float_as_uint(largest);
+  int exponent = static_cast<int>(bits >> 23) - 127;
+  if (bits == 0 || exponent == 128) return {1.0f, 1.0f};
+  exponent = max(exponent, kLeastExponent) - kExponent;
+  return {__uint_as_float(static_cast<uint32_t>(127 - exponent) << 23),
+          __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23)};
+}
+
+// Eight elements.
+template <class Element>
+__device__ __forceinline__ uint4 load_chunk(Source const& x, Element const* row, int chunk) {
+  if (x.vectors) return __ldg(reinterpret_cast<uint4 const*>(row + 8 * chunk));
+  alignas(16) Element values[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) values[i] = row[(8 * chunk + i) * x.stride_d];
+  return *reinterpret_cast<uint4 const*>(values);
+}
+
+template <class Element>
+__device__ __forceinline__ Element const* row_of(Source const& x, std::int64_t b, std::int64_t n, std::int64_t h) {
+  return static_cast<Element const*>(x.in) + b * x.stride_b + n * x.stride_n + h * x.stride_h;
+}
+
+template <class Element>
+__device__ __forceinline__ void to_float(uint4 const& chunk, float (&x)[8]) {
+  Element const* const values = reinterpret_cast<Element const*>(&chunk);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = static_cast<float>(values[i]);
+}
+
+// Over the kLanes neighbouring lanes that share a row.
+template <int kLanes>
+__device__ __forceinline__ float lanes_max(float x) {
+#pragma unroll
+  for (int lanes = 1; lanes < kLanes; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, lanes));
+  return x;
+}
+
+template <int kLanes>
+__device__ __forceinline__ float lanes_sum(float x) {
+#pragma unroll
+  for (int lanes = 1; lanes < kLanes; lanes *= 2) x += __shfl_xor_sync(kFullWarp, x, lanes);
+  return x;
+}
+
+// A key that is not finite is zeros with a NaN as its `inverse`, so that its score is NaN whatever the query, and its
+// product with the weight of a query that does not attend it is 0. Children beyond the end of the layer are zeros.
+template <class Element, int kK>
+__global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_constant__ PackNodes args) {
+  constexpr int kLanesPerRow = kK / 16;  // a lane has 8 pairs: a chunk of the low half and one of the high half
+  constexpr int kRowsAtOnce = 32 / kLanesPerRow;
+  int const lane = threadIdx.x % 32;
+  std::int64_t const block = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (block >= args.blocks) return;
+  std::int64_t const head = args.first_head + block / args.parents;
+  std::int64_t const b = head / args.H_kv;
+  std::int64_t const h = head % args.H_kv;
+  std::int64_t const first = block % args.parents * kSiblings;
+  int const children = static_cast<int>(min(args.N - first, static_cast<std::int64_t>(kSiblings)));
+  char* const packed = args.packed + block * (kNodeHeader + operand_bytes(kK, args.V));
+  char* const keys = packed + kNodeHeader;
+  char* const values = keys + kSiblings * kK * 2;
+
+#pragma unroll
+  for (int step = 0; step < kSiblings / kRowsAtOnce; ++step) {
+    int const c = step * kRowsAtOnce + lane / kLanesPerRow;
+    int const chunk = lane % kLanesPerRow;
+    float lo[8] = {}, hi[8] = {};
+    if (c < children) {
+      Element const* const row = row_of<Element>(args.k, b, first + c, h);
+      to_float<Element>(load_chunk<Element>(args.k, row, chunk), lo);
+      to_float<Element>(load_chunk<Element>(args.k, row, chunk + kLanesPerRow), hi);
+    }
+    float largest = 0.0f;
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      finite &= isfinite(lo[i]) && isfinite(hi[i]);
+      largest = fmaxf(largest, fmaxf(fabsf(lo[i]), fabsf(hi[i])));
+    }
+    finite = lanes_max<kLanesPerRow>(finite ? 0.0f : 1.0f) == 0.0f;
+    Normaliser const scale = normaliser(lanes_max<kLanesPerRow>(largest));
+    float4 const* const turns = reinterpret_cast<float4 const*>(args.turns + c * (kK / 2) + 8 * chunk);
+    alignas(16) half turned_lo[8], turned_hi[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float4 const two = __ldg(turns + i / 2);
+      float const cosine = i % 2 ? two.z : two.x;
+      float const sine = i % 2 ? two.w : two.y;
+      float const x = lo[i] * scale.factor;
+      float const y = hi[i] * scale.factor;
+      turned_lo[i] = __float2half_rn(finite ? x * cosine - y * sine : 0.0f);
+      turned_hi[i] = __float2half_rn(finite ? x * sine + y * cosine : 0.0f);
+    }
+    uint4* const out = reinterpret_cast<uint4*>(keys + c * kK * 2);
+    out[chunk ^ (c % 8)] = *reinterpret_cast<uint4 const*>(turned_lo);
+    out[(chunk + kLanesPerRow) ^ (c % 8)] = *reinterpret_cast<uint4 const*>(turned_hi);
+    if (chunk == 0) reinterpret_cast<float*>(packed)[c] = finite ? scale.inverse : __int_as_float(0x7fffffff);
+  }
+
+  int const chunks = args.V / 8;
+  for (int i = lane; i < kSiblings * chunks; i += 32) {
+    int const c = i / chunks;
+    int const chunk = i % chunks;
+    uint4 x = {0, 0, 0, 0};
+    if (c < children) x = load_chunk<Element>(args.v, row_of<Element>(args.v, b, first + c, h), chunk);
+    reinterpret_cast<uint4*>(values + c * args.V * 2)[chunk ^ (c % 8)] = x;
+  }
+}
+
+// What a head's lane keeps of its row, picked up as the rows pass by `kRows` at a time.
+template <int kRows>
+__device__ __forceinline__ void keep(float& kept, float x, int step, int lane) {
+  float const passed = __shfl_sync(kFullWarp, x, lane % kRows * (32 / kRows));
+  if (lane / kRows == step) kept = passed;
+}
+
+// Heads beyond G are zeros with lse2 = +inf: their probabilities are 0. A row of q or dout that is not finite is zeros
+// too, and its lse2 NaN: its products with keys that it does not attend are then 0, and NaN where it attends.
+template <class Element, int kK, int kV>
+__global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_constant__ PackQueries args) {
+  int const lane = threadIdx.x % 32;
+  std::int64_t const item = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  int const row = static_cast<int>(item % args.chunk.rows);
+  int const head = static_cast<int>(item / args.chunk.rows);
+  if (head >= args.chunk.heads || row >= args.chunk.queries) return;
+  std::int64_t const bh = args.chunk.first_head + head;
+  std::int64_t const b = bh / args.H_kv;
+  std::int64_t const first = bh % args.H_kv * args.G;  // query head
+  std::int64_t const query = args.chunk.first_query + row;
+  char* const packed = args.packed + item * (kQueryHeader + operand_bytes(kK, kV));
+
+  // Lane i < 16 keeps what belongs to head i.
+  float bad_dout = 0.0f, bad_q = 0.0f, delta = 0.0f, inverse = 0.0f;
+  {
+    constexpr int kLanes = kV / 8;
+    constexpr int kRows = 32 / kLanes;
+    int const chunk = lane % kLanes;
+#pragma unroll
+    for (int step = 0; step < kMaxGroupHeads / kRows; ++step) {
+      int const g = step * kRows + lane / kLanes;
+      uint4 x = {0, 0, 0, 0};
+      float dout[8] = {}, out[8] = {};
+      if (g < args.G) {
+        x = load_chunk<Element>(args.dout, row_of<Element>(args.dout, b, query, first + g), chunk);
+        to_float<Element>(x, dout);
+        to_float<Element>(load_chunk<Element>(args.out, row_of<Element>(args.out, b, query, first + g), chunk), out);
+      }
+      float sum = 0.0f;
+      bool finite = true;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        finite &= isfinite(dout[i]);
+        sum = fmaf(dout[i], out[i], sum);
+      }
+      float const bad = lanes_max<kLanes>(finite ? 0.0f : 1.0f);
+      keep<kRows>(bad_dout, bad, step, lane);
+      keep<kRows>(delta, lanes_sum<kLanes>(sum), step, lane);
+      if (bad != 0.0f) x = {0, 0, 0, 0};
+      reinterpret_cast<uint4*>(packed + kQueryHeader + 2 * (kMaxGroupHeads * kK + g * kV))[chunk ^ (g % 8)] = x;
+    }
+  }
+  {
+    constexpr int kLanes = kK / 8;
+    constexpr int kRows = 32 / kLanes;
+    int const chunk = lane % kLanes;
+#pragma unroll
+    for (int step = 0; step < kMaxGroupHeads / kRows; ++step) {
+      int const g = step * kRows + lane / kLanes;
+      float q[8] = {};
+      if (g < args.G) {
+        to_float<Element>(load_chunk<Element>(args.q, row_of<Element>(args.q, b, query, first + g), chunk), q);
+      }
+      float largest = 0.0f;
+      bool finite = true;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        finite &= isfinite(q[i]);
+        largest = fmaxf(largest, fabsf(q[i]));
+      }
+      float const bad = lanes_max<kLanes>(finite ? 0.0f : 1.0f);
+      Normaliser const scale = normaliser(lanes_max<kLanes>(largest));
+      keep<kRows>(bad_q, bad, step, lane);
+      keep<kRows>(inverse, scale.inverse, step, lane);
+      alignas(16) half normalised[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) normalised[i] = __float2half_rn(bad != 0.0f ? 0.0f : q[i] * scale.factor);
+      reinterpret_cast<uint4*>(packed + kQueryHeader + g * kK * 2)[chunk ^ (g % 8)] =
+          *reinterpret_cast<uint4 const*>(normalised);
+    }
+  }
+  if (lane >= kMaxGroupHeads) return;
+  float lse2 = __int_as_float(0x7f800000);
+  if (lane < args.G) {
+    std::int64_t const H = static_cast<std::int64_t>(args.H_kv) * args.G;
+    bool const bad = bad_dout != 0.0f || bad_q != 0.0f;
+    lse2 = bad ? __int_as_float(0x7fffffff)
+               : args.lse[(b * args.T_q + query) * H + first + lane] * 1.44269504088896341f;
+    delta -= args.dlse[b * args.dlse_stride_b + query * args.dlse_stride_t + (first + lane) * args.dlse_stride_h];
+  }
+  float* const header = reinterpret_cast<float*>(packed);
+  header[lane] = args.scale_log2 * (1 << kHeadroom) * inverse;
+  header[kMaxGroupHeads + lane] = inverse;
+  header[2 * kMaxGroupHeads + lane] = lse2;
+  header[3 * kMaxGroupHeads + lane] = delta;
+}
+
+// A thread has the four pairs of one entry of fragment_turns.
+static __global__ void __launch_bounds__(kThreads)
+    turns_kernel(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base) {
+  std::int64_t const i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  int const entries = K / 8;
+  if (i >= positions * entries) return;
+  std::int64_t const position = i / entries;
+  int const entry = static_cast<int>(i % entries);
+  rope::Turns fragment;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int const m = entry / 4 * 16 + entry % 4 * 2 + half * 8;
+    double2 const x = rope::turn(position, m, K, base);
+    double2 const y = rope::turn(position, m + 1, K, base);
+    fragment.cos[half] = half2(__double2half(x.x), __double2half(y.x));
+    fragment.sin[half] = half2(__double2half(x.y), __double2half(y.y));
+    turns[position * (K / 2) + m] = {static_cast<float>(x.x), static_cast<float>(x.y)};
+    turns[position * (K / 2) + m + 1] = {static_cast<float>(y.x), static_cast<float>(y.y)};
+  }
+  fragment_turns[i] = fragment;
+}
+
+}  // namespace htree_cuda::gradient
