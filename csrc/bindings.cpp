@@ -160,38 +160,49 @@ void bind_backward(py::module_& module) {
       "elements; selection: 0 for none; see csrc/params.h");
 }
 
+using Starts = std::optional<std::vector<std::int64_t>>;
+
+struct ListSizes {
+  std::int64_t k_stride, B, s_q, s_kv, h_q, d_qk, topk;
+};
+
+// What the ops over index lists are told alike.
+template <class Params>
+void set_lists(Params& params, Strided const& q, std::uintptr_t indices, std::uintptr_t topk_length, Starts const& q_start,
+               ListSizes const& sizes) {
+  if (q_start && static_cast<std::int64_t>(q_start->size()) != sizes.B) {
+    throw std::invalid_argument("q_start must hold B numbers");
+  }
+  params.q = as_pointer(std::get<0>(q));
+  std::tie(std::ignore, params.q_stride_b, params.q_stride_s, params.q_stride_h) = q;
+  params.indices = static_cast<std::int32_t const*>(as_pointer(indices));
+  params.topk_length = static_cast<std::int32_t const*>(as_pointer(topk_length));
+  params.q_start = q_start ? q_start->data() : nullptr;
+  params.k_stride = sizes.k_stride;
+  params.B = sizes.B;
+  params.s_q = sizes.s_q;
+  params.s_kv = sizes.s_kv;
+  params.h_q = sizes.h_q;
+  params.d_qk = sizes.d_qk;
+  params.topk = sizes.topk;
+}
+
 void bind_attn_dist(py::module_& module) {
   module.def(
       "attn_dist",
-      [](std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t> const& q,
+      [](Strided const& q,
          std::tuple<std::uintptr_t, std::int64_t, std::int64_t> const& k, std::uintptr_t indices, std::uintptr_t lse,
-         std::uintptr_t topk_length, std::uintptr_t out, std::optional<std::vector<std::int64_t>> const& q_start,
+         std::uintptr_t topk_length, std::uintptr_t out, Starts const& q_start,
          std::int64_t k_stride, std::int64_t B, std::int64_t s_q, std::int64_t s_kv, std::int64_t h_q,
          std::int64_t d_qk, std::int64_t topk, double sm_scale, double lse_base, DType dtype, int device,
          std::uintptr_t stream) {
-        if (q_start && static_cast<std::int64_t>(q_start->size()) != B) {
-          throw std::invalid_argument("attn_dist: q_start must hold B numbers");
-        }
         AttnDistParams params{};
-        params.q = as_pointer(std::get<0>(q));
-        params.q_stride_b = std::get<1>(q);
-        params.q_stride_s = std::get<2>(q);
-        params.q_stride_h = std::get<3>(q);
+        set_lists(params, q, indices, topk_length, q_start, {k_stride, B, s_q, s_kv, h_q, d_qk, topk});
         params.k = as_pointer(std::get<0>(k));
         params.k_stride_b = std::get<1>(k);
         params.k_stride_s = std::get<2>(k);
-        params.indices = static_cast<std::int32_t const*>(as_pointer(indices));
         params.lse = static_cast<float const*>(as_pointer(lse));
-        params.topk_length = static_cast<std::int32_t const*>(as_pointer(topk_length));
         params.out = static_cast<float*>(as_pointer(out));
-        params.q_start = q_start ? q_start->data() : nullptr;
-        params.k_stride = k_stride;
-        params.B = B;
-        params.s_q = s_q;
-        params.s_kv = s_kv;
-        params.h_q = h_q;
-        params.d_qk = d_qk;
-        params.topk = topk;
         params.sm_scale = sm_scale;
         params.lse_base = lse_base;
         params.dtype = dtype;
@@ -208,37 +219,21 @@ void bind_attn_dist(py::module_& module) {
 void bind_sparse_attention(py::module_& module) {
   module.def(
       "sparse_attention",
-      [](std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t> const& q,
+      [](Strided const& q,
          std::tuple<std::uintptr_t, std::int64_t, std::int64_t> const& kv, std::uintptr_t indices,
          std::uintptr_t topk_length, std::uintptr_t attn_sink, std::uintptr_t out, std::uintptr_t lse,
-         std::optional<std::vector<std::int64_t>> const& q_start, std::int64_t k_stride, std::int64_t B,
+         Starts const& q_start, std::int64_t k_stride, std::int64_t B,
          std::int64_t s_q, std::int64_t s_kv, std::int64_t h_q, std::int64_t d_qk, std::int64_t d_v, std::int64_t topk,
          double sm_scale, double lse_base, DType dtype, int device, std::uintptr_t stream) {
-        if (q_start && static_cast<std::int64_t>(q_start->size()) != B) {
-          throw std::invalid_argument("sparse_attention: q_start must hold B numbers");
-        }
         SparseAttentionParams params{};
-        params.q = as_pointer(std::get<0>(q));
-        params.q_stride_b = std::get<1>(q);
-        params.q_stride_s = std::get<2>(q);
-        params.q_stride_h = std::get<3>(q);
+        set_lists(params, q, indices, topk_length, q_start, {k_stride, B, s_q, s_kv, h_q, d_qk, topk});
         params.kv = as_pointer(std::get<0>(kv));
         params.kv_stride_b = std::get<1>(kv);
         params.kv_stride_s = std::get<2>(kv);
-        params.indices = static_cast<std::int32_t const*>(as_pointer(indices));
-        params.topk_length = static_cast<std::int32_t const*>(as_pointer(topk_length));
         params.attn_sink = static_cast<float const*>(as_pointer(attn_sink));
         params.out = as_pointer(out);
         params.lse = static_cast<float*>(as_pointer(lse));
-        params.q_start = q_start ? q_start->data() : nullptr;
-        params.k_stride = k_stride;
-        params.B = B;
-        params.s_q = s_q;
-        params.s_kv = s_kv;
-        params.h_q = h_q;
-        params.d_qk = d_qk;
         params.d_v = d_v;
-        params.topk = topk;
         params.sm_scale = sm_scale;
         params.lse_base = lse_base;
         params.dtype = dtype;

@@ -260,6 +260,8 @@ x = torch.load(out + ".x", weights_only=True)
 m(x[2 * rank : 2 * rank + 2]).square().sum().backward()
 if rank == 0:
     torch.save([p.grad for p in m.parameters()], out)
+dist.barrier()  # neither rank takes its group down while the other still uses it
+del m
 dist.destroy_process_group()
 """
 

@@ -70,10 +70,6 @@ struct Source {
   bool vectors;  // 16 bytes may be read at once
 };
 
-// cos and sin of every position: [positions, K / 2], and [positions, K / 32, 4] in the order of fragments.
-void make_turns(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base,
-                cudaStream_t stream);
-
 struct PackNodes {
   Source k;                // a layer's nodes
   Source v;

@@ -9,6 +9,8 @@
 #include "../../common/cuda_check.h"
 #include "../../common/math.h"
 #include "../../device/backward_steps.h"
+#include "../../device/forward_steps.h"
+#include "../../device/tree_request.h"
 #include "../../params.h"
 #include "config.cuh"
 
@@ -30,26 +32,9 @@ constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
 constexpr std::int64_t kNodeBlocks = 512;
 constexpr std::int64_t kLeastSegmentRows = 256;
 
-[[noreturn]] void reject(std::string const& what) { throw std::invalid_argument("backward: " + what); }
+using tree_request::aligned;
 
-void check(ForwardParams const& p) {
-  auto const number = [](std::int64_t x) { return std::to_string(x); };
-  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) reject("dtype must be bf16 or fp16");
-  if (p.B < 0 || p.T < 1 || p.T > std::numeric_limits<std::int32_t>::max() || p.T_q < 0 || p.q_start < 0 ||
-      p.q_start + p.T_q > p.T) {
-    reject("needs B >= 0, T in 1 .. 2^31 - 1 and queries within it, got B " + number(p.B) + ", T " + number(p.T) +
-           ", T_q " + number(p.T_q) + ", q_start " + number(p.q_start));
-  }
-  if (p.H_kv < 1 || p.G < 1 || p.G > kMaxGroupHeads) {
-    reject("G must be 1 .. 16, H_kv >= 1, got " + number(p.G) + ", " + number(p.H_kv));
-  }
-  if ((p.K != 64 && p.K != 128) || (p.V != 64 && p.V != 128)) {
-    reject("K and V must be 64 or 128, got " + number(p.K) + " and " + number(p.V));
-  }
-  if (!is_power_of_two(p.top_k) || p.top_k < 16 || p.top_k > kMaxTopK) {
-    reject("top_k must be a power of two in 16 .. 512, got " + number(p.top_k));
-  }
-}
+constexpr char const* kOp = "backward";
 
 std::int64_t round_up(std::int64_t x, std::int64_t step) { return ceil_div(x, step) * step; }
 
@@ -154,8 +139,6 @@ private:
   }
 };
 
-bool aligned(void const* pointer, std::int64_t bytes) { return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0; }
-
 Source source(void const* in, std::int64_t stride_b, std::int64_t stride_n, std::int64_t stride_h,
               std::int64_t stride_d = 1) {
   bool const vectors =
@@ -240,7 +223,7 @@ void index(ForwardParams const& p, Plan const& plan, Chunk const& chunk, cudaStr
 }
 
 int as_blocks(std::int64_t blocks) {
-  if (blocks > std::numeric_limits<int>::max()) reject("B * H_kv * T is too large for one launch");
+  if (blocks > std::numeric_limits<int>::max()) tree_request::reject(kOp, "B * H_kv * T is too large for one launch");
   return static_cast<int>(blocks);
 }
 
@@ -335,14 +318,14 @@ void finish(BackwardParams const& params, Plan const& plan, std::int64_t first_h
 }  // namespace gradient
 
 std::int64_t backward_workspace(ForwardParams const& p) {
-  gradient::check(p);
+  tree_request::check(gradient::kOp, p);
   return p.B * p.T_q == 0 ? 0 : gradient::Plan(p, nullptr).bytes;
 }
 
 void backward(BackwardParams const& params, void* stream) {
   using namespace gradient;
   ForwardParams const& p = params.forward;
-  check(p);
+  tree_request::check(kOp, p);
   cudaStream_t const s = static_cast<cudaStream_t>(stream);
   std::int64_t const all_heads = p.B * p.H_kv;
   if (p.B * p.T_q == 0) {
@@ -351,11 +334,8 @@ void backward(BackwardParams const& params, void* stream) {
     return;
   }
   Plan const plan(p, static_cast<char*>(p.workspace));
-  if (p.workspace == nullptr || p.workspace_bytes < plan.bytes || !aligned(p.workspace, 256)) {
-    reject("the workspace must have " + std::to_string(plan.bytes) + " bytes, 256-byte aligned, got " +
-           std::to_string(p.workspace_bytes));
-  }
-  make_turns(plan.turns, plan.fragment_turns, plan.positions, static_cast<int>(p.K), p.rope_base, s);
+  tree_request::check_workspace(kOp, p, plan.bytes);
+  packing::make_turns(plan.turns, plan.fragment_turns, plan.positions, static_cast<int>(p.K), p.rope_base, s);
   pool(p, plan, s);
   for (std::int64_t head = 0; head < all_heads; head += plan.heads) {
     int const heads = static_cast<int>(std::min(plan.heads, all_heads - head));

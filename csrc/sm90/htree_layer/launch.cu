@@ -9,6 +9,7 @@
 #include "../../common/cuda_check.h"
 #include "../../common/math.h"
 #include "../../device/forward_steps.h"
+#include "../../device/tree_request.h"
 #include "../../params.h"
 #include "launch.h"
 
@@ -60,26 +61,9 @@ constexpr std::int64_t kMaxBlocks = std::numeric_limits<int>::max() / kBlockQuer
 // (packed, and pooled in its own layout) and the tables come on top.
 constexpr std::int64_t kChunkBytes = std::int64_t(192) << 20;
 
-[[noreturn]] void reject(std::string const& what) { throw std::invalid_argument("forward: " + what); }
+using tree_request::aligned;
 
-void check(ForwardParams const& p) {
-  auto const number = [](std::int64_t x) { return std::to_string(x); };
-  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) reject("dtype must be bf16 or fp16");
-  if (p.B < 0 || p.T < 1 || p.T > std::numeric_limits<std::int32_t>::max() || p.T_q < 0 || p.q_start < 0 ||
-      p.q_start + p.T_q > p.T) {
-    reject("needs B >= 0, T in 1 .. 2^31 - 1 and queries within it, got B " + number(p.B) + ", T " + number(p.T) +
-           ", T_q " + number(p.T_q) + ", q_start " + number(p.q_start));
-  }
-  if (p.H_kv < 1 || p.G < 1 || p.G > 16) {
-    reject("G must be 1 .. 16, H_kv >= 1, got " + number(p.G) + ", " + number(p.H_kv));
-  }
-  if ((p.K != 64 && p.K != 128) || (p.V != 64 && p.V != 128)) {
-    reject("K and V must be 64 or 128, got " + number(p.K) + " and " + number(p.V));
-  }
-  if (!is_power_of_two(p.top_k) || p.top_k < 16 || p.top_k > kMaxTopK) {
-    reject("top_k must be a power of two in 16 .. 512, got " + number(p.top_k));
-  }
-}
+constexpr char const* kOp = "forward";
 
 // Blocks of a layer, keys turned for one of the walks; null where no query needs it.
 struct Packed {
@@ -196,8 +180,6 @@ private:
     take(state_sum, base, rows * 16);
   }
 };
-
-bool aligned(void const* pointer, std::int64_t bytes) { return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0; }
 
 packing::Source source(void const* in, std::int64_t stride_b, std::int64_t stride_n, std::int64_t stride_h,
                        std::int64_t dim) {
@@ -353,18 +335,15 @@ void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int
 }  // namespace
 
 std::int64_t forward_workspace(ForwardParams const& p) {
-  check(p);
+  tree_request::check(kOp, p);
   return p.B * p.T_q == 0 ? 0 : Plan(p, nullptr).bytes;
 }
 
 void forward(ForwardParams const& p, void* stream) {
-  check(p);
+  tree_request::check(kOp, p);
   if (p.B * p.T_q == 0) return;
   Plan const plan(p, static_cast<char*>(p.workspace));
-  if (p.workspace == nullptr || p.workspace_bytes < plan.bytes || !aligned(p.workspace, 256)) {
-    reject("the workspace must have " + std::to_string(plan.bytes) + " bytes, 256-byte aligned, got " +
-           std::to_string(p.workspace_bytes));
-  }
+  tree_request::check_workspace(kOp, p, plan.bytes);
   cudaStream_t const s = static_cast<cudaStream_t>(stream);
   build(p, plan, s);
   for (std::int64_t begin = 0; begin < plan.blocks; begin += plan.chunk_blocks) {

@@ -43,13 +43,6 @@ void pack_queries_of(PackQueries const& args, cudaStream_t stream) {
 
 }  // namespace
 
-void make_turns(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base,
-                cudaStream_t stream) {
-  turns_kernel<<<blocks_for(positions * (K / 8), kThreads), kThreads, 0, stream>>>(turns, fragment_turns, positions, K,
-                                                                                   base);
-  HTREE_CUDA_CHECK(cudaGetLastError());
-}
-
 void pack_nodes(PackNodes const& args, DType dtype, cudaStream_t stream) {
   dtype == DType::kFloat16 ? pack_nodes_of<__half>(args, stream) : pack_nodes_of<__nv_bfloat16>(args, stream);
 }

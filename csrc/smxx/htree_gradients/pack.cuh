@@ -235,26 +235,4 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
   header[3 * kMaxGroupHeads + lane] = delta;
 }
 
-// A thread has the four pairs of one entry of fragment_turns.
-static __global__ void __launch_bounds__(kThreads)
-    turns_kernel(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base) {
-  std::int64_t const i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  int const entries = K / 8;
-  if (i >= positions * entries) return;
-  std::int64_t const position = i / entries;
-  int const entry = static_cast<int>(i % entries);
-  rope::Turns fragment;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    int const m = entry / 4 * 16 + entry % 4 * 2 + half * 8;
-    double2 const x = rope::turn(position, m, K, base);
-    double2 const y = rope::turn(position, m + 1, K, base);
-    fragment.cos[half] = half2(__double2half(x.x), __double2half(y.x));
-    fragment.sin[half] = half2(__double2half(x.y), __double2half(y.y));
-    turns[position * (K / 2) + m] = {static_cast<float>(x.x), static_cast<float>(x.y)};
-    turns[position * (K / 2) + m + 1] = {static_cast<float>(y.x), static_cast<float>(y.y)};
-  }
-  fragment_turns[i] = fragment;
-}
-
 }  // namespace htree_cuda::gradient
