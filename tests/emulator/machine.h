@@ -76,6 +76,7 @@ struct AsyncOperation {
   Place barrier{nullptr, 0};
   uint32_t bytes = 0;
   Place source{nullptr, 0};  // shared memory that must not change before it has been read
+  bool late = false;         // lands when nothing else can run
 };
 
 struct Product {

@@ -210,6 +210,7 @@ void start(AsyncOperation operation) {
     std::memset(row.block->shared + row.offset, 0xff, row.bytes);
     std::fill_n(row.block->marks.begin() + row.offset / kGranule, (row.bytes + kGranule - 1) / kGranule, kClean);
   }
+  operation.late = machine.draw() % 4 == 0;
   machine.in_flight.push_back(std::move(operation));
 }
 

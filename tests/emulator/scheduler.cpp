@@ -99,7 +99,10 @@ void run_fibers() {
   size_t alive = machine.fibers.size();
   while (alive > 0) {
     if (!machine.in_flight.empty() && machine.draw() % 8 == 0) {
-      land_operation(machine.draw() % machine.in_flight.size());
+      size_t const index = machine.draw() % machine.in_flight.size();
+      if (!machine.in_flight[index].late) {
+        land_operation(index);
+      }
     }
     Fiber* fiber = choose();
     if (fiber == nullptr) {
