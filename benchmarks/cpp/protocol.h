@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <exception>
 #include <string>
 #include <thread>
 #include <vector>
@@ -151,6 +152,17 @@ inline void print_machine(Nvml const& nvml) {
   std::printf("\"gpu\": \"%s\", \"sm_count\": %d, \"l2_bytes\": %d, \"driver\": \"%s\", \"cuda\": \"%d.%d\"",
               properties.name, properties.multiProcessorCount, properties.l2CacheSize, nvml.driver().c_str(),
               runtime / 1000, runtime % 1000 / 10);
+}
+
+// What main() returns: run's status, or 2 and the error on stderr.
+template <class Run>
+int guarded(Run&& run, int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (std::exception const& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 2;
+  }
 }
 
 }  // namespace htree_cuda::benchmark

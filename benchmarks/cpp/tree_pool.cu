@@ -242,10 +242,6 @@ int run(bool check_only) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
-    return run(argc > 1 && std::string(argv[1]) == "--check-only");
-  } catch (std::exception const& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 2;
-  }
+  auto const checks = [](int count, char** values) { return run(count > 1 && std::string(values[1]) == "--check-only"); };
+  return benchmark::guarded(checks, argc, argv);
 }
