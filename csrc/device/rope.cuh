@@ -87,15 +87,29 @@ struct alignas(16) Turns {
   half2 sin[2];
 };
 
-// lo and hi of four packed pairs each, [a0, a1 | a2, a3] of the two fragments.
+// lo and hi of four packed pairs each, [a0, a1 | a2, a3] of the two fragments; in place where they are q's.
 __device__ __forceinline__ void turn_fragments(half2 (&lo)[4], half2 (&hi)[4], half2 const (&q_lo)[4],
                                                half2 const (&q_hi)[4], Turns const& turns) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     half2 const c = turns.cos[i / 2];
     half2 const s = turns.sin[i / 2];
-    lo[i] = __hfma2(q_hi[i], __hneg2(s), __hmul2(q_lo[i], c));  // negating q would be hoisted into registers
-    hi[i] = __hfma2(q_lo[i], s, __hmul2(q_hi[i], c));
+    half2 const x = q_lo[i];
+    half2 const y = q_hi[i];
+    lo[i] = __hfma2(y, __hneg2(s), __hmul2(x, c));  // negating q would be hoisted into registers
+    hi[i] = __hfma2(x, s, __hmul2(y, c));
+  }
+}
+
+// The other way round and in place, in an order that needs one register beside them.
+__device__ __forceinline__ void turn_fragments_back(half2 (&lo)[4], half2 (&hi)[4], Turns const& turns) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    half2 const c = turns.cos[i / 2];
+    half2 const s = turns.sin[i / 2];
+    half2 const across = __hmul2(hi[i], s);
+    hi[i] = __hfma2(lo[i], __hneg2(s), __hmul2(hi[i], c));
+    lo[i] = __hfma2(lo[i], c, across);
   }
 }
 

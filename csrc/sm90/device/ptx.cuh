@@ -240,4 +240,10 @@ __device__ __forceinline__ float exp2_movable(float x) {
   return y;
 }
 
+// x, which the compiler keeps in a register instead of computing it again wherever it is needed.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 }  // namespace htree_cuda::ptx

@@ -1,5 +1,5 @@
-// Warpgroup matrix multiplication of 16-bit elements with float32 sums, over the atoms that CUTLASS wraps: 64 x 64 x 16
-// and 64 x 256 x 16 with B transposed. Operands in shared memory are panels of 64 elements a row, 128-byte swizzle
+// Warpgroup matrix multiplication of 16-bit elements with float32 sums, over the atoms that CUTLASS wraps: 64 rows and as
+// many columns as there are accumulators. Operands in shared memory are panels of 64 elements a row, 128-byte swizzle
 // (gather.cuh): scores contract the columns of a panel (K-major), values its rows (MN-major).
 #pragma once
 
@@ -22,31 +22,54 @@ inline constexpr int kValueAccumulators = 128;  // of a 64 x 256 result
 // Elements along the contraction that one instruction takes.
 inline constexpr int kDepth = 16;
 
-template <class Element, int kCount>
+using cute::SM90::GMMA::Major;
+
+// Element of both operands; kMajor of B, which has kCount / 4 blocks of eight columns.
+template <class Element, int kCount, Major kMajor>
 struct Atom;
 
 template <>
-struct Atom<cutlass::bfloat16_t, kAccumulators> {
-  using RS = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
-  using SS = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+struct Atom<cutlass::bfloat16_t, 32, Major::K> {
+  using RS = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::K>;
+  using SS = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<Major::K, Major::K>;
 };
 
 template <>
-struct Atom<cutlass::half_t, kAccumulators> {
-  using RS = cute::SM90::GMMA::MMA_64x64x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
-  using SS = cute::SM90::GMMA::MMA_64x64x16_F32F16F16_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+struct Atom<cutlass::half_t, 32, Major::K> {
+  using RS = cute::SM90::GMMA::MMA_64x64x16_F32F16F16_RS<Major::K, Major::K>;
+  using SS = cute::SM90::GMMA::MMA_64x64x16_F32F16F16_SS<Major::K, Major::K>;
 };
 
 template <>
-struct Atom<cutlass::bfloat16_t, kValueAccumulators> {
-  using RS = cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>;
-  using SS = cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>;
+struct Atom<cutlass::bfloat16_t, 32, Major::MN> {
+  using RS = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::MN>;
 };
 
 template <>
-struct Atom<cutlass::half_t, kValueAccumulators> {
-  using RS = cute::SM90::GMMA::MMA_64x256x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>;
-  using SS = cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>;
+struct Atom<cutlass::half_t, 32, Major::MN> {
+  using RS = cute::SM90::GMMA::MMA_64x64x16_F32F16F16_RS<Major::K, Major::MN>;
+};
+
+template <>
+struct Atom<cutlass::bfloat16_t, 64, Major::MN> {
+  using RS = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>;
+};
+
+template <>
+struct Atom<cutlass::half_t, 64, Major::MN> {
+  using RS = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<Major::K, Major::MN>;
+};
+
+template <>
+struct Atom<cutlass::bfloat16_t, 128, Major::MN> {
+  using RS = cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_RS<Major::K, Major::MN>;
+  using SS = cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<Major::K, Major::MN>;
+};
+
+template <>
+struct Atom<cutlass::half_t, 128, Major::MN> {
+  using RS = cute::SM90::GMMA::MMA_64x256x16_F32F16F16_RS<Major::K, Major::MN>;
+  using SS = cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<Major::K, Major::MN>;
 };
 
 // Matrix descriptor of an operand with the 128-byte swizzle: the start address in units of 16 bytes, 1024 bytes between
@@ -82,17 +105,17 @@ __device__ __forceinline__ void ss(float (&acc)[sizeof...(I)], uint64_t a, uint6
 
 }  // namespace detail
 
-// acc (+)= A B^T, or A B where acc is 64 x 256; A in registers: 64 x 16, this thread's fragment in the order of
+// acc (+)= A B^T (Major::K) or A B (Major::MN); A in registers: 64 x 16, this thread's fragment in the order of
 // ldmatrix.x4.
-template <class Element, int kCount>
+template <class Element, Major kMajor = Major::K, int kCount>
 __device__ __forceinline__ void mma_rs(float (&acc)[kCount], uint32_t const (&a)[4], uint64_t b, bool accumulate) {
-  detail::rs<typename Atom<Element, kCount>::RS>(acc, a, b, accumulate, std::make_index_sequence<kCount>{});
+  detail::rs<typename Atom<Element, kCount, kMajor>::RS>(acc, a, b, accumulate, std::make_index_sequence<kCount>{});
 }
 
 // The same with A in shared memory.
-template <class Element, int kCount>
+template <class Element, Major kMajor = Major::K, int kCount>
 __device__ __forceinline__ void mma_ss(float (&acc)[kCount], uint64_t a, uint64_t b, bool accumulate) {
-  detail::ss<typename Atom<Element, kCount>::SS>(acc, a, b, accumulate, std::make_index_sequence<kCount>{});
+  detail::ss<typename Atom<Element, kCount, kMajor>::SS>(acc, a, b, accumulate, std::make_index_sequence<kCount>{});
 }
 
 // Before the first multiplication that reads registers which ordinary instructions wrote or read.

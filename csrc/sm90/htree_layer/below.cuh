@@ -1,5 +1,7 @@
 // Walk::kBelow: a warp computes the scores of its query against one selected parent after the other, by ldmatrix and
-// mma.sync. A rank has a RoPE position of its own, so the query turns for every parent.
+// mma.sync. A rank has a RoPE position of its own, so the query turns from parent to parent: in place, by the sixteen
+// positions between them, with turns that stay in registers. It begins anew from the query itself and the table every
+// few ranks of its own (`Args::turn_period`), before what rounding adds up to matters.
 #pragma once
 
 #include "consumer.cuh"
@@ -10,167 +12,226 @@ template <class Cfg>
 class BelowConsumer : public Consumer<Cfg> {
   using Base = Consumer<Cfg>;
   using Base::active_;
-  using Base::add_values;
-  using Base::advance;
   using Base::apply_scales;
   using Base::args_;
-  using Base::closed;
   using Base::consider;
-  using Base::exponentials;
-  using Base::fetch_closed;
+  using Base::cursor_;
   using Base::groups_;
   using Base::kHalf;
   using Base::kK;
-  using Base::kV;
+  using Base::kSteps;
+  using Base::kValueTiles;
   using Base::lane_;
+  using Base::o_;
   using Base::position_;
   using Base::q_;
-  using Base::rightmost;
   using Base::tq_;
-  using Base::value_lane_;
   using Base::warp_;
-  // Turns that are loaded ahead, in ranks and in k-steps of one; registers decide.
-  static constexpr int kFetched = Cfg::kReadsValues ? 1 : 2;
-  static constexpr int kAhead = Cfg::kReadsValues && kK == 128 && kV == 128 ? kHalf / 2 : kHalf;
 
 public:
-  __device__ explicit BelowConsumer(Args const& args) : Base(args), key_lane_(Base::lane_offset(Cfg::kKeyRowBytes)) {}
+  __device__ explicit BelowConsumer(Args const& args)
+      : Base(args),
+        key_lane_(ptx::opaque(lane_offset(Cfg::kKeyRowBytes, lane_ / 16, lane_ / 8 % 2))),
+        value_lane_(ptx::opaque(lane_offset(Cfg::kValueRowBytes, lane_ / 8 % 2, lane_ / 16))) {
+    if (!active_) return;
+    // Where there is a second parent, the table reaches so far.
+    if (position_ >= kSiblings) {
+#pragma unroll
+      for (int kk = 0; kk < kHalf; ++kk) step_[kk] = turns(kSiblings, kk);
+    }
+    if (Base::split()) skip(warp_);
+    if constexpr (Cfg::kReadsValues) {
+      fetch_closed();
+#pragma unroll
+      for (int kk = 0; kk < kSteps; ++kk) {
+        auto const& x = reinterpret_cast<uint32_t const(&)[4]>(q_[kk]);
+        saved_query()[kk * 32] = {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
+                                  __uint_as_float(x[3])};
+      }
+    }
+  }
 
   __device__ void run(Ring<Cfg> const& ring) {
     RingPosition<Cfg::kStages> at;
-    if (active_ && position_ >= 0) {
-#pragma unroll
-      for (int i = 0; i < kFetched; ++i) fetch(i, i);
-    }
-    for (int group = 0; group < groups_; ++group) {
+    uint32_t const stages = ptx::opaque(ring.stages);
+    for (int groups = groups_; groups > 0; --groups) {
       ring.barriers.wait_full(at, "htree_layer consumer: full");
       uint32_t mine = active_ ? ptx::load_shared_4B(ring.masks + at.slot * Cfg::kMaskBytes + 4 * warp_) : 0u;
-      uint32_t const stage = ring.stages + at.slot * Cfg::kStageBytes;
+      uint32_t const stage = stages + at.slot * Cfg::kStageBytes;
 #pragma unroll 1
       while (mine != 0) {
-        uint32_t const first = stage + (__ffs(mine) - 1) * Cfg::kSlotBytes;
+        if (left_ <= 0) begin_turning();
+        parent(stage + (__ffs(mine) - 1) * Cfg::kSlotBytes);
         mine &= mine - 1;
-        if (mine != 0) {
-          two_parents(first, stage + (__ffs(mine) - 1) * Cfg::kSlotBytes);
-          mine &= mine - 1;
-        } else {
-          one_parent(first);
-        }
       }
       __syncwarp();
       if (lane_ == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
       at = at.ahead(1);
     }
+    if constexpr (Cfg::kReadsValues) {
+      if (Base::spoilt_ >> 31) spoil();
+    }
     Base::finish(ring);
   }
 
 private:
-  __device__ __forceinline__ rope::Turns turns(int ahead, int kk) const {
-    int const further = position_ - kSiblings * ahead * args_.rank_step;
-    rope::Turns const* const row = args_.fragment_turns + ((further < 0 ? rightmost() : further) * (kK / 8) + tq_);
-    uint4 const x = __ldg(reinterpret_cast<uint4 const*>(row + kk * 4));
+  // Where this lane points ldmatrix in 16 rows, in the half and at the chunk that its eight lanes name: such that the two
+  // registers of a fragment of B come one after the other.
+  __device__ __forceinline__ uint32_t lane_offset(int row_bytes, int half, int chunk) const {
+    int const row = lane_ % 8 + half * 8;
+    return row * row_bytes + ((chunk ^ row % 8) << 4);
+  }
+
+  // Of rows that begin at multiples of 128 bytes and are at most 256 long, the two chunks of step kk as this lane names
+  // them: four addresses serve all steps, the rest is a constant.
+  static __device__ __forceinline__ uint32_t chunks_of(uint32_t lane_address, int kk) {
+    return (lane_address ^ (kk % 4 << 5)) + kk / 4 * 128;
+  }
+
+  // Beside O there are no registers for the query as it is: it waits where the state was read and will be written.
+  __device__ __forceinline__ float4* saved_query() const {
+    static_assert(!Cfg::kReadsValues || kSteps <= kValueTiles);
+    return args_.state_out + Base::state_row() * kValueTiles * 32 + lane_;
+  }
+
+  // The query as the parent at hand sees it.
+  __device__ __forceinline__ auto& turned() {
+    if constexpr (Cfg::kReadsValues) {
+      return q_;
+    } else {
+      return turned_;
+    }
+  }
+
+  __device__ __forceinline__ rope::Turns turns(int position, int kk) const {
+    uint4 const x =
+        __ldg(reinterpret_cast<uint4 const*>(args_.fragment_turns + (position * (kK / 8) + kk * 4 + tq_)));
     return *reinterpret_cast<rope::Turns const*>(&x);
   }
 
-  // k-steps in the order in which scores take them: the first half of them touches every 128-byte line of a row of
-  // turns, so that the others, loaded when they are needed, come from L1.
-  static constexpr int step_at(int i) { return kHalf == 4 ? (i % 2) * 2 + i / 2 : i; }
-
-  // What the parent `ahead` ranks further needs; the last parent's where there is none.
-  __device__ __forceinline__ void fetch(int buffer, int ahead) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) fetched_[buffer][i] = turns(ahead, step_at(i));
-    if constexpr (Cfg::kReadsValues) fetch_closed(ahead);
+  // A split query: on by so many periods, which are others' to sum.
+  __device__ __forceinline__ void skip(int periods) {
+    position_ -= periods * args_.turn_period * kSiblings;
+    cursor_ += periods * args_.turn_period;
   }
 
-  // Two chains of products where registers allow: their latency is what these passes wait for; beside O, the products of
-  // the parent before fill the gaps of one. Returns whether some value of the parent is not finite.
-  __device__ __forceinline__ bool scores(uint32_t slot, int ahead, float (&raw)[2][4]) {
-    constexpr bool kTwoChains = !Cfg::kReadsValues;
-    float second[2][4];
-    float(&upper)[2][4] = kTwoChains ? second : raw;
+  __device__ __forceinline__ void begin_turning() {
+    if (Base::split() && left_ == 0) {
+      skip(Cfg::kConsumers - 1);
+      if constexpr (Cfg::kReadsValues) fetch_closed();
+    }
+    if constexpr (Cfg::kReadsValues) {
+#pragma unroll
+      for (int kk = 0; kk < kSteps; ++kk) {
+        float4 const x = saved_query()[kk * 32];
+        auto& words = reinterpret_cast<uint32_t(&)[4]>(q_[kk]);
+        words[0] = __float_as_uint(x.x), words[1] = __float_as_uint(x.y);
+        words[2] = __float_as_uint(x.z), words[3] = __float_as_uint(x.w);
+      }
+    }
+#pragma unroll
+    for (int kk = 0; kk < kHalf; ++kk) {
+      rope::turn_fragments(turned()[kk], turned()[kk + kHalf], q_[kk], q_[kk + kHalf], turns(position_, kk));
+    }
+    left_ = args_.turn_period;
+  }
+
+  // On to the next rank.
+  __device__ __forceinline__ void turn() {
+#pragma unroll
+    for (int kk = 0; kk < kHalf; ++kk) rope::turn_fragments_back(turned()[kk], turned()[kk + kHalf], step_[kk]);
+  }
+
+  // Scores of the parent at hand, in two chains of products, whose latency is long; then the query turns to the next.
+  __device__ __forceinline__ void scores(uint32_t slot, float (&raw)[2][4]) {
+    float upper[2][4];
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) raw[tile][e] = second[tile][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) raw[tile][e] = upper[tile][e] = 0.0f;
     }
-    rope::Turns late[kHalf - kAhead + 1];
+    uint32_t const keys = slot + key_lane_;
 #pragma unroll
-    for (int i = kAhead; i < kHalf; ++i) late[i - kAhead] = turns(ahead, step_at(i));
-    // Where the rows are equally long, one register serves keys and values.
-    uint32_t const keys = slot + Cfg::kKeyOffset + (kK == kV ? value_lane_ : key_lane_);
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-      int const kk = step_at(i);
-      half2 lo[4], hi[4];
-      rope::turn_fragments(lo, hi, q_[kk], q_[kk + kHalf],
-                           i < kAhead ? fetched_[ahead % kFetched][i] : late[i - kAhead]);
+    for (int i = 0; i < kSteps; ++i) {
+      int const kk = i / 2 + i % 2 * kHalf;
       uint32_t b[4];
-      ptx::load_matrix_x4(b, keys ^ (kk << 5));
-      auto const& a_lo = reinterpret_cast<uint32_t const(&)[4]>(lo);
-      ptx::mma_fp16(raw[0], a_lo, b[0], b[1]);
-      ptx::mma_fp16(raw[1], a_lo, b[2], b[3]);
-      ptx::load_matrix_x4(b, keys ^ ((kk + kHalf) << 5));
-      auto const& a_hi = reinterpret_cast<uint32_t const(&)[4]>(hi);
-      ptx::mma_fp16(upper[0], a_hi, b[0], b[1]);
-      ptx::mma_fp16(upper[1], a_hi, b[2], b[3]);
+      ptx::load_matrix_x4(b, chunks_of(keys, kk) + Cfg::kKeyOffset);
+      auto const& a = reinterpret_cast<uint32_t const(&)[4]>(turned()[kk]);
+      float(&to)[2][4] = i % 2 ? upper : raw;
+      ptx::mma_fp16(to[0], a, b[0], b[1]);
+      ptx::mma_fp16(to[1], a, b[2], b[3]);
     }
-    if constexpr (kTwoChains) {
+    turn();
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
+    for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) raw[tile][e] += second[tile][e];
-      }
+      for (int e = 0; e < 4; ++e) raw[tile][e] += upper[tile][e];
     }
-    return apply_scales(slot + Cfg::kScaleOffset, raw);
+    apply_scales(slot + Cfg::kScaleOffset, raw);
   }
 
-  __device__ __forceinline__ void one_parent(uint32_t slot) {
+  // Which candidates of the parent at hand are closed, if its layer selects.
+  __device__ __forceinline__ void fetch_closed() {
+    if (args_.layer > 0 && position_ >= 0) closed_ = args_.closed[cursor_];
+  }
+
+  __device__ __forceinline__ void parent(uint32_t slot) {
     bool const last = position_ < kSiblings;
     float raw[2][4];
-    bool const infinite = scores(slot, 0, raw);
+    scores(slot, raw);
     if constexpr (Cfg::kReadsValues) {
-      uint32_t const dead = closed(last);
-      fetch(0, 1);
-      uint32_t p[4];
-      exponentials(raw, dead, p);
-      add_values(slot + Cfg::kValueOffset, p, 0, last, infinite);
+      uint32_t const dead = args_.layer > 0 ? closed_ : last ? Base::behind(Base::rightmost()) : 0u;
+      if (dead != 0) Base::mask(raw, dead);
+      uint32_t p[1][4];
+      Base::template exponentials<1>(raw, p);
+      add_values(slot, p[0]);
     } else {
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) fetched_[0][i] = fetched_[1][i];
-      fetch(1, 2);
       consider(raw, 0, last);
     }
-    advance(1);
+    position_ -= kSiblings;
+    cursor_ += 1;
+    left_ -= 1;
+    if constexpr (Cfg::kReadsValues) fetch_closed();
   }
 
-  __device__ __forceinline__ void two_parents(uint32_t slot, uint32_t next_slot) {
-    bool const last = position_ < 2 * kSiblings;
-    float raw[2][4], next[2][4];
-    bool const infinite = scores(slot, 0, raw);
-    if constexpr (Cfg::kReadsValues) {
-      uint32_t const dead = closed(false);
-      fetch(0, 1);
-      uint32_t p[4];
-      exponentials(raw, dead, p);
-      bool const next_infinite = scores(next_slot, 1, next);  // between the products of the first
-      add_values(slot + Cfg::kValueOffset, p, 0, false, infinite);
-      uint32_t const next_dead = closed(last);
-      fetch(0, 2);
-      exponentials(next, next_dead, p);
-      add_values(next_slot + Cfg::kValueOffset, p, 1, last, next_infinite);
-    } else {
-      scores(next_slot, 1, next);
-      fetch(0, 2);
-      fetch(1, 3);
-      consider(raw, 0, false);
-      consider(next, 1, last);
+  // See Base::spoil.
+  __device__ __forceinline__ void spoil() {
+    std::int64_t const list = static_cast<std::int64_t>(ptx::block_index()) * kBlockQueries * args_.top_k;
+    int const count = args_.union_count[ptx::block_index()];
+    int rank = 0;
+#pragma unroll 1
+    for (int entry = 0; entry < count; ++entry) {
+      bool const mine =
+          Base::split() ? Base::takes(entry) : args_.union_masks[list + entry] >> warp_ & 1u;
+      std::int64_t const node = args_.union_nodes[list + entry];
+      char const* const block = Base::packed_parents() + node * args_.block_bytes;
+      if (mine && *reinterpret_cast<float const*>(block) < 0.0f) Base::spoil(node, rank);
+      rank += Base::split() || mine;
     }
-    advance(2);
+  }
+
+  // O += P V, each fragment of V loaded a step ahead.
+  __device__ __forceinline__ void add_values(uint32_t slot, uint32_t const (&p)[4]) {
+    uint32_t const values = slot + value_lane_;
+    uint32_t b[2][4];
+    ptx::load_matrix_x4_transposed(b[0], chunks_of(values, 0) + Cfg::kValueOffset);
+#pragma unroll
+    for (int step = 0; step < kValueTiles / 2; ++step) {
+      uint32_t(&now)[4] = b[step % 2];
+      if (step + 1 < kValueTiles / 2) {
+        ptx::load_matrix_x4_transposed(b[(step + 1) % 2], chunks_of(values, step + 1) + Cfg::kValueOffset);
+      }
+      Pairs<typename Cfg::Element>::mma(o_[2 * step], p, now[0], now[1]);
+      Pairs<typename Cfg::Element>::mma(o_[2 * step + 1], p, now[2], now[3]);
+    }
   }
 
   uint32_t const key_lane_;
-  rope::Turns fetched_[kFetched][kAhead];
+  uint32_t const value_lane_;
+  uint32_t closed_ = 0;
+  int left_ = -1;  // ranks until turning begins anew; -1: until it begins
+  half2 turned_[Cfg::kReadsValues ? 1 : kSteps][4];
+  rope::Turns step_[kHalf];
 };
 
 }  // namespace htree_cuda::layer

@@ -3,18 +3,19 @@
 //
 //   CTA           12 consumer warps (3 warpgroups), one query each: consecutive queries of one (b, h_kv);
 //                 a producer warp in a fourth warpgroup, whose other warps idle
-//   pairs         kBelow: a consumer takes two of its parents at a time where a stage holds two, so that latencies of one
-//                 hide behind the other; the arithmetic is that of one after the other, bit for bit
+//   products      kBelow: mma.sync, a parent at a time; kFirst: WGMMA, a warpgroup its four queries against the four parents
+//                 of a stage. P of parents that a query does not take is zero
 //   slot          one parent: 16 keys (fp16, turned by their node or place), their scales, 16 values, as smxx/tree_pack
 //                 laid them out in global memory; kBelow: one bulk copy
 //   stage         four slots and their query masks, one full and one empty mbarrier; kFirst: one tile of tree_pack, whose
-//                 keys are panels of 64 rows for WGMMA; one bulk copy
+//                 keys and values are panels of 64 rows for WGMMA; one bulk copy
 //   order         the producer streams the union of the block's parents, ascending; a consumer takes those it selected
 //                 and counts its own rank j; below its first layer that gives the RoPE position n - 1 - 16 j
-//   one query     a call with a single query has one block of it a head, and splits it: consumer w takes the parents of
-//                 rank w, w + 12, ..., with a running state of its own, and the states are merged in the end
+//   one query     a call with a single query has one block of it a head, and splits it: the consumers take turns, a
+//                 `turn_period` of ranks each, with running states of their own, which are merged in the end
 //   registers     160 a consumer thread, 32 a producer thread: 3 * 128 * 160 + 128 * 32 = 65536
-//   shared memory as many stages as fit in 224 KB: 6 (24 parents) at K = V = 128
+//   shared memory 224 KB: kFirst: the queries, as WGMMA reads them; else as many stages as fit. At K = V = 128 these are 6
+//                 (24 parents), and 5 in values passes of kFirst
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,6 +24,7 @@
 #include <cstdint>
 
 #include "../../device/candidates.cuh"
+#include "../../device/forward_steps.h"
 #include "../../device/rope.cuh"
 
 namespace htree_cuda::layer {
@@ -66,7 +68,7 @@ struct Config {
   static constexpr int kCopySlots = kWalk == Walk::kFirst ? kTileParents : 1;
   static constexpr int kCopyBytes = kCopySlots * (kScaleBytes + kKeyBytes + kValueBytes);
   static constexpr int kKeyOffset = kWalk == Walk::kFirst ? 1024 : 256;
-  static constexpr int kKeyPanelBytes = kCopySlots * kSiblings * 128;
+  static constexpr int kPanelBytes = kCopySlots * kSiblings * 128;  // kFirst
   static constexpr int kScaleOffset = kKeyOffset - kCopySlots * kScaleBytes;
   static constexpr int kValueOffset = kKeyOffset + kCopySlots * kKeyBytes;
   static constexpr int kSlotBytes = kKeyOffset + kCopySlots * (kKeyBytes + kValueBytes);  // of slots copied at once
@@ -77,10 +79,14 @@ struct Config {
 
   static constexpr int kMaskBytes = 4 * kConsumers;   // a word a query; bit i: it takes slot i
   static constexpr int kControlBytes = 16 + kMaskBytes;  // of a stage: full, empty, masks
-  static constexpr int kFit = 224 * 1024 / (kStageBytes + kControlBytes);
+  // kFirst: the turned queries, for each warpgroup panels of 64 rows, the heads of its four queries.
+  static constexpr int kQueryPanelBytes = 64 * 128;
+  static constexpr int kQueryBytes = kWalk == Walk::kFirst ? kK / 64 * kQueryPanelBytes : 0;
+  static constexpr int kFit = (224 * 1024 - kConsumers / 4 * kQueryBytes) / (kStageBytes + kControlBytes);
   static constexpr int kStages = kFit < 12 ? kFit : 12;
   static constexpr int kAlignment = 1024;
-  static constexpr int kSharedBytes = kAlignment + kStages * (kStageBytes + kControlBytes);
+  static constexpr int kRingOffset = kConsumers / 4 * kQueryBytes;
+  static constexpr int kSharedBytes = kAlignment + kRingOffset + kStages * (kStageBytes + kControlBytes);
   static_assert(kStages >= 3 && kSharedBytes <= 232448);
 
   // Where a query is split, the ring is reused in the end: 16 bytes for every consumer and head, then O as fragments.
@@ -88,6 +94,7 @@ struct Config {
   static constexpr int kMergeOutBytes = kConsumers * (kV / 8) * 32 * 16;
   static_assert(!kReadsValues || kMergeHeadBytes + kMergeOutBytes <= kStages * kStageBytes);
   static constexpr int kMergeBarrier = 1;
+  static constexpr int kQueryBarrier = 2;  // and one more for each further warpgroup
 };
 
 // Everything a launch reads and writes. Rows are queries of the launch: row = block * 12 + warp. Where a query is split,
@@ -97,6 +104,7 @@ struct Args {
   char const* packed;             // the layer: [B, H_kv, parents] blocks of block_bytes, as the walk wants them
   std::int64_t parents_per_head;
   std::int64_t block_bytes;
+  packing::Source values;         // of the layer, unpacked; kValues
   float2 const* turns;                 // [positions, K / 2]; kFirst
   rope::Turns const* fragment_turns;   // [positions, K / 32, 4]; kBelow
 
@@ -110,7 +118,8 @@ struct Args {
   int G;
   rope::ScoreScale scale;
   bool strict_causal;
-  int rank_step;                  // ranks from one parent of a consumer to its next: 12 where a query is split, else 1
+  int turn_period;                // ranks until a query turns anew from itself; kBelow
+  bool split;                     // one query, over all consumers of its block
 
   int layer;
   int layers;

@@ -53,22 +53,12 @@ protected:
 #pragma unroll
       for (int i = 0; i < kSteps * 4; ++i) q_[i / 4][i % 4] = half2{};
     }
-    if (split()) {
-      position_ -= kSiblings * warp_;  // negative where this consumer has no parent
-      cursor_ += warp_;
-    }
-    value_lane_ = lane_offset(Cfg::kValueRowBytes);
   }
 
-  // One query over all consumers of the block; nobody has two parents of one stage then.
-  __device__ __forceinline__ bool split() const { return args_.rank_step != 1; }
+  // One query over all consumers of the block.
+  __device__ __forceinline__ bool split() const { return args_.split; }
+  __device__ __forceinline__ bool takes(int rank) const { return consumer_of(args_, rank) == static_cast<int>(warp_); }
   __device__ __forceinline__ uint32_t query() const { return split() ? 0 : warp_; }
-  // Where this lane points ldmatrix in 16 rows: lanes 0 .. 15 name rows 0 .. 7, the others rows 8 .. 15, and the chunks of
-  // each eight lanes alternate.
-  __device__ __forceinline__ uint32_t lane_offset(int row_bytes) const {
-    int const row = lane_ % 8 + lane_ / 16 * 8;
-    return row * row_bytes + ((lane_ / 8 % 2 ^ row % 8) << 4);
-  }
   __device__ __forceinline__ int head_row(int i) const { return g_ + 8 * i; }
   __device__ __forceinline__ std::int64_t row() const {
     return static_cast<int>(ptx::block_index()) * kBlockQueries + query();
@@ -194,24 +184,15 @@ protected:
 
   __device__ __forceinline__ float exponent(int i, float raw) const { return (raw - max_[i]) * unit_[i]; }
 
-  // Which candidates of the parent `ahead` ranks further are closed; the last parent's where there is none.
-  __device__ __forceinline__ void fetch_closed(int ahead) {
-    int const step = ahead * args_.rank_step;
-    if (args_.layer > 0) closed_ = args_.closed[cursor_ + (position_ < kSiblings * step ? 0 : step)];
-  }
-
   // raw[tile][e]: column 8 tile + 2 tq + e % 2 of row e / 2, products before and scores after. scales: the keys' scales.
-  // Returns whether some value of the parent is not finite, the same in every lane.
-  __device__ __forceinline__ bool apply_scales(uint32_t scales, float (&raw)[2][4]) const {
-    bool infinite_values = false;
+  __device__ __forceinline__ void apply_scales(uint32_t scales, float (&raw)[2][4]) {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       float2 const scale = ptx::load_shared_8B(scales + tile * 32 + tq_ * 8);
-      infinite_values = scale.x < 0.0f;
+      if constexpr (Cfg::kReadsValues) spoilt_ |= __float_as_uint(scale.x);
 #pragma unroll
       for (int e = 0; e < 4; ++e) raw[tile][e] *= fabsf(e % 2 ? scale.y : scale.x);
     }
-    return infinite_values;
   }
 
   // Candidates of `dead` (bit c: child c) take no part.
@@ -233,16 +214,8 @@ protected:
   // The rightmost candidate's place among its siblings, in the last parent.
   __device__ __forceinline__ int rightmost() const { return position_ & (kSiblings - 1); }
 
-  __device__ __forceinline__ void advance(int parents) {
-    position_ -= parents * kSiblings * args_.rank_step;
-    cursor_ += parents * args_.rank_step;
-  }
-
-  // At the bottom only what lies behind the query is closed.
-  __device__ __forceinline__ uint32_t closed(bool last) const {
-    if (args_.layer > 0) return closed_;
-    return last ? 0xffffu & ~((2u << rightmost()) - 1u) : 0u;
-  }
+  // Children behind the rightmost candidate, in the last parent.
+  static __device__ __forceinline__ uint32_t behind(int rightmost) { return 0xffffu & ~((2u << rightmost) - 1u); }
 
   __device__ __forceinline__ void consider(float (&raw)[2][4], int ahead, bool last) {
     if constexpr (Cfg::kPass == Pass::kNormaliser) {
@@ -310,64 +283,85 @@ protected:
     }
   }
 
-  // P of one parent, rounded to the dtype, in A fragments; sums and O are rescaled where a maximum rises.
-  __device__ __forceinline__ void exponentials(float (&raw)[2][4], uint32_t dead, uint32_t (&p)[4]) {
-    if (dead != 0) mask(raw, dead);
-    float const largest[2] = {row_max(raw, 0), row_max(raw, 1)};
+  // P of some parents, rounded to the dtype, in A fragments; sums and O are rescaled where a maximum rises. That is rare,
+  // so it is found out afterwards, beside the exponentials.
+  template <int kParents>
+  __device__ __forceinline__ void exponentials(float const (&raw)[2 * kParents][4], uint32_t (&p)[kParents][4]) {
+    float sum[2] = {sum_[0], sum_[1]};
+    exponentiate<kParents>(raw, p, sum);
+    float largest[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      largest[i] = fmaxf(raw[0][2 * i], raw[0][2 * i + 1]);
+#pragma unroll
+      for (int tile = 1; tile < 2 * kParents; ++tile) {
+        largest[i] = fmaxf(largest[i], fmaxf(raw[tile][2 * i], raw[tile][2 * i + 1]));
+      }
+    }
     // A vote among the heads of one query: whatever it decides follows from this query's data.
     if (__any_sync(kFullWarp, exponent(0, largest[0]) > kSlack || exponent(1, largest[1]) > kSlack)) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float const row_largest = quad_max(largest[i]);
         float const factor = exponent(i, row_largest) > kSlack ? raise(i, row_largest) : 1.0f;
-        sum_[i] *= factor;
+        sum[i] = sum_[i] * factor;
 #pragma unroll
         for (int tile = 0; tile < kValueTiles; ++tile) {
           o_[tile][2 * i] *= factor;
           o_[tile][2 * i + 1] *= factor;
         }
       }
+      exponentiate<kParents>(raw, p, sum);
     }
+    sum_[0] = sum[0];
+    sum_[1] = sum[1];
+  }
+
+  template <int kParents>
+  __device__ __forceinline__ void exponentiate(float const (&raw)[2 * kParents][4], uint32_t (&p)[kParents][4],
+                                               float (&sum)[2]) const {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int parent = 0; parent < kParents; ++parent) {
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
+      for (int i = 0; i < 2; ++i) {
+        float x[4];
 #pragma unroll
-        for (int e = 2 * i; e < 2 * i + 2; ++e) {
-          raw[tile][e] = ptx::exp2_movable(exponent(i, raw[tile][e]));
+        for (int e = 0; e < 4; ++e) {
+          x[e] = ptx::exp2_movable(exponent(i, raw[2 * parent + e / 2][2 * i + e % 2]));
+        }
+        sum[i] += (x[0] + x[1]) + (x[2] + x[3]);
+        p[parent][i] = Pairs<Element>::pack(x[0], x[1]);
+        p[parent][2 + i] = Pairs<Element>::pack(x[2], x[3]);
+      }
+    }
+  }
+
+  // The ring holds zeros for values that are not finite. Once all is summed, those that the query took become NaN: the
+  // parents with negative scales are looked up again, and their values read where they came from.
+  __device__ __forceinline__ void spoil(std::int64_t parent, int rank) {
+    QueryBlock const block(args_.blocks, ptx::block_index());
+    Candidates const c =
+        candidates(args_.blocks.q_start + block.first + query(), args_.layer, args_.layers, args_.top_k);
+    uint32_t dead = rank == c.parents - 1 ? behind((c.n - 1) % kSiblings) : 0u;
+    if (args_.layer > 0) dead = args_.closed[row() * (args_.width / kSiblings) + rank];
+    packing::Source const& values = args_.values;
+    Element const* const rows = static_cast<Element const*>(values.in) + block.bh / args_.H_kv * values.stride_b +
+                                parent * kSiblings * values.stride_n + block.bh % args_.H_kv * values.stride_h + 2 * tq_;
+#pragma unroll 1
+    for (uint32_t open = 0xffffu & ~dead; open != 0; open &= open - 1) {
+      Element const* const row = rows + (__ffs(open) - 1) * values.stride_n;
+#pragma unroll
+      for (int tile = 0; tile < kValueTiles; ++tile) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (!isfinite(static_cast<float>(row[8 * tile + e]))) o_[tile][e] = o_[tile][2 + e] = __int_as_float(0x7fffffff);
         }
       }
-      sum_[i] += (raw[0][2 * i] + raw[0][2 * i + 1]) + (raw[1][2 * i] + raw[1][2 * i + 1]);
-      p[i] = Pairs<Element>::pack(raw[0][2 * i], raw[0][2 * i + 1]);
-      p[2 + i] = Pairs<Element>::pack(raw[1][2 * i], raw[1][2 * i + 1]);
     }
   }
 
-  // 0 * NaN is NaN: closed rows that may not be finite become zeros on the way to the product. They are in a query's last
-  // parent, which may hold later tokens, and in parents with a mean that overflowed. Rare, so which rows are closed is
-  // looked up again rather than kept in a register.
-  __device__ __forceinline__ void add_values(uint32_t parent, uint32_t const (&p)[4], int ahead, bool last,
-                                             bool infinite) {
-    if (!last && !infinite) return weighted_values(parent, p, ~0u, ~0u);
-    uint32_t const dead = args_.layer > 0 ? args_.closed[cursor_ + ahead] : closed(last);
-    uint32_t const mine = dead >> (2 * tq_);
-    auto const rows = [&](int first) {
-      return (mine >> first & 1u ? 0u : 0x0000ffffu) | (mine >> (first + 1) & 1u ? 0u : 0xffff0000u);
-    };
-    weighted_values(parent, p, rows(0), rows(8));
-  }
-
-  // parent: where its values begin.
-  __device__ __forceinline__ void weighted_values(uint32_t parent, uint32_t const (&p)[4], uint32_t keep_low,
-                                                  uint32_t keep_high) {
-    uint32_t const values = parent + value_lane_;
-#pragma unroll
-    for (int step = 0; step < kValueTiles / 2; ++step) {
-      uint32_t b[4];
-      ptx::load_matrix_x4_transposed(b, values ^ (step << 5));
-      Pairs<Element>::mma(o_[2 * step], p, b[0] & keep_low, b[2] & keep_high);
-      Pairs<Element>::mma(o_[2 * step + 1], p, b[1] & keep_low, b[3] & keep_high);
-    }
+  __device__ __forceinline__ char const* packed_parents() const {
+    return args_.packed + QueryBlock(args_.blocks, ptx::block_index()).bh * args_.parents_per_head * args_.block_bytes;
   }
 
   __device__ __forceinline__ void finish(Ring<Cfg> const& ring) {
@@ -552,9 +546,7 @@ protected:
   int groups_;    // of parents that pass by
   bool active_;   // the query exists, and walks this layer in this way
   int position_;  // of the query as the parent at hand sees it: n - 1 - 16 rank; below 16 in the last parent
-  int cursor_;    // of that parent in a row of importance or closed masks
-  uint32_t value_lane_;
-  uint32_t closed_ = 0;  // of the rank that was fetched last
+  int cursor_;    // of that parent among all of the rows of importance or closed masks
   half2 q_[kSteps][4];
   float unit_[2];
   float max_[2];      // running maximum, raw; kImportance: the normaliser's
@@ -562,6 +554,7 @@ protected:
   float log_sum_[2];  // of the normaliser: lse_g * log2(e) = max * unit + log_sum
   float right_[2];    // kNormaliser: the rightmost candidate's score
   float o_[kValueTiles][4];
+  uint32_t spoilt_ = 0;  // the signs of scales: some parent had values that are not finite
 };
 
 }  // namespace htree_cuda::layer

@@ -1,8 +1,11 @@
 // Walk::kFirst: a warpgroup computes the scores of its four queries against four parents at once by WGMMA, 64 heads by 64
-// keys, the queries in registers and the keys where the bulk copy put them. All queries see the same keys, so nothing is
-// read twice. What follows belongs to a warp and its query alone, parent after parent; a warp whose query does not take a
-// parent has its scores computed all the same and ignores them.
+// keys, and adds P V likewise, 64 heads by V columns; keys and values are where the bulk copy put them. All queries see the
+// same parents, so nothing is read twice. What is between the two products belongs to a warp and its query alone; scores
+// of parents that it does not take are ignored, and their P is zero. The queries wait in shared memory: beside O and the
+// scores there are no registers for them.
 #pragma once
+
+#include <type_traits>
 
 #include "../device/wgmma.cuh"
 #include "consumer.cuh"
@@ -14,68 +17,165 @@ class FirstConsumer : public Consumer<Cfg> {
   using Base = Consumer<Cfg>;
   using Base::active_;
   using Base::args_;
+  using Base::cursor_;
   using Base::groups_;
   using Base::kSteps;
+  using Base::kValueTiles;
   using Base::lane_;
+  using Base::o_;
   using Base::position_;
   using Base::q_;
   using Base::warp_;
-  static_assert(Cfg::kStageSlots * kSiblings == 64 && wgmma::kAccumulators == 8 * Cfg::kStageSlots);
+  static constexpr int kParents = Cfg::kStageSlots;
+  static_assert(kParents * kSiblings == 64 && wgmma::kAccumulators == 8 * kParents && wgmma::kDepth == kSiblings);
 
 public:
   __device__ explicit FirstConsumer(Args const& args) : Base(args) {}
 
   __device__ void run(Ring<Cfg> const& ring) {
     RingPosition<Cfg::kStages> at;
-    if constexpr (Cfg::kReadsValues) {
-      if (active_ && position_ >= 0) Base::fetch_closed(0);
-    }
+    uint32_t held = 0;  // empty barrier of the stage whose values are being multiplied
+    store_queries(queries_of(ring));
+    wgmma::Descriptor const queries(queries_of(ring));
+    fetch_closed();
     for (int group = 0; group < groups_; ++group) {
       ring.barriers.wait_full(at, "htree_layer consumer: full");
       uint32_t const mine = active_ ? ptx::load_shared_4B(ring.masks + at.slot * Cfg::kMaskBytes + 4 * warp_) : 0u;
       // Through a shuffle, which tells the compiler that it is uniform: descriptors live in uniform registers.
       uint32_t const stage = __shfl_sync(kFullWarp, ring.stages + at.slot * Cfg::kStageBytes, 0);
-      float products[wgmma::kAccumulators];
-      multiply(products, stage);
+      float raw[2 * kParents][4];
+      multiply_keys(raw, queries, stage);
+      if constexpr (Cfg::kReadsValues) {
+        if (group > 0) release(held);
+        held = ring.barriers.empty_at(at.slot);
+        uint32_t p[kParents][4] = {};
+        if (mine != 0) probabilities(raw, mine, stage, p);
+        multiply_values(p, stage);
+      } else {
 #pragma unroll
-      for (int slot = 0; slot < Cfg::kStageSlots; ++slot) {
-        if (mine >> slot & 1u) parent(reinterpret_cast<float(&)[2][4]>(products[8 * slot]), stage, slot);
+        for (int slot = 0; slot < kParents; ++slot) {
+          if (mine >> slot & 1u) consider(reinterpret_cast<float(&)[2][4]>(raw[2 * slot]), stage, slot);
+        }
+        release(ring.barriers.empty_at(at.slot));
       }
-      __syncwarp();
-      if (lane_ == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
+      position_ -= kParents * kSiblings;
+      cursor_ += kParents;
+      fetch_closed();
       at = at.ahead(1);
+    }
+    if constexpr (Cfg::kReadsValues) {
+      wgmma::wait<0>();
+      wgmma::pin(out());
+      if (groups_ > 0) release(held);
+      if (Base::spoilt_ >> 31) spoil();
     }
     Base::finish(ring);
   }
 
 private:
-  __device__ __forceinline__ void multiply(float (&products)[wgmma::kAccumulators], uint32_t stage) const {
+  __device__ __forceinline__ auto& out() { return reinterpret_cast<float(&)[4 * kValueTiles]>(o_); }
+
+  __device__ __forceinline__ void release(uint32_t empty) const {
+    __syncwarp();
+    if (lane_ == 0) barriers::mbarrier_arrive(empty);
+  }
+
+  // Of the parents of the group at hand, those up to the query's own; the others are not written.
+  __device__ __forceinline__ void fetch_closed() {
+    if constexpr (Cfg::kReadsValues) {
+      if (!active_ || args_.layer == 0) return;
+#pragma unroll
+      for (int slot = 0; slot < kParents; ++slot) {
+        if (position_ >= slot * kSiblings) closed_[slot] = args_.closed[cursor_ + slot];
+      }
+    }
+  }
+
+  // Where the queries of this warpgroup are.
+  __device__ __forceinline__ uint32_t queries_of(Ring<Cfg> const& ring) const {
+    return __shfl_sync(kFullWarp, ring.stages - Cfg::kRingOffset + warp_ / 4 * Cfg::kQueryBytes, 0);
+  }
+
+  // In the order of WGMMA's operands; a lane points stmatrix at row lane % 16 of its query, chunk lane / 16 of two.
+  __device__ __forceinline__ void store_queries(uint32_t queries) const {
+    int const row = warp_ % 4 * 16 + lane_ % 16;
+#pragma unroll
+    for (int kk = 0; kk < kSteps; ++kk) {
+      int const chunk = kk % 4 * 2 + lane_ / 16;
+      ptx::store_matrix_x4(queries + kk / 4 * Cfg::kQueryPanelBytes + row * 128 + ((chunk ^ row % 8) << 4),
+                           reinterpret_cast<uint32_t const(&)[4]>(q_[kk]));
+    }
+    ptx::fence_proxy_async_shared();
+    barriers::named_sync(Cfg::kQueryBarrier + warp_ / 4, 128);
+  }
+
+  // Raw scores of the stage's parents. Then P V of the stage before is complete as well.
+  __device__ __forceinline__ void multiply_keys(float (&raw)[2 * kParents][4], wgmma::Descriptor const& queries,
+                                                uint32_t stage) {
+    auto& products = reinterpret_cast<float(&)[wgmma::kAccumulators]>(raw);
     wgmma::Descriptor const keys(stage + Cfg::kKeyOffset);
     wgmma::fence();
 #pragma unroll
     for (int kk = 0; kk < kSteps; ++kk) {
-      wgmma::mma_rs<cutlass::half_t>(products, reinterpret_cast<uint32_t const(&)[4]>(q_[kk]),
-                                     keys.at(kk / 4 * Cfg::kKeyPanelBytes + kk % 4 * 32), kk > 0);
+      wgmma::mma_ss<cutlass::half_t>(products, queries.at(kk / 4 * Cfg::kQueryPanelBytes + kk % 4 * 32),
+                                     keys.at(kk / 4 * Cfg::kPanelBytes + kk % 4 * 32), kk > 0);
     }
     wgmma::commit();
     wgmma::wait<0>();
     wgmma::pin(products);
+    if constexpr (Cfg::kReadsValues) wgmma::pin(out());
   }
 
-  __device__ __forceinline__ void parent(float (&raw)[2][4], uint32_t stage, int slot) {
-    bool const last = position_ < kSiblings;
-    bool const infinite = Base::apply_scales(stage + Cfg::kScaleOffset + slot * Cfg::kScaleBytes, raw);
-    if constexpr (Cfg::kReadsValues) {
-      uint32_t const dead = Base::closed(last);
-      Base::fetch_closed(1);
-      uint32_t p[4];
-      Base::exponentials(raw, dead, p);
-      Base::add_values(stage + Cfg::kValueOffset + slot * Cfg::kValueBytes, p, 0, last, infinite);
-    } else {
-      Base::consider(raw, 0, last);
+  // O += P V, complete when the next stage's scores are.
+  __device__ __forceinline__ void multiply_values(uint32_t const (&p)[kParents][4], uint32_t stage) {
+    using Element =
+        std::conditional_t<std::is_same_v<typename Cfg::Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
+    wgmma::Descriptor const values(stage + Cfg::kValueOffset, Cfg::kPanelBytes);
+    wgmma::pin(out());
+    wgmma::fence();
+#pragma unroll
+    for (int slot = 0; slot < kParents; ++slot) {
+      wgmma::mma_rs<Element, wgmma::Major::MN>(out(), p[slot], values.at(slot * kSiblings * 128), true);
     }
-    Base::advance(1);
+    wgmma::commit();
   }
+
+  __device__ __forceinline__ void apply_scales(float (&raw)[2][4], uint32_t stage, int slot) {
+    Base::apply_scales(stage + Cfg::kScaleOffset + slot * Cfg::kScaleBytes, raw);
+  }
+
+  __device__ __forceinline__ void consider(float (&raw)[2][4], uint32_t stage, int slot) {
+    apply_scales(raw, stage, slot);
+    Base::consider(raw, slot, position_ < (slot + 1) * kSiblings);
+  }
+
+  __device__ __forceinline__ void probabilities(float (&raw)[2 * kParents][4], uint32_t mine, uint32_t stage,
+                                                uint32_t (&p)[kParents][4]) {
+#pragma unroll
+    for (int slot = 0; slot < kParents; ++slot) {
+      auto& x = reinterpret_cast<float(&)[2][4]>(raw[2 * slot]);
+      apply_scales(x, stage, slot);
+      bool const last = position_ < (slot + 1) * kSiblings;
+      uint32_t dead = args_.layer > 0 ? closed_[slot] : last ? Base::behind(Base::rightmost()) : 0u;
+      if ((mine >> slot & 1u) == 0) dead = 0xffffu;
+      if (dead != 0) Base::mask(x, dead);
+    }
+    Base::template exponentials<kParents>(raw, p);
+  }
+
+  // See Base::spoil.
+  __device__ __forceinline__ void spoil() {
+    QueryBlock const block(args_.blocks, ptx::block_index());
+    int const count = parents_of<Cfg>(args_, block, Base::query());
+#pragma unroll 1
+    for (int parent = 0; parent < count; ++parent) {
+      if (Base::split() && !Base::takes(parent)) continue;
+      char const* const tile = Base::packed_parents() + parent / kParents * kParents * args_.block_bytes;
+      if (reinterpret_cast<float const*>(tile)[parent % kParents * kSiblings] < 0.0f) Base::spoil(parent, parent);
+    }
+  }
+
+  uint32_t closed_[kParents] = {};
 };
 
 }  // namespace htree_cuda::layer

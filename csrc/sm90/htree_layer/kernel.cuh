@@ -12,8 +12,8 @@ namespace htree_cuda::layer {
 template <class Cfg>
 __global__ void __launch_bounds__(Cfg::kThreads, 1) htree_layer_kernel(const __grid_constant__ Args args) {
   extern __shared__ char shared_memory[];
-  uint32_t const base = ptx::shared_address(shared_memory);
-  Ring<Cfg> const ring((base + Cfg::kAlignment - 1) / Cfg::kAlignment * Cfg::kAlignment);
+  uint32_t const base = (ptx::shared_address(shared_memory) + Cfg::kAlignment - 1) / Cfg::kAlignment * Cfg::kAlignment;
+  Ring<Cfg> const ring(base + Cfg::kRingOffset);
   int const warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
 
   if (threadIdx.x == 0) {

@@ -3,6 +3,8 @@
 //   barrier        arrives                        waits           makes visible / frees
 //   full[stage]    producer, once, and the bytes   12 consumers    four parents and their masks
 //   empty[stage]   each consumer warp, once        producer        the stage may be overwritten
+//   kQueryBarrier  the warps of a warpgroup        the same        kFirst: its queries, before the first product
+//                  (named barriers)
 //   kMergeBarrier  12 consumers (named barrier)    the same        a split query, after the last stage: the ring is free;
 //                                                                  maxima and sums; O
 //
@@ -65,6 +67,11 @@ __device__ __forceinline__ int stream_count(Args const& args, QueryBlock const& 
   }
 }
 
+// Who takes a parent of a split query: its turns begin and end with one consumer.
+__device__ __forceinline__ int consumer_of(Args const& args, int rank) {
+  return rank / args.turn_period % kBlockQueries;
+}
+
 template <class Cfg>
 __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
   QueryBlock const block(args.blocks, blockIdx.x);
@@ -89,7 +96,7 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
       next_node = args.union_nodes[list + entry];
       next_mask = args.union_masks[list + entry];
     }
-    if (args.rank_step != 1) next_mask = entry < count ? 1u << entry % args.rank_step : 0u;
+    if (args.split) next_mask = entry < count ? 1u << consumer_of(args, entry) : 0u;
   };
 
   RingPosition<Cfg::kStages> at;

@@ -378,7 +378,7 @@ private:
     wgmma::fence();
 #pragma unroll
     for (int step = 0; step < C::kTileSteps; ++step) {
-      wgmma::mma_ss<typename C::Element>(out, probabilities.at(step * 32), values.at(step * kValueStep), true);
+      wgmma::mma_ss<typename C::Element, wgmma::Major::MN>(out, probabilities.at(step * 32), values.at(step * kValueStep), true);
     }
     wgmma::commit();
   }
@@ -390,7 +390,7 @@ private:
     wgmma::fence();
 #pragma unroll
     for (int step = 0; step < C::kTileSteps; ++step) {
-      wgmma::mma_rs<typename C::Element>(out, probabilities[step], values.at(step * kValueStep), true);
+      wgmma::mma_rs<typename C::Element, wgmma::Major::MN>(out, probabilities[step], values.at(step * kValueStep), true);
     }
     wgmma::commit();
   }

@@ -5,14 +5,15 @@
 // in which one bulk copy finds everything about 16 siblings. `by_node`, for queries that walk all parents, four of them
 // lie together,
 //
-//   [scales 64 x float | keys K / 64 panels of 64 x 64 fp16 | values 64 x V]
+//   [scales 64 x float | keys K / 64 panels of 64 x 64 fp16 | values V / 64 panels of 64 x 64]
 //
 // the panels as WGMMA takes them. Keys are turned by their place c among the siblings, or by the node's index (RoPE in
-// float32), normalised by a power of two, their scale, and rounded once to fp16; values are copied. Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8), so that ldmatrix reads them without bank conflicts.
-// Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score
-// is NaN whatever the query. Where any value of a parent is not finite (the mean of finite ones may overflow) all its
-// scales are negative: a warning to who multiplies values by probabilities of zero. Memory bound: a warp a parent,
-// 16-byte accesses.
+// float32), normalised by a power of two, their scale, and rounded once to fp16; values are copied. Rows are
+// swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8) of its 128 bytes, so that ldmatrix reads them without bank
+// conflicts. Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that
+// its score is NaN whatever the query. Values that are not finite (the mean of finite ones may overflow) become zeros,
+// because probabilities of zero multiply them too, and all scales of their parent are negative, so that who takes such
+// a value notices. Memory bound: a warp a parent, 16-byte accesses.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -63,14 +64,15 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   int const together = args.by_node ? kTileParents : 1;
   int const slot = static_cast<int>(block % together);
   int const key_bytes = kSiblings * kK * 2;
-  int const row_bytes = args.by_node ? 128 : 2 * kK;
+  int const key_row_bytes = args.by_node ? 128 : 2 * kK;
+  int const value_row_bytes = args.by_node ? 128 : 2 * args.v.dim;
   int const panel_bytes = args.by_node ? kTileParents * kSiblings * 128 : 128;
   char* const tile = args.packed + (block - slot) * args.block_bytes;
   float* const scales = reinterpret_cast<float*>(tile) + slot * kSiblings;
-  char* const keys = tile + together * kSiblings * 4 + slot * kSiblings * row_bytes;
-  char* const values = tile + together * (kSiblings * 4 + key_bytes) + slot * kSiblings * args.v.dim * 2;
-  auto const key_chunk = [&](int c, int chunk) {
-    return reinterpret_cast<uint4*>(keys + chunk / 8 * panel_bytes + c * row_bytes) + (chunk % 8 ^ c % 8);
+  char* const keys = tile + together * kSiblings * 4 + slot * kSiblings * key_row_bytes;
+  char* const values = tile + together * (kSiblings * 4 + key_bytes) + slot * kSiblings * value_row_bytes;
+  auto const chunk_of = [&](char* rows, int bytes, int c, int chunk) {
+    return reinterpret_cast<uint4*>(rows + chunk / 8 * panel_bytes + c * bytes) + (chunk % 8 ^ c % 8);
   };
   auto const row_of = [&](Source const& x, int c) {
     return static_cast<Element const*>(x.in) + b * x.stride_b + (first + c) * x.stride_n + h * x.stride_h;
@@ -83,11 +85,16 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     int const chunk = i % chunks;
     uint4 x = {0, 0, 0, 0};
     if (c < children) x = load_chunk<Element>(args.v, row_of(args.v, c), chunk);
-    reinterpret_cast<uint4*>(values + c * args.v.dim * 2)[chunk ^ (c % 8)] = x;
     float elements[8];
     to_float<Element>(x, elements);
+    uint32_t(&words)[4] = reinterpret_cast<uint32_t(&)[4]>(x);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) finite_values &= isfinite(elements[e]);
+    for (int e = 0; e < 8; ++e) {
+      if (isfinite(elements[e])) continue;
+      finite_values = false;
+      words[e / 2] &= e % 2 ? 0x0000ffffu : 0xffff0000u;
+    }
+    *chunk_of(values, value_row_bytes, c, chunk) = x;
   }
   finite_values = __all_sync(0xffffffffu, finite_values);
 
@@ -128,8 +135,8 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       turned_lo[i] = __float2half_rn(finite ? x * turn.x - y * turn.y : nan);
       turned_hi[i] = __float2half_rn(finite ? x * turn.y + y * turn.x : nan);
     }
-    *key_chunk(c, chunk) = *reinterpret_cast<uint4 const*>(turned_lo);
-    *key_chunk(c, chunk + kLanesPerRow) = *reinterpret_cast<uint4 const*>(turned_hi);
+    *chunk_of(keys, key_row_bytes, c, chunk) = *reinterpret_cast<uint4 const*>(turned_lo);
+    *chunk_of(keys, key_row_bytes, c, chunk + kLanesPerRow) = *reinterpret_cast<uint4 const*>(turned_hi);
     if (chunk == 0) scales[c] = finite_values ? scale.scale : -scale.scale;
   }
 }

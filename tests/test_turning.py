@@ -1,0 +1,80 @@
+"""What rounding adds up to while a query turns in place (csrc/sm90/htree_layer/below.cuh), by the arithmetic of
+csrc/device/rope.cuh in numpy: how far apart the kernel may begin anew."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+POSITIONS = [4321, 8191]
+
+
+def half(x):
+    return x.astype(np.float16).astype(np.float64)
+
+
+def rounded(x, dtype):
+    return torch.from_numpy(x).to(dtype).double().numpy()
+
+
+def turned(x, angles):
+    lo, hi = np.split(x, 2, axis=-1)
+    c, s = np.cos(angles), np.sin(angles)
+    return np.concatenate([lo * c - hi * s, hi * c + lo * s], -1)
+
+
+def turn_fragments(lo, hi, angles):
+    c, s = half(np.cos(angles)), half(np.sin(angles))
+    return half(half(lo * c) - hi * s), half(half(hi * c) + lo * s)
+
+
+def turn_fragments_back(lo, hi, angles):
+    c, s = half(np.cos(angles)), half(np.sin(angles))
+    across = half(hi * s)
+    return half(lo * c + across), half(half(hi * c) - lo * s)
+
+
+def error_ratio(dtype, period, K=128, base=10000.0, rows=400):
+    """Root mean square error of scores over a period, in that of a baseline whose rotated q and k are rounded."""
+    rng = np.random.default_rng(0)
+    frequency = base ** (-2.0 * np.arange(K // 2) / K)
+    errors, baseline = [], []
+    for position in POSITIONS:
+        q, k = (rounded(rng.standard_normal((rows, K)), dtype) for _ in range(2))
+        child = rng.integers(0, 16, (rows, 1))
+        key = turned(k, child * frequency)
+        lo, hi = turn_fragments(q[:, : K // 2], q[:, K // 2 :], position * frequency)
+        for rank in range(period):
+            exact = (turned(q, (position - 16 * rank) * frequency) * key).sum(1)
+            errors.append((np.concatenate([lo, hi], 1) * half(key)).sum(1) - exact)
+            rounded_key = rounded(turned(k, (16 * rank + child) * frequency), dtype)
+            baseline.append((rounded(turned(q, position * frequency), dtype) * rounded_key).sum(1) - exact)
+            lo, hi = turn_fragments_back(lo, hi, 16 * frequency)
+    return float(np.sqrt(np.mean(np.square(errors)) / np.mean(np.square(baseline))))
+
+
+def period_of(name):
+    text = (ROOT / "csrc/sm90/htree_layer/launch.cu").read_text()
+    return int(re.search(rf"constexpr int {name} = (\d+);", text)[1])
+
+
+@pytest.mark.parametrize("base", [100.0, 10000.0, 5e5])
+@pytest.mark.parametrize("K", [64, 128])
+def test_turning_in_place_stays_below_the_rounding_of_operands(K, base):
+    assert error_ratio(torch.bfloat16, period_of("kTurnPeriod"), K, base) < 0.5
+    assert error_ratio(torch.float16, period_of("kTurnPeriodHalf"), K, base) < 1.6
+
+
+def test_beginning_anew_is_needed():
+    assert error_ratio(torch.float16, period_of("kTurnPeriod")) > 2
+
+
+if __name__ == "__main__":
+    for dtype in (torch.bfloat16, torch.float16):
+        for period in (1, 2, 4, 8, 16):
+            print(f"{dtype}, anew every {period} ranks: {error_ratio(dtype, period):.2f} of the baseline's error")
