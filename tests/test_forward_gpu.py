@@ -156,7 +156,7 @@ def test_one_query_repeats_and_agrees_with_prefill():
 
 
 # Below the first layer a call of few queries packs the parents that its lists name, one of many packs the layer. With
-# top_k 16, up to 24 queries (two blocks) are few for the 388 parents of the bottom layer, one for the 25 of the middle one.
+# top_k 16 up to 24 queries (two blocks) are few for the 388 parents of the bottom layer, one for the 25 of the next.
 FEW = 6200
 
 

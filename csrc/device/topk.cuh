@@ -165,14 +165,20 @@ __device__ __forceinline__ Threshold threshold(Scratch<kPerThread>& scratch, int
     if (x - begin <= range) scratch.few[atomicAdd(&scratch.few_count, 1u)] = x;
   }
   __syncthreads();
-  // Every warp ranks them for itself: lane i has one. The smallest that fewer than k exceed is the k-th largest.
-  uint32_t const own = lane < equal ? scratch.few[lane] : 0;
-  uint32_t larger = 0;
+  if (threadIdx.x < 32) {
+    // Lane i has one of them. The smallest that fewer than k exceed is the k-th largest.
+    bool const exists = lane < equal;
+    uint32_t const own = exists ? scratch.few[lane] : 0;
+    uint32_t larger = 0;
 #pragma unroll 1
-  for (uint32_t i = 0; i < equal; ++i) larger += (own - __shfl_sync(kAll, own, i)) >> 31;  // whether that one is larger
-  uint32_t const found = __reduce_min_sync(kAll, lane < equal && larger < k ? own : ~0u);
-  return {low + found, k - __popc(__ballot_sync(kAll, lane < equal && own > found)),
-          static_cast<uint32_t>(__popc(__ballot_sync(kAll, lane < equal && own == found)))};
+    for (uint32_t i = 0; i < equal; ++i) larger += (own - __shfl_sync(kAll, own, i)) >> 31;  // whether that one is larger
+    uint32_t const found = __reduce_min_sync(kAll, exists && larger < k ? own : ~0u);
+    uint32_t const above = __popc(__ballot_sync(kAll, exists && own > found));
+    uint32_t const same = __popc(__ballot_sync(kAll, exists && own == found));
+    if (lane == 0) scratch.digit = found, scratch.room = k - above, scratch.equal = same;
+  }
+  __syncthreads();
+  return {low + scratch.digit, scratch.room, scratch.equal};
 }
 
 }  // namespace htree_cuda::topk

@@ -1,4 +1,5 @@
-"""The selection kernel alone, emulated: rows of importance that a layer would hardly write, against a stable sort."""
+"""Helpers of the forward alone, emulated: the selection, on rows that a layer would hardly write, against a stable sort,
+and the unions of lists."""
 
 from __future__ import annotations
 
@@ -17,16 +18,34 @@ TINY = 2.0**-149
 
 
 @pytest.fixture(scope="module")
-def select():
-    """Runs the kernel on twelve rows; returns nodes, closed bits and selection."""
+def launch():
+    """launch(name, seed, *arguments) runs a launcher of tests/emulator/steps.cu, tensors as pointers."""
     build.build(build.USUAL)
     from .emulator import device
 
     library = device.library()
-    library.emulator_select.restype = ctypes.c_char_p
-    library.emulator_select.argtypes = [
-        *(ctypes.c_longlong,) * 2, *(ctypes.c_int,) * 3, ctypes.c_void_p, ctypes.c_longlong, *(ctypes.c_void_p,) * 4,
-    ]  # fmt: skip
+
+    def run(name, seed, *arguments):
+        library.emulator_configure(seed, 3)
+        library.emulator_forget_allocations()
+        values = []
+        for x in arguments:
+            if isinstance(x, torch.Tensor):
+                library.emulator_allow(x.data_ptr(), x.numel() * x.element_size())
+                values.append(ctypes.c_void_p(x.data_ptr()))
+            else:
+                values.append(x)
+        function = getattr(library, f"emulator_{name}")
+        function.restype = ctypes.c_char_p
+        error = function(*values)
+        assert error == b"", error.decode()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def select(launch):
+    """Runs the kernel on twelve rows; returns nodes, closed bits and selection."""
 
     def run(importance, top_k, q_start, layer=1, layers=2, parents=None, seed=0):
         width = importance.shape[1]
@@ -35,14 +54,8 @@ def select():
         nodes = torch.full((BLOCK, top_k), -99, dtype=torch.int32)
         selection = nodes.clone()
         closed = torch.zeros(BLOCK, width // 16, dtype=torch.int16)
-        library.emulator_configure(seed, 3)
-        library.emulator_forget_allocations()
-        tensors = importance, parents, nodes, closed, selection
-        for x in tensors:
-            library.emulator_allow(x.data_ptr(), x.numel() * x.element_size())
-        importance, *rest = (x.data_ptr() for x in tensors)
-        error = library.emulator_select(BLOCK, q_start, layer, layers, top_k, importance, width, *rest)
-        assert error == b"", error.decode()
+        place = ctypes.c_longlong(BLOCK), ctypes.c_longlong(q_start), layer, layers, top_k
+        launch("select", seed, *place, importance, ctypes.c_longlong(width), parents, nodes, closed, selection)
         return nodes, closed, selection
 
     return run
@@ -165,3 +178,38 @@ def test_random_lengths(select, seed):
     g = torch.Generator().manual_seed(seed)
     n = int(torch.randint(513, 8193, (), generator=g))
     first(select, hostile(n, 512, seed=seed), n, 512, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "T_q", "reach"),
+    [
+        (512, 12, 513),  # all alike, but for one
+        (512, 12, 8192),
+        (512, 12, 65536),
+        (64, 5, 2**26),  # a window for nearly every node
+        (512, 1, 8192),
+        (16, 12, 40),
+        (16, 7, 2**26),
+    ],
+)
+def test_unions(launch, top_k, T_q, reach):
+    """Ascending lists of different queries, whose nodes lie within `reach`, wherever the first of them is."""
+    g = torch.Generator().manual_seed(reach + T_q)
+
+    def nodes():
+        few = torch.arange(reach) if reach <= 65536 else torch.randint(0, reach, (2 * top_k,), generator=g).unique()
+        return few[torch.randperm(few.numel(), generator=g)[:top_k]].sort().values.int()
+
+    for seed, offset in enumerate((0, 12345, 2**27 - reach)):
+        lists = torch.stack([nodes() for _ in range(BLOCK)]) + offset
+        union = torch.full((BLOCK * top_k,), -1, dtype=torch.int32)
+        masks = torch.zeros(BLOCK * top_k, dtype=torch.int16)
+        count = torch.zeros(1, dtype=torch.int32)
+        q_start = 2**31 - 16  # deep enough that every query has top_k parents in the bottom layer
+        place = ctypes.c_longlong(T_q), ctypes.c_longlong(q_start), 0, 6 if top_k == 512 else 7, top_k
+        launch("unite", seed, *place, lists, union, masks, count)
+        expected, where = lists[:T_q].flatten().unique(return_inverse=True)
+        bits = torch.zeros(expected.numel(), dtype=torch.int32)
+        bits.scatter_add_(0, where, (1 << torch.arange(T_q)).repeat_interleave(top_k).int())
+        n = int(count)
+        assert torch.equal(union[:n], expected) and torch.equal(masks[:n].int(), bits)
