@@ -1,5 +1,4 @@
-"""Helpers of the forward alone, emulated: the selection, on rows that a layer would hardly write, against a stable sort,
-and the unions of lists."""
+"""Helpers of the forward alone, emulated: selection of rows that a layer would hardly write, unions of any lists."""
 
 from __future__ import annotations
 
