@@ -24,17 +24,28 @@ struct Source {
   bool vectors;  // 16 bytes may be read at once
 };
 
+// The parents of the union lists of a launch's query blocks instead of all. Every list has room for per_block of them, one
+// after the other, and `nodes` becomes where they are: the layer kernel finds them as it finds a node.
+struct Lists {
+  std::int32_t* nodes;         // [query blocks, stride]; null: all parents
+  std::int32_t const* counts;  // [query blocks]
+  std::int64_t stride;
+  std::int64_t per_block;
+  std::int64_t begin;          // block i of the launch is block begin + i of the call
+};
+
 struct Args {
   Source k;
   Source v;
   char* packed;                   // [B, H_kv, parents, block_bytes]; by_node: tiles of kTileParents blocks
   std::int64_t block_bytes;
   std::int64_t parents_per_head;  // by_node: a multiple of kTileParents
-  std::int64_t blocks;            // B * H_kv * parents_per_head
+  std::int64_t blocks;            // B * H_kv * parents_per_head; lists: query blocks * per_block
   std::int64_t N;                 // nodes of the layer to pack, from its first
   int H_kv;
   float2 const* turns;            // [positions, K / 2] cos and sin
   bool by_node;                   // keys turn by the node's index, else by the place among its siblings
+  Lists lists;                    // not by_node
 };
 
 void tree_pack(Args const& args, DType dtype, cudaStream_t stream);

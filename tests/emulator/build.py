@@ -118,7 +118,11 @@ def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> None:
         parts = [stem.with_suffix(".host.o"), stem.with_suffix(".o")]
         edge("program", OUT / "bin" / stem.name, parts, [OUT / LIBRARY])
 
-    objects = [*runtime_objects]
+    # Launchers without a binding, for tests.
+    steps = OUT / "steps.o"
+    edge("host", steps, [HERE / "steps.cu"], ninja.headers_of(ROOT, "csrc/smxx/select/launch.cu"))
+
+    objects = [*runtime_objects, steps]
     for source in tree.KERNEL_SOURCES:
         objects.append((kernels_dir / "obj" / source).with_suffix(".o"))  # its launchers; the code for the GPU rests
         if not only or any(text in source for text in only):

@@ -110,22 +110,43 @@ uint32_t Thread::vote_ballot(bool value, uint32_t mask) {
   return item.result;
 }
 
-uint32_t Thread::reduce_add(uint32_t value, uint32_t mask) {
+// `what` folded over the lanes that meet.
+static uint32_t reduce(Thread& thread, uint32_t value, uint32_t mask, uint32_t (*what)(uint32_t, uint32_t)) {
   struct Item {
     uint32_t value, result;
-  } item{value, 0};
-  meet(*this, kReduce, mask, &item, [](Collective& all) {
-    uint32_t sum = 0;
+    uint32_t (*what)(uint32_t, uint32_t);
+  } item{value, 0, what};
+  meet(thread, kReduce, mask, &item, [](Collective& all) {
+    Item* first = nullptr;
     for (int lane = 0; lane < 32; ++lane) {
-      sum += all.payload[lane] != nullptr ? payload<Item>(all, lane).value : 0;
+      if (all.payload[lane] == nullptr) continue;
+      Item& own = payload<Item>(all, lane);
+      if (first == nullptr) {
+        first = &own;
+        own.result = own.value;
+      } else {
+        first->result = own.what(first->result, own.value);
+      }
     }
     for (int lane = 0; lane < 32; ++lane) {
       if (all.payload[lane] != nullptr) {
-        payload<Item>(all, lane).result = sum;
+        payload<Item>(all, lane).result = first->result;
       }
     }
   });
   return item.result;
+}
+
+uint32_t Thread::reduce_add(uint32_t value, uint32_t mask) {
+  return reduce(*this, value, mask, [](uint32_t x, uint32_t y) { return x + y; });
+}
+
+uint32_t Thread::reduce_min(uint32_t value, uint32_t mask) {
+  return reduce(*this, value, mask, [](uint32_t x, uint32_t y) { return x < y ? x : y; });
+}
+
+uint32_t Thread::reduce_max(uint32_t value, uint32_t mask) {
+  return reduce(*this, value, mask, [](uint32_t x, uint32_t y) { return x < y ? y : x; });
 }
 
 bool Thread::elect(uint32_t mask) {

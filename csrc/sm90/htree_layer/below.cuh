@@ -203,9 +203,10 @@ private:
     for (int entry = 0; entry < count; ++entry) {
       bool const mine =
           Base::split() ? Base::takes(entry) : args_.union_masks[list + entry] >> warp_ & 1u;
-      std::int64_t const node = args_.union_nodes[list + entry];
-      char const* const block = Base::packed_parents() + node * args_.block_bytes;
-      if (mine && *reinterpret_cast<float const*>(block) < 0.0f) Base::spoil(node, rank);
+      char const* const block = Base::packed_parents() + args_.union_nodes[list + entry] * args_.block_bytes;
+      if (mine && *reinterpret_cast<float const*>(block) < 0.0f) {
+        Base::spoil(args_.parents[Base::row() * args_.top_k + rank], rank);
+      }
       rank += Base::split() || mine;
     }
   }

@@ -125,7 +125,8 @@ struct Args {
   int layers;
   int top_k;
 
-  // The union of the parents of each block; kBelow.
+  std::int32_t const* parents;       // [rows, top_k] selected in the layer above, ascending; kBelow
+  // The union of the parents of each block, as they lie in `packed`; kBelow.
   std::int32_t const* union_nodes;   // [blocks, 12 * top_k]
   std::uint16_t const* union_masks;  // likewise; bit i: selected by query i of the block
   std::int32_t const* union_count;   // [blocks]

@@ -93,7 +93,11 @@ struct Plan {
   char* k_tree = nullptr;
   char* v_tree = nullptr;
   Packed first[kMaxLayers];  // Walk::kFirst: the nodes that may be candidates in a first layer
-  Packed below[kMaxLayers];  // Walk::kBelow: all nodes
+  Packed below[kMaxLayers];  // Walk::kBelow: all nodes; none where `gathered` serves
+  // Walk::kBelow where a layer has more parents than the lists of the call's blocks have room for: only what they name,
+  // packed when they are known. The layers take turns.
+  Packed gathered;
+  std::int64_t list_room = 0;  // of one block
   float* importance = nullptr;
   std::uint16_t* closed = nullptr;
   float2* normaliser = nullptr;
@@ -127,10 +131,19 @@ struct Plan {
     take(fragment_turns, base, positions * (p.K / 8));
     take(k_tree, base, heads * M * p.K * 2);
     take(v_tree, base, heads * M * p.V * 2);
+    list_room = std::min<std::int64_t>(p.T_q, kBlockQueries) * p.top_k;
+    std::int64_t const most_gathered = blocks_per_head * list_room;
+    bool gathers = false;
     for (int l = 0; l <= most_first; ++l) {
       if (l >= least_first) take_packed(first[l], std::min(N[l], p.top_k * kSiblings), kTileParents, heads, base);
-      if (l < most_first) take_packed(below[l], N[l], 1, heads, base);
+      if (l == most_first) continue;
+      if (most_gathered < ceil_div(N[l], kSiblings)) {
+        gathers = true;
+      } else {
+        take_packed(below[l], N[l], 1, heads, base);
+      }
     }
+    if (gathers) take_packed(gathered, most_gathered * kSiblings, 1, heads, base);
     chunk_blocks = std::min(blocks, kMaxBlocks);
     if (layers == 1) return;
 
@@ -197,6 +210,18 @@ packing::Source values_of(ForwardParams const& p, Plan const& plan, int l) {
   return source(plan.v_tree + plan.tree_begin[l] * p.V * 2, p.H_kv * plan.M * p.V, p.V, plan.M * p.V, p.V);
 }
 
+packing::Args pack_args(ForwardParams const& p, Plan const& plan, int l, Packed const& packed) {
+  packing::Args args{};
+  args.k = keys_of(p, plan, l);
+  args.v = values_of(p, plan, l);
+  args.packed = packed.blocks;
+  args.block_bytes = plan.block_bytes;
+  args.parents_per_head = packed.parents;
+  args.H_kv = static_cast<int>(p.H_kv);
+  args.turns = plan.turns;
+  return args;
+}
+
 void build(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
   packing::make_turns(plan.turns, plan.fragment_turns, plan.positions, static_cast<int>(p.K), p.rope_base, stream);
   if (plan.layers > 1) {
@@ -212,23 +237,25 @@ void build(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
     tree_pool(pool, stream);
   }
   for (int l = 0; l < plan.layers; ++l) {
-    packing::Args args{};
-    args.k = keys_of(p, plan, l);
-    args.v = values_of(p, plan, l);
-    args.block_bytes = plan.block_bytes;
-    args.H_kv = static_cast<int>(p.H_kv);
-    args.turns = plan.turns;
     for (bool const by_node : {true, false}) {
       Packed const& packed = by_node ? plan.first[l] : plan.below[l];
       if (packed.nodes == 0) continue;
-      args.packed = packed.blocks;
-      args.parents_per_head = packed.parents;
+      packing::Args args = pack_args(p, plan, l, packed);
       args.blocks = p.B * p.H_kv * packed.parents;
       args.N = packed.nodes;
       args.by_node = by_node;
       packing::tree_pack(args, p.dtype, stream);
     }
   }
+}
+
+// The parents that the lists of a chunk name, for those that walk layer l below their first.
+void gather(ForwardParams const& p, Plan const& plan, int l, std::int64_t begin, int blocks, cudaStream_t stream) {
+  packing::Args args = pack_args(p, plan, l, plan.gathered);
+  args.blocks = blocks * plan.list_room;
+  args.N = plan.N[l];
+  args.lists = {plan.union_nodes, plan.union_count, kBlockQueries * p.top_k, plan.list_room, begin};
+  packing::tree_pack(args, p.dtype, stream);
 }
 
 // Ranks that a query turns through before it begins anew. Rounding adds up to 0.39 of the error that rounding bf16
@@ -298,12 +325,14 @@ void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int
     std::int32_t* const above = plan.nodes[(l + 1) % 2];  // selected in layer l + 1
     args.layer = l;
     args.values = values_of(p, plan, l);
+    args.parents = above;
     bool const begins = least <= l && l <= most;
     bool const continues = l < most;
+    bool const gathers = continues && plan.below[l].nodes == 0;
     auto const pass = [&](Pass which) {
       for (Walk const walk : {Walk::kFirst, Walk::kBelow}) {
         if (!(walk == Walk::kFirst ? begins : continues)) continue;
-        Packed const& packed = walk == Walk::kFirst ? plan.first[l] : plan.below[l];
+        Packed const& packed = walk == Walk::kFirst ? plan.first[l] : gathers ? plan.gathered : plan.below[l];
         args.packed = packed.blocks;
         args.parents_per_head = packed.parents;
         layer::run_pass(which, walk, args, p.dtype, K, V, blocks, stream);
@@ -320,6 +349,7 @@ void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int
       unite.union_masks = plan.union_masks;
       unite.union_count = plan.union_count;
       uniting::unite(unite, blocks, stream);
+      if (gathers) gather(p, plan, l, begin, blocks, stream);
     }
     if (l > 0) {
       pass(Pass::kNormaliser);

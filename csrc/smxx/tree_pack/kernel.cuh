@@ -53,12 +53,23 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   constexpr int kLanesPerRow = kK / 16;  // a lane has 8 pairs: a chunk of the low half and one of the high half
   constexpr int kRowsAtOnce = 32 / kLanesPerRow;
   int const lane = threadIdx.x % 32;
-  std::int64_t const block = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  std::int64_t block = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (block >= args.blocks) return;
+  std::int64_t parent = block % args.parents_per_head;
+  if (args.lists.nodes != nullptr) {
+    std::int64_t const list = block / args.lists.per_block;
+    std::int64_t const entry = block % args.lists.per_block;
+    if (entry >= args.lists.counts[list]) return;
+    std::int32_t* const node = args.lists.nodes + list * args.lists.stride + entry;
+    parent = *node;
+    block += args.lists.begin * args.lists.per_block;
+    __syncwarp();
+    if (lane == 0) *node = static_cast<std::int32_t>(block % args.parents_per_head);
+  }
   std::int64_t const bh = block / args.parents_per_head;
   std::int64_t const b = bh / args.H_kv;
   std::int64_t const h = bh % args.H_kv;
-  std::int64_t const first = block % args.parents_per_head * kSiblings;
+  std::int64_t const first = parent * kSiblings;
   int const children = static_cast<int>(min(args.N - first, static_cast<std::int64_t>(kSiblings)));
   // Where this parent's part of its tile is, and how its keys are spread there.
   int const together = args.by_node ? kTileParents : 1;

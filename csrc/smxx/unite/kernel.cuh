@@ -3,7 +3,8 @@
 //
 // One CTA a block. A window of 8192 nodes at a time: every query's warp ORs its bit into a table of 16-bit masks in
 // shared memory, then the table is compacted. A window starts at the smallest node that is left, so at most as many
-// windows are needed as there are nodes, however wide the layer.
+// windows are needed as there are nodes, however wide the layer. A launch has about two CTAs an SM, so what counts is how
+// often one waits: lists come from global memory once, all loads under way together.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,17 +26,27 @@ static __global__ void __launch_bounds__(kThreads) unite_kernel(const __grid_con
   constexpr unsigned kAll = 0xffffffffu;
   constexpr int kNone = 0x7fffffff;
   __shared__ uint32_t table[kWords];
+  __shared__ std::int32_t lists[kBlockQueries * kMaxTopK];
   __shared__ int next[kWarps];
   __shared__ int counts[kWarps];
   int const lane = threadIdx.x % 32;
   int const warp = threadIdx.x / 32;
   QueryBlock const block(args.blocks, blockIdx.x);
   std::int64_t const list = static_cast<std::int64_t>(blockIdx.x) * kBlockQueries * args.top_k;
-  std::int32_t const* const mine = args.nodes + list + warp * args.top_k;
   int parents = 0;
   if (warp < kBlockQueries && block.first + warp < args.blocks.T_q) {
     std::int64_t const t = args.blocks.q_start + block.first + warp;
     if (args.layer < first_layer(t, args.top_k)) parents = candidates(t, args.layer, args.layers, args.top_k).parents;
+  }
+  std::int32_t* const mine = lists + warp * kMaxTopK;
+  if (parents > 0) {
+    std::int32_t const* const from = args.nodes + list + warp * args.top_k;
+    std::int32_t loaded[kMaxTopK / 32];
+#pragma unroll
+    for (int i = 0; i < kMaxTopK / 32; ++i) loaded[i] = 32 * i + lane < parents ? from[32 * i + lane] : kNone;
+#pragma unroll
+    for (int i = 0; i < kMaxTopK / 32; ++i) mine[32 * i + lane] = loaded[i];
+    __syncwarp();
   }
 
   int cursor = 0;   // of my list

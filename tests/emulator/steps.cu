@@ -1,0 +1,53 @@
+// The helpers of the forward that have no binding of their own, for tests of one of them alone.
+#include <exception>
+#include <string>
+
+#include "../../csrc/device/forward_steps.h"
+
+// One block of at most 12 queries of one head, in memory of the caller. They return what went wrong.
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+template <class Run>
+static char const* attempt(Run const& run) {
+  static thread_local std::string error;
+  try {
+    run();
+    error.clear();
+  } catch (std::exception const& x) {
+    error = x.what();
+  }
+  return error.c_str();
+}
+
+EXPORT char const* emulator_select(long long T_q, long long q_start, int layer, int layers, int top_k,
+                                   float const* importance, long long width, std::int32_t const* parents,
+                                   std::int32_t* nodes, std::uint16_t* closed, std::int32_t* selection) {
+  htree_cuda::selecting::Args args{};
+  args.blocks = {0, 1, T_q, q_start};
+  args.H_kv = 1;
+  args.layer = layer;
+  args.layers = layers;
+  args.top_k = top_k;
+  args.importance = importance;
+  args.width = width;
+  args.parents_in = parents;
+  args.nodes = nodes;
+  args.closed = closed;
+  args.selection = selection;
+  return attempt([&] { htree_cuda::selecting::select(args, htree_cuda::kBlockQueries, nullptr); });
+}
+
+EXPORT char const* emulator_unite(long long T_q, long long q_start, int layer, int layers, int top_k,
+                                  std::int32_t const* nodes, std::int32_t* union_nodes, std::uint16_t* union_masks,
+                                  std::int32_t* union_count) {
+  htree_cuda::uniting::Args args{};
+  args.blocks = {0, 1, T_q, q_start};
+  args.layer = layer;
+  args.layers = layers;
+  args.top_k = top_k;
+  args.nodes = nodes;
+  args.union_nodes = union_nodes;
+  args.union_masks = union_masks;
+  args.union_count = union_count;
+  return attempt([&] { htree_cuda::uniting::unite(args, 1, nullptr); });
+}
