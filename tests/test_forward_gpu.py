@@ -259,10 +259,23 @@ def test_later_tokens_have_no_effect(bad):
 
 
 @pytest.mark.emulated
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e4])
+def test_later_tokens_have_no_effect_on_some_queries(bad):
+    _, (q, k, v) = inputs(1003, 40, G=3, K=64, V=64)
+    before = run((q, k, v), top_k_per_layer=16, q_start=700)
+    for x in (q[:, 21:], k[:, 721:], v[:, 721:]):
+        x[:] = bad
+    after = run((q, k, v), top_k_per_layer=16, q_start=700)
+    same_bits([x[:, :21] for x in after[:2]], [x[:, :21] for x in before[:2]])
+    same_bits([after[2][:, :, :21]], [before[2][:, :, :21]])
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("T_q", [1, 2, 26])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_values_that_are_not_finite_reach_their_dimension_alone(bad):
+def test_values_that_are_not_finite_reach_their_dimension_alone(bad, T_q):
     """Selected or not: below the node, or in its mean."""
-    _, (q, k, v) = inputs(3000, 26, G=4, K=64, V=64)
+    _, (q, k, v) = inputs(3000, T_q, G=4, K=64, V=64)
     v[:, 1234, :, 9] = bad
     out, lse, _ = run((q, k, v), top_k_per_layer=16)
     assert out[..., 9].isnan().all() and lse.isfinite().all()
