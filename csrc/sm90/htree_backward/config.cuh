@@ -7,7 +7,7 @@
 //   streamed         the parents that any of them visits,      the queries that visit any of them, ascending
 //                    layer by layer from the top, ascending
 //   in registers     q, dout, dq                               dk, dv
-//   resident         nothing                                   the eight parents; a turned q for each warp
+//   resident         nothing                                   the eight parents
 //
 //   CTA              8 consumer warps (2 warpgroups); a producer warp in a third warpgroup, whose other warps idle
 //   slot             one operand and its header; one bulk copy
@@ -66,10 +66,8 @@ struct Config {
   // The producer's list: what it found and has not sent.
   static constexpr int kFoundAtOnce = kPass == Pass::kQueries ? 32 * kGroupParents : 32;
   static constexpr int kListBytes = (kFoundAtOnce + kStageSlots) * kEntryBytes;
-  // Nodes: the parents of the CTA, and a turned q for each warp.
-  static constexpr int kTurnedBytes = 16 * kKeyRowBytes;
-  static constexpr int kResidentBytes =
-      kPass == Pass::kNodes ? kConsumers * (kSlotBytes + kTurnedBytes) : 0;
+  // Nodes: the parents of the CTA.
+  static constexpr int kResidentBytes = kPass == Pass::kNodes ? kConsumers * kSlotBytes : 0;
 
   static constexpr int kAlignment = 1024;
   static constexpr int kFixedBytes = kAlignment + kListBytes + kResidentBytes + 16;

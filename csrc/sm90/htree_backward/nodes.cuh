@@ -93,8 +93,7 @@ public:
         tq_(lane_ % 4),
         warp_(warp),
         piece_(args),
-        own_(ring.resident_slot(warp)),
-        turned_(ring.turned(warp)) {
+        own_(ring.resident_slot(warp)) {
     exists_ = warp < piece_.parents(args);
     barriers::mbarrier_wait(ring.resident_barrier, 0, "htree_backward consumer: resident");
     if (exists_) {
@@ -103,12 +102,12 @@ public:
         inverse_[i] = __uint_as_float(ptx::load_shared_4B(own_ + Cfg::kNodeOffset + 4 * (g_ + 8 * i)));
       }
     }
-    uint32_t const keys = own_ + Cfg::kRowsOffset + matrix_lane<true>(lane_, Cfg::kKeyRowBytes);
+    Steps const keys(own_ + matrix_lane<true>(lane_, Cfg::kKeyRowBytes));
 #pragma unroll
     for (int step = 0; step < kK / 16; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) keys_[step][i] = 0;
-      if (exists_) ptx::load_matrix_x4(keys_[step], keys ^ (step << 5));
+      if (exists_) ptx::load_matrix_x4(keys_[step], keys[step] + Cfg::kRowsOffset);
     }
     clear(dk_);
     clear(dv_);
@@ -138,7 +137,8 @@ private:
     PositionTurns<kK> const turns(args_.fragment_turns, position, tq_);
     float raw[2][4], dp[2][4];
     value_products(slot, dp);
-    scores(slot, turns, raw);
+    uint32_t turned[kK / 16][4];
+    scores(slot, turns, raw, turned);
     uint32_t p[4];
     float ds[2][4];
     float largest[2] = {};
@@ -146,23 +146,23 @@ private:
     for (int tile = 0; tile < 2; ++tile) {
       uint32_t const header = slot + Cfg::kQueryOffset + tile * 32 + tq_ * 8;
       float2 const unit = ptx::load_shared_8B(header);
-      float2 const inverse = ptx::load_shared_8B(header + 4 * kMaxGroupHeads);
-      float2 const lse2 = ptx::load_shared_8B(header + 8 * kMaxGroupHeads);
-      float2 const delta = ptx::load_shared_8B(header + 12 * kMaxGroupHeads);
+      float2 const lse2 = ptx::load_shared_8B(header + 4 * kMaxGroupHeads);
+      float2 const delta = ptx::load_shared_8B(header + 8 * kMaxGroupHeads);
+      float2 const size = {unit.x * kHeadroomFactor, unit.y * kHeadroomFactor};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         bool const open = !(closed >> (g_ + 8 * i) & 1u);
         Weights const x =
-            weights(open, raw[tile][2 * i], inverse_[i], unit.x, lse2.x, dp[tile][2 * i], delta.x, inverse.x);
+            weights(open, raw[tile][2 * i], inverse_[i], unit.x, lse2.x, dp[tile][2 * i], delta.x, size.x);
         Weights const y =
-            weights(open, raw[tile][2 * i + 1], inverse_[i], unit.y, lse2.y, dp[tile][2 * i + 1], delta.y, inverse.y);
+            weights(open, raw[tile][2 * i + 1], inverse_[i], unit.y, lse2.y, dp[tile][2 * i + 1], delta.y, size.y);
         p[2 * tile + i] = Pairs<Element>::pack(x.p, y.p);
         ds[tile][2 * i] = x.ds;
         ds[tile][2 * i + 1] = y.ds;
         largest[i] = fmaxf(largest[i], fmaxf(fabsf(x.ds), fabsf(y.ds)));
       }
     }
-    add<Element>(dv_, p, slot + Cfg::kValueOffset);
+    add_dout(slot, p);
     fit_scale(weight_scale_, largest, dk_);
     uint32_t scaled[4];
 #pragma unroll
@@ -173,70 +173,65 @@ private:
             Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
       }
     }
-    add<__half>(dk_, scaled, turned_);
-    __syncwarp();  // the turned q is rewritten for the next query
+    Transposer const transpose(lane_);
+#pragma unroll
+    for (int step = 0; step < kK / 16; ++step) {
+      uint32_t b[4];
+      transpose(b, turned[step]);
+      ptx::mma_fp16(dk_[2 * step], scaled, b[0], b[1]);
+      ptx::mma_fp16(dk_[2 * step + 1], scaled, b[2], b[3]);
+    }
   }
 
-  // The turned q goes to shared memory for the product that contracts over heads.
-  __device__ __forceinline__ void scores(uint32_t slot, PositionTurns<kK> const& turns, float (&raw)[2][4]) const {
-    uint32_t const lane = matrix_lane<true>(lane_, Cfg::kKeyRowBytes);
-    uint32_t const queries = slot + Cfg::kRowsOffset + lane;
-    Chains sums{};
+  // turned: q, which dk takes too.
+  __device__ __forceinline__ void scores(uint32_t slot, PositionTurns<kK> const& turns, float (&raw)[2][4],
+                                         uint32_t (&turned)[kK / 16][4]) const {
+    Steps const queries(slot + matrix_lane<false>(lane_, Cfg::kKeyRowBytes));
+    clear(raw);
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
-      uint32_t q[2][4];
-      ptx::load_matrix_x4(q[0], queries ^ (kk << 5));
-      ptx::load_matrix_x4(q[1], queries ^ ((kk + kHalf) << 5));
-      half2 lo[4], hi[4];
-      rope::turn_fragments(lo, hi, reinterpret_cast<half2 const(&)[4]>(q[0]),
-                           reinterpret_cast<half2 const(&)[4]>(q[1]), turns[kk]);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int const step = kk + half * kHalf;
-        auto const& b = reinterpret_cast<uint32_t const(&)[4]>(half == 0 ? lo : hi);
-        ptx::mma_fp16(sums.x[half][0], keys_[step], b[0], b[2]);
-        ptx::mma_fp16(sums.x[half][1], keys_[step], b[1], b[3]);
-        ptx::store_matrix_x4((turned_ + lane) ^ (step << 5), b);
+      for (int step = kk; step < kK / 16; step += kHalf) {
+        ptx::load_matrix_x4(turned[step], queries[step] + Cfg::kRowsOffset);
+      }
+      turn_columns<false>(turned[kk], turned[kk + kHalf], turns[kk]);
+#pragma unroll
+      for (int step = kk; step < kK / 16; step += kHalf) {
+        ptx::mma_fp16(raw[0], keys_[step], turned[step][0], turned[step][1]);
+        ptx::mma_fp16(raw[1], keys_[step], turned[step][2], turned[step][3]);
       }
     }
-    __syncwarp();
-    sums.total(raw);
   }
 
   __device__ __forceinline__ void value_products(uint32_t slot, float (&dp)[2][4]) const {
-    uint32_t const lane = matrix_lane<true>(lane_, Cfg::kValueRowBytes) + Cfg::kValueOffset;
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dp[tile][e] = 0.0f;
-    }
+    Steps const values(own_ + matrix_lane<true>(lane_, Cfg::kValueRowBytes));
+    Steps const douts(slot + matrix_lane<false>(lane_, Cfg::kValueRowBytes));
+    clear(dp);
 #pragma unroll
     for (int step = 0; step < kV / 16; ++step) {
       uint32_t a[4], b[4];
-      ptx::load_matrix_x4(a, (own_ + lane) ^ (step << 5));
-      ptx::load_matrix_x4(b, (slot + lane) ^ (step << 5));
-      Pairs<Element>::mma(dp[0], a, b[0], b[2]);
-      Pairs<Element>::mma(dp[1], a, b[1], b[3]);
+      ptx::load_matrix_x4(a, values[step] + Cfg::kValueOffset);
+      ptx::load_matrix_x4(b, douts[step] + Cfg::kValueOffset);
+      Pairs<Element>::mma(dp[0], a, b[0], b[1]);
+      Pairs<Element>::mma(dp[1], a, b[2], b[3]);
     }
   }
 
-  // sums += weights rows: 16 children x 16 heads, 16 heads x 8 kTiles in shared memory.
-  template <class Operand, int kTiles>
-  __device__ __forceinline__ void add(float (&sums)[kTiles][4], uint32_t const (&weights)[4], uint32_t rows) const {
-    uint32_t const lane = rows + matrix_lane<true>(lane_, 16 * kTiles);
+  __device__ __forceinline__ void add_dout(uint32_t slot, uint32_t const (&p)[4]) {
+    Steps const douts(slot + matrix_lane<true>(lane_, Cfg::kValueRowBytes));
 #pragma unroll
-    for (int step = 0; step < kTiles / 2; ++step) {
+    for (int step = 0; step < kV / 16; ++step) {
       uint32_t b[4];
-      ptx::load_matrix_x4_transposed(b, lane ^ (step << 5));
-      Pairs<Operand>::mma(sums[2 * step], weights, b[0], b[1]);
-      Pairs<Operand>::mma(sums[2 * step + 1], weights, b[2], b[3]);
+      ptx::load_matrix_x4_transposed(b, douts[step] + Cfg::kValueOffset);
+      Pairs<Element>::mma(dv_[2 * step], p, b[0], b[1]);
+      Pairs<Element>::mma(dv_[2 * step + 1], p, b[2], b[3]);
     }
   }
 
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float const scale = args_.scale * inverse_of(weight_scale_[i]);
+      float const scale = kUnitScale * inverse_of(weight_scale_[i]);
       float4 const* const turns = reinterpret_cast<float4 const*>(args_.turns + (g_ + 8 * i) * (kK / 2) + 2 * tq_);
 #pragma unroll
       for (int tile = 0; tile < kHalfTiles; ++tile) {
@@ -290,7 +285,6 @@ private:
   int const warp_;
   Piece const piece_;
   uint32_t const own_;
-  uint32_t const turned_;
   bool exists_;
   float inverse_[2];
   float weight_scale_[2] = {kFirstScale, kFirstScale};

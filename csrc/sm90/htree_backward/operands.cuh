@@ -12,8 +12,10 @@
 namespace htree_cuda::gradient {
 
 inline constexpr float kHeadroomFactor = 1.0f / (1 << kHeadroom);
+// A unit without its headroom holds scale * log2(e) times what the row of q was divided by; dk wants it without log2(e).
+inline constexpr float kUnitScale = 0.69314718055994531f;
 
-// Where a lane's row lies for ldmatrix.x4 of 16 rows and 16 columns; the k-th 16 columns are at the address ^ (k << 5).
+// Where a lane's row lies for ldmatrix.x4 of 16 rows and 16 columns, the first of a matrix.
 //   kRowsFirst   rows 0..7 and 8..15 of the first eight columns, then of the others: an A fragment, or two B fragments,
 //                {0, 2} and {1, 3}, by columns, or, transposed, two B fragments, {0, 1} and {2, 3}, by rows
 //   otherwise    rows 0..7 of both halves of the columns, then rows 8..15: two B fragments by columns, {0, 1}, {2, 3}
@@ -24,6 +26,56 @@ __device__ __forceinline__ uint32_t matrix_lane(int lane, int row_bytes) {
   int const chunk = kRowsFirst ? id / 2 : id % 2;
   return row * row_bytes + ((chunk ^ (row % 8)) << 4);
 }
+
+// The addresses of all columns of a matrix that begins at a multiple of 256 bytes, 16 a step: the swizzle exchanges 16
+// bytes within 128, so that four addresses serve a whole operand and every other one at a constant distance.
+struct Steps {
+  uint32_t at[4];
+
+  __device__ __forceinline__ explicit Steps(uint32_t lane) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) at[i] = lane ^ (i << 5);
+  }
+  __device__ __forceinline__ uint32_t operator[](int step) const { return at[step % 4] + step / 4 * 128; }
+};
+
+// Turns two B fragments by columns, {0, 1} and {2, 3}, of the low half against those of the high half; `back`: by the
+// negative angle.
+template <bool kBack>
+__device__ __forceinline__ void turn_columns(uint32_t (&lo)[4], uint32_t (&hi)[4], rope::Turns const& turns) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    half2& x = reinterpret_cast<half2&>(kBack ? hi[i] : lo[i]);
+    half2& y = reinterpret_cast<half2&>(kBack ? lo[i] : hi[i]);
+    rope::turn_pair(x, y, half2(x), half2(y), turns.cos[i % 2], turns.sin[i % 2]);
+  }
+}
+
+// Transposes fp16 in the tensor cores, by the product with the identity, which is exact: two B fragments by columns,
+// {0, 1} and {2, 3}, become two by rows, of the same 16 rows and columns. A round trip through shared memory costs twice
+// the clocks, and shared memory is what both kernels have least of.
+class Transposer {
+public:
+  __device__ __forceinline__ explicit Transposer(int lane) {
+    constexpr uint32_t kOne = 0x3c00;
+    uint32_t const diagonal = lane / 8 == lane % 4 ? kOne << (lane / 4 % 2 * 16) : 0;
+    identity_[0] = identity_[3] = diagonal;
+    identity_[1] = identity_[2] = 0;
+  }
+
+  __device__ __forceinline__ void operator()(uint32_t (&by_rows)[4], uint32_t const (&by_columns)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t moved[2];
+      ptx::mma_fp16_rounded(moved, identity_, by_columns[2 * i], by_columns[2 * i + 1]);
+      by_rows[i] = moved[0];
+      by_rows[2 + i] = moved[1];
+    }
+  }
+
+private:
+  uint32_t identity_[4];
+};
 
 // A product that adds up in two chains, because the latency of one is what a warp waits for; `total` joins them.
 struct Chains {

@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_entry(uint32_t shared, Entry const& entry)
 template <class Cfg>
 struct Ring {
   uint32_t stages;
-  uint32_t resident;          // kConsumers slots, then kConsumers turned rows of q
+  uint32_t resident;          // kConsumers slots
   uint32_t entries;
   uint32_t list;
   uint32_t resident_barrier;
@@ -68,9 +68,6 @@ struct Ring {
     return entries + (stage * Cfg::kStageSlots + i) * Cfg::kEntryBytes;
   }
   __device__ uint32_t resident_slot(int i) const { return resident + i * Cfg::kSlotBytes; }
-  __device__ uint32_t turned(int i) const {
-    return resident + Cfg::kConsumers * Cfg::kSlotBytes + i * Cfg::kTurnedBytes;
-  }
 };
 
 // A layer that holds no leaf of the query is passed over: above the bottom, one whose candidates are all selected.
