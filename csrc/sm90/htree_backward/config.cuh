@@ -60,10 +60,12 @@ struct Config {
 
   static constexpr int kStageSlots = 4;
   static constexpr int kStageBytes = kStageSlots * kSlotBytes;
-  static constexpr int kEntryBytes = 16;
-  static constexpr int kControlBytes = 16 + kStageSlots * kEntryBytes;  // of a stage: full, empty, entries
+  static constexpr int kNoteBytes = 8 + 8 * kStageSlots;
+  static constexpr int kControlBytes = 16 + kNoteBytes;  // of a stage: full, empty, note
+  static_assert(kConsumers == 8 && kStageSlots == 4, "a byte of takers a slot, a word a stage");
 
   // The producer's list: what it found and has not sent.
+  static constexpr int kEntryBytes = 16;
   static constexpr int kFoundAtOnce = kPass == Pass::kQueries ? 32 * kGroupParents : 32;
   static constexpr int kListBytes = (kFoundAtOnce + kStageSlots) * kEntryBytes;
   // Nodes: the parents of the CTA.

@@ -71,7 +71,7 @@ __device__ void produce_queries(Args const& args, Ring<Cfg> const& ring) {
       }
       position = c.n - 1 - kSiblings * static_cast<int>(visited >> kGroupParents);
     }
-    sender.append(visited != 0, [&](int) { return Entry{visited & 0xffu, row, position, 0u}; });
+    sender.append(visited != 0, [&](int) { return Entry{visited & 0xffu, row, position}; });
     sender.send(source);
   }
   sender.finish(source);
@@ -83,7 +83,11 @@ class Parent {
   static constexpr int kK = Cfg::kK;
   static constexpr int kV = Cfg::kV;
   static constexpr int kHalf = kK / 32;
-  static constexpr int kHalfTiles = kK / 16;
+  // Steps of the values that stay in registers; the others are read for every query.
+#ifndef HV
+#define HV 1
+#endif
+  static constexpr int kHeldValues = kK + kV == 256 ? HV : kV / 16;
 
 public:
   __device__ Parent(Args const& args, Ring<Cfg> const& ring, int warp)
@@ -93,6 +97,7 @@ public:
         tq_(lane_ % 4),
         warp_(warp),
         piece_(args),
+        below_(args, piece_.layer, piece_.head),
         own_(ring.resident_slot(warp)) {
     exists_ = warp < piece_.parents(args);
     barriers::mbarrier_wait(ring.resident_barrier, 0, "htree_backward consumer: resident");
@@ -102,14 +107,10 @@ public:
         inverse_[i] = __uint_as_float(ptx::load_shared_4B(own_ + Cfg::kNodeOffset + 4 * (g_ + 8 * i)));
       }
     }
-    Steps const keys(own_ + matrix_lane<true>(lane_, Cfg::kKeyRowBytes));
+    load(keys_, Steps(own_ + matrix_lane<true>(lane_, Cfg::kKeyRowBytes)), Cfg::kRowsOffset);
+    load(values_, Steps(own_ + matrix_lane<true>(lane_, Cfg::kValueRowBytes)), Cfg::kValueOffset);
 #pragma unroll
-    for (int step = 0; step < kK / 16; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) keys_[step][i] = 0;
-      if (exists_) ptx::load_matrix_x4(keys_[step], keys[step] + Cfg::kRowsOffset);
-    }
-    clear(dk_);
+    for (int step = 0; step < kK / 16; ++step) clear(dk_[step]);
     clear(dv_);
   }
 
@@ -128,11 +129,21 @@ private:
     }
   }
 
+  template <int kSteps>
+  __device__ __forceinline__ void load(uint32_t (&rows)[kSteps][4], Steps const& from, uint32_t offset) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rows[step][i] = 0;
+      if (exists_) ptx::load_matrix_x4(rows[step], from[step] + offset);
+    }
+  }
+
   // Rows of what follows are children (g, g + 8), columns heads.
   __device__ __forceinline__ void take(uint32_t slot, Entry const& entry) {
     int const position = entry.detail - kSiblings * __popc(entry.takers & ((1u << warp_) - 1u));
     int const parent = piece_.group * kGroupParents + warp_;
-    uint32_t const closed = expanded(args_, piece_.layer, piece_.head, parent, entry.which) | beyond(position);
+    uint32_t const closed = below_.expanded(args_, parent, entry.which) | beyond(position);
     // The turns may come from L2: what does not need them goes first.
     PositionTurns<kK> const turns(args_.fragment_turns, position, tq_);
     float raw[2][4], dp[2][4];
@@ -163,24 +174,51 @@ private:
       }
     }
     add_dout(slot, p);
-    fit_scale(weight_scale_, largest, dk_);
-    uint32_t scaled[4];
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
+    fit_scale(weight_scale_, largest, [&](float const (&factor)[2]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        scaled[2 * tile + i] =
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float const of_child = of_column(factor[i], e);
+#pragma unroll
+          for (int step = 0; step < kK / 16; ++step) {
+            dk_[step][i][e] *= of_child;
+            dk_[step][i][2 + e] *= of_child;
+          }
+        }
+      }
+    });
+    add_queries(turned, ds);
+  }
+
+  // dk by columns of K: a thread's weights for a child are then a B fragment, and what the transposer returns an A
+  // fragment, without a move.
+  __device__ __forceinline__ void add_queries(uint32_t const (&turned)[kK / 16][4], float const (&ds)[2][4]) {
+    uint32_t scaled[2][2];  // [children][heads]
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        scaled[i][tile] =
             Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
       }
     }
     Transposer const transpose(lane_);
 #pragma unroll
     for (int step = 0; step < kK / 16; ++step) {
-      uint32_t b[4];
-      transpose(b, turned[step]);
-      ptx::mma_fp16(dk_[2 * step], scaled, b[0], b[1]);
-      ptx::mma_fp16(dk_[2 * step + 1], scaled, b[2], b[3]);
+      uint32_t a[2][2];
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) transpose(a[tile], turned[step][2 * tile], turned[step][2 * tile + 1]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        ptx::mma_fp16(dk_[step][i], {a[0][0], a[0][1], a[1][0], a[1][1]}, scaled[i][0], scaled[i][1]);
+      }
     }
+  }
+
+  // Of child 2 tq + e, from the threads that have its row.
+  __device__ __forceinline__ float of_column(float of_row, int e) const {
+    return __shfl_sync(kFullWarp, of_row, (2 * tq_ + e) * 4);
   }
 
   // turned: q, which dk takes too.
@@ -210,7 +248,12 @@ private:
 #pragma unroll
     for (int step = 0; step < kV / 16; ++step) {
       uint32_t a[4], b[4];
-      ptx::load_matrix_x4(a, values[step] + Cfg::kValueOffset);
+      if (step < kHeldValues) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = values_[step % kHeldValues][i];
+      } else {
+        ptx::load_matrix_x4(a, values[step] + Cfg::kValueOffset);
+      }
       ptx::load_matrix_x4(b, douts[step] + Cfg::kValueOffset);
       Pairs<Element>::mma(dp[0], a, b[0], b[1]);
       Pairs<Element>::mma(dp[1], a, b[2], b[3]);
@@ -231,51 +274,48 @@ private:
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float const scale = kUnitScale * inverse_of(weight_scale_[i]);
-      float4 const* const turns = reinterpret_cast<float4 const*>(args_.turns + (g_ + 8 * i) * (kK / 2) + 2 * tq_);
 #pragma unroll
-      for (int tile = 0; tile < kHalfTiles; ++tile) {
-        float4 const x = __ldg(turns + 4 * tile);
+      for (int e = 0; e < 2; ++e) {
+        int const child = 8 * i + 2 * tq_ + e;
+        float const scale = kUnitScale * inverse_of(of_column(weight_scale_[i], e));
+        float* const to = sums_of(child, kK, args_.dk, args_.dk_parts[piece_.layer]) + g_;
+        float2 const* const turns = args_.turns + child * (kK / 2) + g_;
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float const cosine = (e ? x.z : x.x) * scale;
-          float const sine = (e ? x.w : x.y) * scale;
-          float const lo = dk_[tile][2 * i + e];
-          float const hi = dk_[tile + kHalfTiles][2 * i + e];
-          dk_[tile][2 * i + e] = lo * cosine + hi * sine;
-          dk_[tile + kHalfTiles][2 * i + e] = hi * cosine - lo * sine;
+        for (int kk = 0; kk < kHalf; ++kk) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            int const column = 16 * kk + 8 * j;
+            float2 const x = __ldg(turns + column);
+            float const lo = dk_[kk][i][2 * j + e] * scale;
+            float const hi = dk_[kk + kHalf][i][2 * j + e] * scale;
+            put(to + column, lo * x.x + hi * x.y);
+            put(to + column + kK / 2, hi * x.x - lo * x.y);
+          }
         }
       }
+      float* const to = sums_of(8 * i + g_, kV, args_.dv, args_.dv_parts[piece_.layer]) + 2 * tq_;
+#pragma unroll
+      for (int tile = 0; tile < kV / 8; ++tile) {
+        put(*reinterpret_cast<float2*>(to + 8 * tile), {dv_[tile][2 * i], dv_[tile][2 * i + 1]});
+      }
     }
-    put<kK>(dk_, args_.dk, args_.dk_parts[piece_.layer]);
-    put<kV>(dv_, args_.dv, args_.dv_parts[piece_.layer]);
   }
 
-  template <int kDim>
-  __device__ __forceinline__ void put(float const (&x)[kDim / 8][4], float* sums, float* parts) const {
+  // The layer's own sums, which are added to, where it has one segment, and otherwise this segment's part of them.
+  __device__ __forceinline__ bool whole() const { return args_.segments[piece_.layer] == 1; }
+
+  __device__ __forceinline__ float* sums_of(int child, int dim, float* sums, float* parts) const {
     int const layer = piece_.layer;
-    std::int64_t const child = (piece_.group * kGroupParents + warp_) * static_cast<std::int64_t>(kSiblings) + g_;
-    bool const whole = args_.segments[layer] == 1;
-    float* to;
-    if (whole) {
-      to = sums + (piece_.head * args_.node_rows + args_.begin[layer] + child) * kDim;
-    } else {
-      std::int64_t const part = static_cast<std::int64_t>(piece_.head) * args_.segments[layer] + piece_.segment;
-      to = parts + (part * args_.tree.parents[layer] * kSiblings + child) * kDim;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int tile = 0; tile < kDim / 8; ++tile) {
-        float2* const two = reinterpret_cast<float2*>(to + 8 * i * kDim + 8 * tile + 2 * tq_);
-        float2 sum = {x[tile][2 * i], x[tile][2 * i + 1]};
-        if (whole) {
-          float2 const before = *two;
-          sum.x += before.x, sum.y += before.y;
-        }
-        *two = sum;
-      }
-    }
+    std::int64_t const row = (piece_.group * kGroupParents + warp_) * static_cast<std::int64_t>(kSiblings) + child;
+    if (whole()) return sums + (piece_.head * args_.node_rows + args_.begin[layer] + row) * dim;
+    std::int64_t const part = static_cast<std::int64_t>(piece_.head) * args_.segments[layer] + piece_.segment;
+    return parts + (part * args_.tree.parents[layer] * kSiblings + row) * dim;
+  }
+
+  __device__ __forceinline__ void put(float* to, float sum) const { *to = whole() ? *to + sum : sum; }
+
+  __device__ __forceinline__ void put(float2& to, float2 sum) const {
+    to = whole() ? float2{to.x + sum.x, to.y + sum.y} : sum;
   }
 
   Args const& args_;
@@ -284,12 +324,14 @@ private:
   int const tq_;
   int const warp_;
   Piece const piece_;
+  Below const below_;
   uint32_t const own_;
   bool exists_;
   float inverse_[2];
   float weight_scale_[2] = {kFirstScale, kFirstScale};
-  uint32_t keys_[kK / 16][4];  // the values stay in shared memory: registers decide
-  float dk_[kK / 8][4];
+  uint32_t keys_[kK / 16][4];
+  uint32_t values_[kHeldValues][4];
+  float dk_[kK / 16][2][4];  // [columns of K][children], the columns being the rows of a result
   float dv_[kV / 8][4];
 };
 

@@ -51,9 +51,9 @@ __device__ __forceinline__ void turn_columns(uint32_t (&lo)[4], uint32_t (&hi)[4
   }
 }
 
-// Transposes fp16 in the tensor cores, by the product with the identity, which is exact: two B fragments by columns,
-// {0, 1} and {2, 3}, become two by rows, of the same 16 rows and columns. A round trip through shared memory costs twice
-// the clocks, and shared memory is what both kernels have least of.
+// Transposes fp16 in the tensor cores, by the product with the identity, which is exact: each of two 8 x 8 matrices, of
+// which a thread has two columns of a row, becomes one of which it has two rows of a column. Two such products take half
+// the clocks of 16 x 16 elements' way to shared memory and back.
 class Transposer {
 public:
   __device__ __forceinline__ explicit Transposer(int lane) {
@@ -63,14 +63,8 @@ public:
     identity_[1] = identity_[2] = 0;
   }
 
-  __device__ __forceinline__ void operator()(uint32_t (&by_rows)[4], uint32_t const (&by_columns)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32_t moved[2];
-      ptx::mma_fp16_rounded(moved, identity_, by_columns[2 * i], by_columns[2 * i + 1]);
-      by_rows[i] = moved[0];
-      by_rows[2 + i] = moved[1];
-    }
+  __device__ __forceinline__ void operator()(uint32_t (&transposed)[2], uint32_t x, uint32_t y) const {
+    ptx::mma_fp16_rounded(transposed, identity_, x, y);
   }
 
 private:
@@ -119,24 +113,22 @@ __device__ __forceinline__ float inverse_of(float power) {
 }
 
 // largest: of the weights of rows g and g + 8 in this thread, |x|.
-template <int kTiles>
-__device__ __forceinline__ void fit_scale(float (&scale)[2], float const (&largest)[2], float (&sums)[kTiles][4]) {
+// multiply(factors): of those rows' sums; not called where no scale of the warp falls.
+template <class Multiply>
+__device__ __forceinline__ void fit_scale(float (&scale)[2], float const (&largest)[2], Multiply&& multiply) {
   bool const leaves = largest[0] * scale[0] > kMostWeight || largest[1] * scale[1] > kMostWeight;
   if (!__any_sync(kFullWarp, leaves)) return;
+  float factor[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float const row = quad_max(largest[i]);
     int const exponent = static_cast<int>(__float_as_uint(row) >> 23) - 127;
     bool const falls = row * scale[i] > kMostWeight && exponent < 128;  // an infinite weight spoils its sums anyhow
     float const next = __uint_as_float(static_cast<uint32_t>(127 + kScaledExponent - exponent) << 23);
-    float const factor = falls ? next * inverse_of(scale[i]) : 1.0f;
+    factor[i] = falls ? next * inverse_of(scale[i]) : 1.0f;
     if (falls) scale[i] = next;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      sums[tile][2 * i] *= factor;
-      sums[tile][2 * i + 1] *= factor;
-    }
   }
+  multiply(factor);
 }
 
 // P and dS = P (dP - delta) for one query head and child, dS times `size`, what the row that it multiplies was divided

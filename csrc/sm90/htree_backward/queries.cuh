@@ -65,7 +65,7 @@ __device__ void produce_parents(Args const& args, Ring<Cfg> const& ring) {
         do {
           ++p;
         } while ((takers[p / 4] >> (p % 4 * 8) & 0xffu) == 0);
-        return Entry{takers[p / 4] >> (p % 4 * 8) & 0xffu, (base + lane) * kGroupParents + p, layer, 0u};
+        return Entry{takers[p / 4] >> (p % 4 * 8) & 0xffu, (base + lane) * kGroupParents + p, layer};
       });
       sender.send(source);
     }
@@ -137,9 +137,10 @@ private:
   __device__ __forceinline__ void take(uint32_t slot, int parent, int layer) {
     if (layer != layer_) {
       layer_ = layer;
+      below_ = Below(args_, layer, head_);
       position_ = candidates(args_.chunk.position(row_), layer, args_.tree.layers, args_.tree.top_k).n - 1;
     }
-    uint32_t const closed = expanded(args_, layer, head_, parent, row_) | beyond(position_);
+    uint32_t const closed = below_.expanded(args_, parent, row_) | beyond(position_);
     // The turns may come from L2: what does not need them goes first.
     PositionTurns<kK> const turns(args_.fragment_turns, position_, tq_);
     float raw[2][4], dp[2][4];
@@ -160,7 +161,13 @@ private:
         largest[i] = fmaxf(largest[i], fabsf(ds[tile][e]));
       }
     }
-    fit_scale(weight_scale_, largest, dq_);
+    fit_scale(weight_scale_, largest, [&](float const (&factor)[2]) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dq_[tile][e] *= factor[e / 2];
+      }
+    });
     add_keys(keys, turns, ds);
     position_ -= kSiblings;
   }
@@ -169,7 +176,11 @@ private:
   __device__ __forceinline__ void scores(uint32_t slot, PositionTurns<kK> const& turns, float (&raw)[2][4],
                                          uint32_t (&keys)[kK / 16][4]) const {
     Steps const rows(slot + matrix_lane<false>(lane_, Cfg::kKeyRowBytes));
-    Chains sums{};
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) raw[tile][e] = 0.0f;
+    }
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
       half2 turned[2][4];
@@ -179,11 +190,10 @@ private:
         auto& b = keys[kk + half * kHalf];
         ptx::load_matrix_x4(b, rows[kk + half * kHalf] + Cfg::kRowsOffset);
         auto const& a = reinterpret_cast<uint32_t const(&)[4]>(turned[half]);
-        ptx::mma_fp16(sums.x[half][0], a, b[0], b[1]);
-        ptx::mma_fp16(sums.x[half][1], a, b[2], b[3]);
+        ptx::mma_fp16(raw[0], a, b[0], b[1]);
+        ptx::mma_fp16(raw[1], a, b[2], b[3]);
       }
     }
-    sums.total(raw);
   }
 
   __device__ __forceinline__ void value_products(uint32_t slot, float (&dp)[2][4]) const {
@@ -216,10 +226,12 @@ private:
       turn_columns<true>(keys[kk], keys[kk + kHalf], turns[kk]);
 #pragma unroll
       for (int step = kk; step < kK / 16; step += kHalf) {
-        uint32_t b[4];
-        transpose(b, keys[step]);
-        ptx::mma_fp16(dq_[2 * step], a, b[0], b[1]);
-        ptx::mma_fp16(dq_[2 * step + 1], a, b[2], b[3]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {  // eight columns of all children
+          uint32_t b[2];
+          transpose(b, keys[step][i], keys[step][2 + i]);
+          ptx::mma_fp16(dq_[2 * step + i], a, b[0], b[1]);
+        }
       }
     }
   }
@@ -249,6 +261,7 @@ private:
   int row_;
   bool exists_;
   int layer_ = kMaxLayers;
+  Below below_;
   int position_ = 0;  // of the query as the parent at hand sees it: n - 1 - 16 rank
   half2 q_[kK / 16][4];
   uint32_t dout_[kV / 16][4];
