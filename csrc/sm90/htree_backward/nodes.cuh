@@ -83,11 +83,8 @@ class Parent {
   static constexpr int kK = Cfg::kK;
   static constexpr int kV = Cfg::kV;
   static constexpr int kHalf = kK / 32;
-  // Steps of the values that stay in registers; the others are read for every query.
-#ifndef HV
-#define HV 1
-#endif
-  static constexpr int kHeldValues = kK + kV == 256 ? HV : kV / 16;
+  // Steps of the values that stay in registers, as many as fit; the others are read for every query.
+  static constexpr int kHeldValues = kK + kV == 256 ? 3 : kV / 16;
 
 public:
   __device__ Parent(Args const& args, Ring<Cfg> const& ring, int warp)
@@ -120,15 +117,6 @@ public:
   }
 
 private:
-  template <int kTiles>
-  static __device__ __forceinline__ void clear(float (&x)[kTiles][4]) {
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[tile][e] = 0.0f;
-    }
-  }
-
   template <int kSteps>
   __device__ __forceinline__ void load(uint32_t (&rows)[kSteps][4], Steps const& from, uint32_t offset) const {
 #pragma unroll

@@ -71,18 +71,14 @@ private:
   uint32_t identity_[4];
 };
 
-// A product that adds up in two chains, because the latency of one is what a warp waits for; `total` joins them.
-struct Chains {
-  float x[2][2][4];  // [chain][tile]
-
-  __device__ __forceinline__ void total(float (&sum)[2][4]) const {
+template <int kTiles>
+__device__ __forceinline__ void clear(float (&x)[kTiles][4]) {
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
+  for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sum[tile][e] = x[0][tile][e] + x[1][tile][e];
-    }
+    for (int e = 0; e < 4; ++e) x[tile][e] = 0.0f;
   }
-};
+}
 
 // The turns of one position: this lane's entries of the table of fragments.
 template <int kK>
@@ -103,7 +99,7 @@ struct PositionTurns {
 // dS multiplies rows of fp16, so it becomes fp16 too, whatever the dtype: a row of weights is multiplied by a power of
 // two that only ever falls, when a weight would leave the range, and then the row's sums fall with it. Weights down to
 // 2^-24 of the largest so far keep all bits, and nothing is lost that matters beside it. A row's own data steer it.
-inline constexpr float kFirstScale = 0x1p120f;
+inline constexpr float kFirstScale = 0x1p124f;
 inline constexpr float kMostWeight = 0x1p15f;
 inline constexpr int kScaledExponent = 10;  // of the weight that made the scale fall: room for larger ones
 

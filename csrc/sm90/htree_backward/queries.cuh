@@ -88,11 +88,7 @@ public:
     row_ = blockIdx.x % blocks * kGroupQueries + warp;
     exists_ = row_ < args.chunk.queries;
     if (exists_) load();
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dq_[tile][e] = 0.0f;
-    }
+    clear(dq_);
   }
 
   __device__ void run(Ring<Cfg> const& ring, int warp) {
@@ -176,11 +172,7 @@ private:
   __device__ __forceinline__ void scores(uint32_t slot, PositionTurns<kK> const& turns, float (&raw)[2][4],
                                          uint32_t (&keys)[kK / 16][4]) const {
     Steps const rows(slot + matrix_lane<false>(lane_, Cfg::kKeyRowBytes));
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) raw[tile][e] = 0.0f;
-    }
+    clear(raw);
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
       half2 turned[2][4];
@@ -198,15 +190,23 @@ private:
 
   __device__ __forceinline__ void value_products(uint32_t slot, float (&dp)[2][4]) const {
     Steps const values(slot + matrix_lane<false>(lane_, Cfg::kValueRowBytes));
-    Chains sums{};
+    // Two chains: the latency of one is what a warp would wait for.
+    float odd[2][4];
+    clear(dp);
+    clear(odd);
 #pragma unroll
     for (int step = 0; step < kV / 16; ++step) {
       uint32_t b[4];
       ptx::load_matrix_x4(b, values[step] + Cfg::kValueOffset);
-      Pairs<Element>::mma(sums.x[step % 2][0], dout_[step], b[0], b[1]);
-      Pairs<Element>::mma(sums.x[step % 2][1], dout_[step], b[2], b[3]);
+      auto& sums = step % 2 == 0 ? dp : odd;
+      Pairs<Element>::mma(sums[0], dout_[step], b[0], b[1]);
+      Pairs<Element>::mma(sums[1], dout_[step], b[2], b[3]);
     }
-    sums.total(dp);
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dp[tile][e] += odd[tile][e];
+    }
   }
 
   __device__ __forceinline__ void add_keys(uint32_t (&keys)[kK / 16][4], PositionTurns<kK> const& turns,

@@ -203,7 +203,7 @@ __device__ __forceinline__ void receive(Ring<Cfg> const& ring, int warp, Take&& 
     uint32_t const takers = ptx::load_shared_4B(note.takers());
 #pragma unroll 1
     for (uint32_t own = takers >> warp & 0x01010101u; own != 0; own &= own - 1) {
-      int const i = __ffs(own) / 8;
+      int const i = static_cast<int>(static_cast<uint32_t>(__ffs(own)) / 8);
       take(ring.slot(at.slot, i), Entry{takers >> (8 * i) & 0xffu, static_cast<int>(ptx::load_shared_4B(note.which(i))),
                                         static_cast<int>(ptx::load_shared_4B(note.detail(i)))});
     }
