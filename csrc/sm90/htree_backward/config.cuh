@@ -36,8 +36,8 @@ struct Config {
 
   static constexpr int kConsumers = 8;
   static constexpr int kThreads = 384;
-  static constexpr int kConsumerRegisters = kPass == Pass::kQueries ? 224 : 240;
-  static constexpr int kProducerRegisters = kPass == Pass::kQueries ? 56 : 24;
+  static constexpr int kConsumerRegisters = kPass == Pass::kQueries ? 232 : 240;
+  static constexpr int kProducerRegisters = kPass == Pass::kQueries ? 40 : 24;
   static_assert(kConsumers == kGroupParents && kConsumers == kGroupQueries);
   static_assert(kConsumers % 4 == 0 && kConsumers * 32 + 128 == kThreads);
   static_assert(kConsumers * 32 * kConsumerRegisters + 128 * kProducerRegisters <= kThreads * 168);

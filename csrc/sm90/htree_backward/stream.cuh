@@ -109,9 +109,9 @@ struct Below {
 
   __device__ __forceinline__ uint32_t expanded(Args const& args, int parent, int row) const {
     if (entries == nullptr) return 0;
-    int const group = 2 * parent;  // 16 children, eight a group
-    std::int64_t const rows = args.chunk.rows;
-    return __byte_perm(__ldg(entries + group * rows + row), __ldg(entries + min(group + 1, last) * rows + row), 0x5540);
+    int const group = 2 * parent;  // 16 children, eight a group; a head's table has fewer than 2^32 entries
+    uint32_t const rows = args.chunk.rows;
+    return __byte_perm(__ldg(entries + (group * rows + row)), __ldg(entries + (min(group + 1, last) * rows + row)), 0x5540);
   }
 };
 
