@@ -6,14 +6,14 @@
 //   the CTA          eight neighbouring queries                eight neighbouring parents, one segment of the rows
 //   streamed         the parents that any of them visits,      the queries that visit any of them, ascending
 //                    layer by layer from the top, ascending
-//   in registers     q, dout, dq                               dk, dv
+//   in registers     q, dout, dq                               keys, dk, dv, some of the values
 //   resident         nothing                                   the eight parents
 //
 //   CTA              8 consumer warps (2 warpgroups); a producer warp in a third warpgroup, whose other warps idle
 //   slot             one operand and its header; one bulk copy
-//   stage            four slots and their entries, one full and one empty mbarrier
-//   registers        224 a consumer thread, 56 a producer thread: 256 * 224 + 128 * 56 = 384 * 168
-//   shared memory    as many stages as fit in 227 KB: 6 (queries) and 3 (nodes) at K = V = 128
+//   stage            four slots and a note of their entries, one full and one empty mbarrier
+//   registers        a consumer and a producer thread: 232 and 40 (queries), 240 and 24 (nodes), 384 * 168 in all
+//   shared memory    as many stages as fit in 227 KB: 6 (queries) and 4 (nodes) at K = V = 128
 #pragma once
 
 #include <cuda_bf16.h>

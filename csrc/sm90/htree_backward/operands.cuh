@@ -52,8 +52,8 @@ __device__ __forceinline__ void turn_columns(uint32_t (&lo)[4], uint32_t (&hi)[4
 }
 
 // Transposes fp16 in the tensor cores, by the product with the identity, which is exact: each of two 8 x 8 matrices, of
-// which a thread has two columns of a row, becomes one of which it has two rows of a column. Two such products take half
-// the clocks of 16 x 16 elements' way to shared memory and back.
+// which a thread has two columns of a row, becomes one of which it has two rows of a column. The way of the same
+// elements to shared memory and back takes more than twice the clocks.
 class Transposer {
 public:
   __device__ __forceinline__ explicit Transposer(int lane) {

@@ -39,7 +39,8 @@ __device__ __forceinline__ Entry load_entry(uint32_t shared) {
 }
 
 __device__ __forceinline__ void store_entry(uint32_t shared, Entry const& entry) {
-  ptx::store_shared_16B(shared, {entry.takers, static_cast<uint32_t>(entry.which), static_cast<uint32_t>(entry.detail), 0u});
+  ptx::store_shared_16B(shared, {entry.takers, static_cast<uint32_t>(entry.which), static_cast<uint32_t>(entry.detail),
+                                 0u});
 }
 
 // What a stage says of its slots: the takers of each, a byte a slot, so that a consumer finds its own at once; whether
@@ -111,7 +112,9 @@ struct Below {
     if (entries == nullptr) return 0;
     int const group = 2 * parent;  // 16 children, eight a group; a head's table has fewer than 2^32 entries
     uint32_t const rows = args.chunk.rows;
-    return __byte_perm(__ldg(entries + (group * rows + row)), __ldg(entries + (min(group + 1, last) * rows + row)), 0x5540);
+    uint32_t const first = __ldg(entries + (group * rows + row));
+    uint32_t const second = __ldg(entries + (min(group + 1, last) * rows + row));
+    return __byte_perm(first, second, 0x5540);
   }
 };
 
