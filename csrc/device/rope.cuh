@@ -87,18 +87,15 @@ struct alignas(16) Turns {
   half2 sin[2];
 };
 
-// One packed pair of either half. Turns back with the halves exchanged.
-__device__ __forceinline__ void turn_pair(half2& lo, half2& hi, half2 q_lo, half2 q_hi, half2 cosine, half2 sine) {
-  lo = __hfma2(q_hi, __hneg2(sine), __hmul2(q_lo, cosine));  // negating q would be hoisted into registers
-  hi = __hfma2(q_lo, sine, __hmul2(q_hi, cosine));
-}
-
 // lo and hi of four packed pairs each, [a0, a1 | a2, a3] of the two fragments.
 __device__ __forceinline__ void turn_fragments(half2 (&lo)[4], half2 (&hi)[4], half2 const (&q_lo)[4],
                                                half2 const (&q_hi)[4], Turns const& turns) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    turn_pair(lo[i], hi[i], q_lo[i], q_hi[i], turns.cos[i / 2], turns.sin[i / 2]);
+    half2 const c = turns.cos[i / 2];
+    half2 const s = turns.sin[i / 2];
+    lo[i] = __hfma2(q_hi[i], __hneg2(s), __hmul2(q_lo[i], c));  // negating q would be hoisted into registers
+    hi[i] = __hfma2(q_lo[i], s, __hmul2(q_hi[i], c));
   }
 }
 

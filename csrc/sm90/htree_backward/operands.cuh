@@ -45,9 +45,13 @@ template <bool kBack>
 __device__ __forceinline__ void turn_columns(uint32_t (&lo)[4], uint32_t (&hi)[4], rope::Turns const& turns) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    half2& x = reinterpret_cast<half2&>(kBack ? hi[i] : lo[i]);
+    half2& x = reinterpret_cast<half2&>(kBack ? hi[i] : lo[i]);  // back is forth with the halves exchanged
     half2& y = reinterpret_cast<half2&>(kBack ? lo[i] : hi[i]);
-    rope::turn_pair(x, y, half2(x), half2(y), turns.cos[i % 2], turns.sin[i % 2]);
+    half2 const cosine = turns.cos[i % 2];
+    half2 const sine = turns.sin[i % 2];
+    half2 const before = x;
+    x = __hfma2(y, __hneg2(sine), __hmul2(x, cosine));
+    y = __hfma2(before, sine, __hmul2(y, cosine));
   }
 }
 
