@@ -110,6 +110,16 @@ def test_warpgroup_products(faults):
         assert "wgmma reads shared memory" in faults(43, a, out, b, seed=seed)
 
 
+def test_products_with_sums_in_half(faults):
+    a, b = torch.randn(16, 16).half(), torch.randn(8, 16).half()
+    out = torch.empty(16, 8)
+    for seed in SEEDS:
+        assert faults(44, a, out, b, seed=seed) == ""
+        torch.testing.assert_close(out.half(), (a.double() @ b.double().T).half(), rtol=1e-3, atol=1e-3)
+        assert faults(44, torch.eye(16).half(), out, b, seed=seed) == ""
+        assert torch.equal(out, b.T.float())
+
+
 def test_clusters_exchange(faults):
     a, out = torch.randn(64), torch.empty(64)
     for seed in SEEDS:

@@ -51,12 +51,12 @@ struct Visits {
 // fp16 and 16 rows of V in the dtype. Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8). Rows of
 // keys and queries are normalised by an exact power of two, their `inverse`.
 //   nodes    inverse[16] | keys, turned by their place among the siblings | values
-//   queries  unit[16], inverse[16], lse2[16], delta[16] | q, not turned | dout
+//   queries  unit[16], lse2[16], delta[16] | q, not turned | dout
 // with s * log2(e) = product * inverse of the key * 2^-kHeadroom * unit, lse2 = lse * log2(e) and
 // delta = <dout, out> - dlse.
 inline constexpr int kHeadroom = 13;  // keeps products times the inverse of the largest keys below 2^128
 inline constexpr int kNodeHeader = kSiblings * 4;
-inline constexpr int kQueryHeader = 4 * kMaxGroupHeads * 4;
+inline constexpr int kQueryHeader = 3 * kMaxGroupHeads * 4;
 
 __host__ __device__ constexpr std::int64_t operand_bytes(std::int64_t K, std::int64_t V) { return 16 * 2 * (K + V); }
 

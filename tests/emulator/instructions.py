@@ -457,15 +457,15 @@ class Instructions:
         self.run(f"t.store_matrix({self.address(args[0])}, {'true' if 'trans' in op else 'false'}, {{{values}}})")
 
     def op_mma(self, op, args):
-        if "m16n8k16" not in op or op[-4] != "f32" or op[-1] != "f32":
+        sums = {"f32": "float", "f16": "uint32_t"}.get(op[-1])
+        if "m16n8k16" not in op or op[-4] != op[-1] or not sums:
             raise self.unknown(args)
         d, a, b, c = (split_operands(x[1:-1]) for x in args)
         element = "half" if op[-3] == "f16" else "bfloat"
         for x in d:
             self.register_type(x)
         values = ", ".join(
-            f"{{{', '.join(self.value(k, x) for x in xs)}}}"
-            for k, xs in (("uint32_t", a), ("uint32_t", b), ("float", c))
+            f"{{{', '.join(self.value(k, x) for x in xs)}}}" for k, xs in (("uint32_t", a), ("uint32_t", b), (sums, c))
         )
         self.run(f"t.mma_m16n8k16<{element}>({{{', '.join('&' + identifier(x) for x in d)}}}, {values})")
 

@@ -585,6 +585,9 @@ struct Thread {
   template <class Element>
   void mma_m16n8k16(std::initializer_list<float*> d, std::initializer_list<uint32_t> a,
                     std::initializer_list<uint32_t> b, std::initializer_list<float> c);
+  template <class Element>  // sums in packed fp16
+  void mma_m16n8k16(std::initializer_list<uint32_t*> d, std::initializer_list<uint32_t> a,
+                    std::initializer_list<uint32_t> b, std::initializer_list<uint32_t> c);
 
   // -- barriers
   void named_sync(uint32_t id, uint32_t count) { named(id, count, true, false); }
@@ -647,6 +650,20 @@ template <class Element>
 inline void Thread::mma_m16n8k16(std::initializer_list<float*> d, std::initializer_list<uint32_t> a,
                                  std::initializer_list<uint32_t> b, std::initializer_list<float> c) {
   multiply(d.begin(), a.begin(), b.begin(), c.begin(), std::is_same_v<Element, half>);
+}
+
+template <class Element>
+inline void Thread::mma_m16n8k16(std::initializer_list<uint32_t*> d, std::initializer_list<uint32_t> a,
+                                 std::initializer_list<uint32_t> b, std::initializer_list<uint32_t> c) {
+  float sums[4];
+  float* const to[4] = {&sums[0], &sums[1], &sums[2], &sums[3]};
+  for (int i = 0; i < 4; ++i) {
+    sums[i] = half_value(static_cast<uint16_t>(c.begin()[i / 2] >> i % 2 * 16));
+  }
+  multiply(to, a.begin(), b.begin(), sums, true);
+  for (int i = 0; i < 2; ++i) {
+    *d.begin()[i] = rounded<half>(sums[2 * i]).bits | static_cast<uint32_t>(rounded<half>(sums[2 * i + 1]).bits) << 16;
+  }
 }
 
 template <class Element>

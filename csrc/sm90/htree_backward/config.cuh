@@ -6,14 +6,14 @@
 //   the CTA          eight neighbouring queries                eight neighbouring parents, one segment of the rows
 //   streamed         the parents that any of them visits,      the queries that visit any of them, ascending
 //                    layer by layer from the top, ascending
-//   in registers     q, dout, dq                               dk, dv
-//   resident         nothing                                   the eight parents; a turned q for each warp
+//   in registers     q, dout, dq                               keys, dk, dv, some of the values
+//   resident         nothing                                   the eight parents
 //
 //   CTA              8 consumer warps (2 warpgroups); a producer warp in a third warpgroup, whose other warps idle
 //   slot             one operand and its header; one bulk copy
-//   stage            four slots and their entries, one full and one empty mbarrier
-//   registers        224 a consumer thread, 56 a producer thread: 256 * 224 + 128 * 56 = 384 * 168
-//   shared memory    as many stages as fit in 227 KB: 6 (queries) and 3 (nodes) at K = V = 128
+//   stage            four slots and a note of their entries, one full and one empty mbarrier
+//   registers        a consumer and a producer thread: 232 and 40 (queries), 240 and 24 (nodes), 384 * 168 in all
+//   shared memory    as many stages as fit in 227 KB: 6 (queries) and 4 (nodes) at K = V = 128
 #pragma once
 
 #include <cuda_bf16.h>
@@ -36,8 +36,8 @@ struct Config {
 
   static constexpr int kConsumers = 8;
   static constexpr int kThreads = 384;
-  static constexpr int kConsumerRegisters = kPass == Pass::kQueries ? 224 : 232;
-  static constexpr int kProducerRegisters = kPass == Pass::kQueries ? 56 : 40;
+  static constexpr int kConsumerRegisters = kPass == Pass::kQueries ? 232 : 240;
+  static constexpr int kProducerRegisters = kPass == Pass::kQueries ? 40 : 24;
   static_assert(kConsumers == kGroupParents && kConsumers == kGroupQueries);
   static_assert(kConsumers % 4 == 0 && kConsumers * 32 + 128 == kThreads);
   static_assert(kConsumers * 32 * kConsumerRegisters + 128 * kProducerRegisters <= kThreads * 168);
@@ -60,16 +60,16 @@ struct Config {
 
   static constexpr int kStageSlots = 4;
   static constexpr int kStageBytes = kStageSlots * kSlotBytes;
-  static constexpr int kEntryBytes = 16;
-  static constexpr int kControlBytes = 16 + kStageSlots * kEntryBytes;  // of a stage: full, empty, entries
+  static constexpr int kNoteBytes = 8 + 8 * kStageSlots;
+  static constexpr int kControlBytes = 16 + kNoteBytes;  // of a stage: full, empty, note
+  static_assert(kConsumers == 8 && kStageSlots == 4, "a byte of takers a slot, a word a stage");
 
   // The producer's list: what it found and has not sent.
+  static constexpr int kEntryBytes = 16;
   static constexpr int kFoundAtOnce = kPass == Pass::kQueries ? 32 * kGroupParents : 32;
   static constexpr int kListBytes = (kFoundAtOnce + kStageSlots) * kEntryBytes;
-  // Nodes: the parents of the CTA, and a turned q for each warp.
-  static constexpr int kTurnedBytes = 16 * kKeyRowBytes;
-  static constexpr int kResidentBytes =
-      kPass == Pass::kNodes ? kConsumers * (kSlotBytes + kTurnedBytes) : 0;
+  // Nodes: the parents of the CTA.
+  static constexpr int kResidentBytes = kPass == Pass::kNodes ? kConsumers * kSlotBytes : 0;
 
   static constexpr int kAlignment = 1024;
   static constexpr int kFixedBytes = kAlignment + kListBytes + kResidentBytes + 16;

@@ -71,7 +71,7 @@ __device__ void produce_queries(Args const& args, Ring<Cfg> const& ring) {
       }
       position = c.n - 1 - kSiblings * static_cast<int>(visited >> kGroupParents);
     }
-    sender.append(visited != 0, [&](int) { return Entry{visited & 0xffu, row, position, 0u}; });
+    sender.append(visited != 0, [&](int) { return Entry{visited & 0xffu, row, position}; });
     sender.send(source);
   }
   sender.finish(source);
@@ -83,7 +83,8 @@ class Parent {
   static constexpr int kK = Cfg::kK;
   static constexpr int kV = Cfg::kV;
   static constexpr int kHalf = kK / 32;
-  static constexpr int kHalfTiles = kK / 16;
+  // Steps of the values that stay in registers, as many as fit; the others are read for every query.
+  static constexpr int kHeldValues = kK + kV == 256 ? 3 : kV / 16;
 
 public:
   __device__ Parent(Args const& args, Ring<Cfg> const& ring, int warp)
@@ -93,8 +94,8 @@ public:
         tq_(lane_ % 4),
         warp_(warp),
         piece_(args),
-        own_(ring.resident_slot(warp)),
-        turned_(ring.turned(warp)) {
+        below_(args, piece_.layer, piece_.head),
+        own_(ring.resident_slot(warp)) {
     exists_ = warp < piece_.parents(args);
     barriers::mbarrier_wait(ring.resident_barrier, 0, "htree_backward consumer: resident");
     if (exists_) {
@@ -103,14 +104,10 @@ public:
         inverse_[i] = __uint_as_float(ptx::load_shared_4B(own_ + Cfg::kNodeOffset + 4 * (g_ + 8 * i)));
       }
     }
-    uint32_t const keys = own_ + Cfg::kRowsOffset + matrix_lane<true>(lane_, Cfg::kKeyRowBytes);
+    load(keys_, Steps(own_ + matrix_lane<true>(lane_, Cfg::kKeyRowBytes)), Cfg::kRowsOffset);
+    load(values_, Steps(own_ + matrix_lane<true>(lane_, Cfg::kValueRowBytes)), Cfg::kValueOffset);
 #pragma unroll
-    for (int step = 0; step < kK / 16; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) keys_[step][i] = 0;
-      if (exists_) ptx::load_matrix_x4(keys_[step], keys ^ (step << 5));
-    }
-    clear(dk_);
+    for (int step = 0; step < kK / 16; ++step) clear(dk_[step]);
     clear(dv_);
   }
 
@@ -120,12 +117,13 @@ public:
   }
 
 private:
-  template <int kTiles>
-  static __device__ __forceinline__ void clear(float (&x)[kTiles][4]) {
+  template <int kSteps>
+  __device__ __forceinline__ void load(uint32_t (&rows)[kSteps][4], Steps const& from, uint32_t offset) const {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
+    for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) x[tile][e] = 0.0f;
+      for (int i = 0; i < 4; ++i) rows[step][i] = 0;
+      if (exists_) ptx::load_matrix_x4(rows[step], from[step] + offset);
     }
   }
 
@@ -133,12 +131,13 @@ private:
   __device__ __forceinline__ void take(uint32_t slot, Entry const& entry) {
     int const position = entry.detail - kSiblings * __popc(entry.takers & ((1u << warp_) - 1u));
     int const parent = piece_.group * kGroupParents + warp_;
-    uint32_t const closed = expanded(args_, piece_.layer, piece_.head, parent, entry.which) | beyond(position);
+    uint32_t const closed = below_.expanded(args_, parent, entry.which) | beyond(position);
     // The turns may come from L2: what does not need them goes first.
     PositionTurns<kK> const turns(args_.fragment_turns, position, tq_);
     float raw[2][4], dp[2][4];
     value_products(slot, dp);
-    scores(slot, turns, raw);
+    uint32_t turned[kK / 16][4];
+    scores(slot, turns, raw, turned);
     uint32_t p[4];
     float ds[2][4];
     float largest[2] = {};
@@ -146,141 +145,165 @@ private:
     for (int tile = 0; tile < 2; ++tile) {
       uint32_t const header = slot + Cfg::kQueryOffset + tile * 32 + tq_ * 8;
       float2 const unit = ptx::load_shared_8B(header);
-      float2 const inverse = ptx::load_shared_8B(header + 4 * kMaxGroupHeads);
-      float2 const lse2 = ptx::load_shared_8B(header + 8 * kMaxGroupHeads);
-      float2 const delta = ptx::load_shared_8B(header + 12 * kMaxGroupHeads);
+      float2 const lse2 = ptx::load_shared_8B(header + 4 * kMaxGroupHeads);
+      float2 const delta = ptx::load_shared_8B(header + 8 * kMaxGroupHeads);
+      float2 const size = {unit.x * kHeadroomFactor, unit.y * kHeadroomFactor};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         bool const open = !(closed >> (g_ + 8 * i) & 1u);
         Weights const x =
-            weights(open, raw[tile][2 * i], inverse_[i], unit.x, lse2.x, dp[tile][2 * i], delta.x, inverse.x);
+            weights(open, raw[tile][2 * i], inverse_[i], unit.x, lse2.x, dp[tile][2 * i], delta.x, size.x);
         Weights const y =
-            weights(open, raw[tile][2 * i + 1], inverse_[i], unit.y, lse2.y, dp[tile][2 * i + 1], delta.y, inverse.y);
+            weights(open, raw[tile][2 * i + 1], inverse_[i], unit.y, lse2.y, dp[tile][2 * i + 1], delta.y, size.y);
         p[2 * tile + i] = Pairs<Element>::pack(x.p, y.p);
         ds[tile][2 * i] = x.ds;
         ds[tile][2 * i + 1] = y.ds;
         largest[i] = fmaxf(largest[i], fmaxf(fabsf(x.ds), fabsf(y.ds)));
       }
     }
-    add<Element>(dv_, p, slot + Cfg::kValueOffset);
-    fit_scale(weight_scale_, largest, dk_);
-    uint32_t scaled[4];
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
+    add_dout(slot, p);
+    fit_scale(weight_scale_, largest, [&](float const (&factor)[2]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        scaled[2 * tile + i] =
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float const of_child = of_column(factor[i], e);
+#pragma unroll
+          for (int step = 0; step < kK / 16; ++step) {
+            dk_[step][i][e] *= of_child;
+            dk_[step][i][2 + e] *= of_child;
+          }
+        }
+      }
+    });
+    add_queries(turned, ds);
+  }
+
+  // dk by columns of K: a thread's weights for a child are then a B fragment, and what the transposer returns an A
+  // fragment, without a move.
+  __device__ __forceinline__ void add_queries(uint32_t const (&turned)[kK / 16][4], float const (&ds)[2][4]) {
+    uint32_t scaled[2][2];  // [children][heads]
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        scaled[i][tile] =
             Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
       }
     }
-    add<__half>(dk_, scaled, turned_);
-    __syncwarp();  // the turned q is rewritten for the next query
-  }
-
-  // The turned q goes to shared memory for the product that contracts over heads.
-  __device__ __forceinline__ void scores(uint32_t slot, PositionTurns<kK> const& turns, float (&raw)[2][4]) const {
-    uint32_t const lane = matrix_lane<true>(lane_, Cfg::kKeyRowBytes);
-    uint32_t const queries = slot + Cfg::kRowsOffset + lane;
-    Chains sums{};
+    Transposer const transpose(lane_);
 #pragma unroll
-    for (int kk = 0; kk < kHalf; ++kk) {
-      uint32_t q[2][4];
-      ptx::load_matrix_x4(q[0], queries ^ (kk << 5));
-      ptx::load_matrix_x4(q[1], queries ^ ((kk + kHalf) << 5));
-      half2 lo[4], hi[4];
-      rope::turn_fragments(lo, hi, reinterpret_cast<half2 const(&)[4]>(q[0]),
-                           reinterpret_cast<half2 const(&)[4]>(q[1]), turns[kk]);
+    for (int step = 0; step < kK / 16; ++step) {
+      uint32_t a[2][2];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int const step = kk + half * kHalf;
-        auto const& b = reinterpret_cast<uint32_t const(&)[4]>(half == 0 ? lo : hi);
-        ptx::mma_fp16(sums.x[half][0], keys_[step], b[0], b[2]);
-        ptx::mma_fp16(sums.x[half][1], keys_[step], b[1], b[3]);
-        ptx::store_matrix_x4((turned_ + lane) ^ (step << 5), b);
+      for (int tile = 0; tile < 2; ++tile) transpose(a[tile], turned[step][2 * tile], turned[step][2 * tile + 1]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        ptx::mma_fp16(dk_[step][i], {a[0][0], a[0][1], a[1][0], a[1][1]}, scaled[i][0], scaled[i][1]);
       }
     }
-    __syncwarp();
-    sums.total(raw);
+  }
+
+  // Of child 2 tq + e, from the threads that have its row.
+  __device__ __forceinline__ float of_column(float of_row, int e) const {
+    return __shfl_sync(kFullWarp, of_row, (2 * tq_ + e) * 4);
+  }
+
+  // turned: q, which dk takes too.
+  __device__ __forceinline__ void scores(uint32_t slot, PositionTurns<kK> const& turns, float (&raw)[2][4],
+                                         uint32_t (&turned)[kK / 16][4]) const {
+    Steps const queries(slot + matrix_lane<false>(lane_, Cfg::kKeyRowBytes));
+    clear(raw);
+#pragma unroll
+    for (int kk = 0; kk < kHalf; ++kk) {
+#pragma unroll
+      for (int step = kk; step < kK / 16; step += kHalf) {
+        ptx::load_matrix_x4(turned[step], queries[step] + Cfg::kRowsOffset);
+      }
+      turn_columns<false>(turned[kk], turned[kk + kHalf], turns[kk]);
+#pragma unroll
+      for (int step = kk; step < kK / 16; step += kHalf) {
+        ptx::mma_fp16(raw[0], keys_[step], turned[step][0], turned[step][1]);
+        ptx::mma_fp16(raw[1], keys_[step], turned[step][2], turned[step][3]);
+      }
+    }
   }
 
   __device__ __forceinline__ void value_products(uint32_t slot, float (&dp)[2][4]) const {
-    uint32_t const lane = matrix_lane<true>(lane_, Cfg::kValueRowBytes) + Cfg::kValueOffset;
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dp[tile][e] = 0.0f;
-    }
+    Steps const values(own_ + matrix_lane<true>(lane_, Cfg::kValueRowBytes));
+    Steps const douts(slot + matrix_lane<false>(lane_, Cfg::kValueRowBytes));
+    clear(dp);
 #pragma unroll
     for (int step = 0; step < kV / 16; ++step) {
       uint32_t a[4], b[4];
-      ptx::load_matrix_x4(a, (own_ + lane) ^ (step << 5));
-      ptx::load_matrix_x4(b, (slot + lane) ^ (step << 5));
-      Pairs<Element>::mma(dp[0], a, b[0], b[2]);
-      Pairs<Element>::mma(dp[1], a, b[1], b[3]);
+      if (step < kHeldValues) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = values_[step % kHeldValues][i];
+      } else {
+        ptx::load_matrix_x4(a, values[step] + Cfg::kValueOffset);
+      }
+      ptx::load_matrix_x4(b, douts[step] + Cfg::kValueOffset);
+      Pairs<Element>::mma(dp[0], a, b[0], b[1]);
+      Pairs<Element>::mma(dp[1], a, b[2], b[3]);
     }
   }
 
-  // sums += weights rows: 16 children x 16 heads, 16 heads x 8 kTiles in shared memory.
-  template <class Operand, int kTiles>
-  __device__ __forceinline__ void add(float (&sums)[kTiles][4], uint32_t const (&weights)[4], uint32_t rows) const {
-    uint32_t const lane = rows + matrix_lane<true>(lane_, 16 * kTiles);
+  __device__ __forceinline__ void add_dout(uint32_t slot, uint32_t const (&p)[4]) {
+    Steps const douts(slot + matrix_lane<true>(lane_, Cfg::kValueRowBytes));
 #pragma unroll
-    for (int step = 0; step < kTiles / 2; ++step) {
+    for (int step = 0; step < kV / 16; ++step) {
       uint32_t b[4];
-      ptx::load_matrix_x4_transposed(b, lane ^ (step << 5));
-      Pairs<Operand>::mma(sums[2 * step], weights, b[0], b[1]);
-      Pairs<Operand>::mma(sums[2 * step + 1], weights, b[2], b[3]);
+      ptx::load_matrix_x4_transposed(b, douts[step] + Cfg::kValueOffset);
+      Pairs<Element>::mma(dv_[2 * step], p, b[0], b[1]);
+      Pairs<Element>::mma(dv_[2 * step + 1], p, b[2], b[3]);
     }
   }
 
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float const scale = args_.scale * inverse_of(weight_scale_[i]);
-      float4 const* const turns = reinterpret_cast<float4 const*>(args_.turns + (g_ + 8 * i) * (kK / 2) + 2 * tq_);
 #pragma unroll
-      for (int tile = 0; tile < kHalfTiles; ++tile) {
-        float4 const x = __ldg(turns + 4 * tile);
+      for (int e = 0; e < 2; ++e) {
+        int const child = 8 * i + 2 * tq_ + e;
+        float const scale = kUnitScale * inverse_of(of_column(weight_scale_[i], e));
+        float* const to = sums_of(child, kK, args_.dk, args_.dk_parts[piece_.layer]) + g_;
+        float2 const* const turns = args_.turns + child * (kK / 2) + g_;
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float const cosine = (e ? x.z : x.x) * scale;
-          float const sine = (e ? x.w : x.y) * scale;
-          float const lo = dk_[tile][2 * i + e];
-          float const hi = dk_[tile + kHalfTiles][2 * i + e];
-          dk_[tile][2 * i + e] = lo * cosine + hi * sine;
-          dk_[tile + kHalfTiles][2 * i + e] = hi * cosine - lo * sine;
+        for (int kk = 0; kk < kHalf; ++kk) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            int const column = 16 * kk + 8 * j;
+            float2 const x = __ldg(turns + column);
+            float const lo = dk_[kk][i][2 * j + e] * scale;
+            float const hi = dk_[kk + kHalf][i][2 * j + e] * scale;
+            put(to + column, lo * x.x + hi * x.y);
+            put(to + column + kK / 2, hi * x.x - lo * x.y);
+          }
         }
       }
+      float* const to = sums_of(8 * i + g_, kV, args_.dv, args_.dv_parts[piece_.layer]) + 2 * tq_;
+#pragma unroll
+      for (int tile = 0; tile < kV / 8; ++tile) {
+        put(*reinterpret_cast<float2*>(to + 8 * tile), {dv_[tile][2 * i], dv_[tile][2 * i + 1]});
+      }
     }
-    put<kK>(dk_, args_.dk, args_.dk_parts[piece_.layer]);
-    put<kV>(dv_, args_.dv, args_.dv_parts[piece_.layer]);
   }
 
-  template <int kDim>
-  __device__ __forceinline__ void put(float const (&x)[kDim / 8][4], float* sums, float* parts) const {
+  // The layer's own sums, which are added to, where it has one segment, and otherwise this segment's part of them.
+  __device__ __forceinline__ bool whole() const { return args_.segments[piece_.layer] == 1; }
+
+  __device__ __forceinline__ float* sums_of(int child, int dim, float* sums, float* parts) const {
     int const layer = piece_.layer;
-    std::int64_t const child = (piece_.group * kGroupParents + warp_) * static_cast<std::int64_t>(kSiblings) + g_;
-    bool const whole = args_.segments[layer] == 1;
-    float* to;
-    if (whole) {
-      to = sums + (piece_.head * args_.node_rows + args_.begin[layer] + child) * kDim;
-    } else {
-      std::int64_t const part = static_cast<std::int64_t>(piece_.head) * args_.segments[layer] + piece_.segment;
-      to = parts + (part * args_.tree.parents[layer] * kSiblings + child) * kDim;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int tile = 0; tile < kDim / 8; ++tile) {
-        float2* const two = reinterpret_cast<float2*>(to + 8 * i * kDim + 8 * tile + 2 * tq_);
-        float2 sum = {x[tile][2 * i], x[tile][2 * i + 1]};
-        if (whole) {
-          float2 const before = *two;
-          sum.x += before.x, sum.y += before.y;
-        }
-        *two = sum;
-      }
-    }
+    std::int64_t const row = (piece_.group * kGroupParents + warp_) * static_cast<std::int64_t>(kSiblings) + child;
+    if (whole()) return sums + (piece_.head * args_.node_rows + args_.begin[layer] + row) * dim;
+    std::int64_t const part = static_cast<std::int64_t>(piece_.head) * args_.segments[layer] + piece_.segment;
+    return parts + (part * args_.tree.parents[layer] * kSiblings + row) * dim;
+  }
+
+  __device__ __forceinline__ void put(float* to, float sum) const { *to = whole() ? *to + sum : sum; }
+
+  __device__ __forceinline__ void put(float2& to, float2 sum) const {
+    to = whole() ? float2{to.x + sum.x, to.y + sum.y} : sum;
   }
 
   Args const& args_;
@@ -289,13 +312,14 @@ private:
   int const tq_;
   int const warp_;
   Piece const piece_;
+  Below const below_;
   uint32_t const own_;
-  uint32_t const turned_;
   bool exists_;
   float inverse_[2];
   float weight_scale_[2] = {kFirstScale, kFirstScale};
-  uint32_t keys_[kK / 16][4];  // the values stay in shared memory: registers decide
-  float dk_[kK / 8][4];
+  uint32_t keys_[kK / 16][4];
+  uint32_t values_[kHeldValues][4];
+  float dk_[kK / 16][2][4];  // [columns of K][children], the columns being the rows of a result
   float dv_[kV / 8][4];
 };
 

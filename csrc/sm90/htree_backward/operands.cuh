@@ -12,8 +12,10 @@
 namespace htree_cuda::gradient {
 
 inline constexpr float kHeadroomFactor = 1.0f / (1 << kHeadroom);
+// A unit without its headroom holds scale * log2(e) times what the row of q was divided by; dk wants it without log2(e).
+inline constexpr float kUnitScale = 0.69314718055994531f;
 
-// Where a lane's row lies for ldmatrix.x4 of 16 rows and 16 columns; the k-th 16 columns are at the address ^ (k << 5).
+// Where a lane's row lies for ldmatrix.x4 of 16 rows and 16 columns, the first of a matrix.
 //   kRowsFirst   rows 0..7 and 8..15 of the first eight columns, then of the others: an A fragment, or two B fragments,
 //                {0, 2} and {1, 3}, by columns, or, transposed, two B fragments, {0, 1} and {2, 3}, by rows
 //   otherwise    rows 0..7 of both halves of the columns, then rows 8..15: two B fragments by columns, {0, 1}, {2, 3}
@@ -25,18 +27,62 @@ __device__ __forceinline__ uint32_t matrix_lane(int lane, int row_bytes) {
   return row * row_bytes + ((chunk ^ (row % 8)) << 4);
 }
 
-// A product that adds up in two chains, because the latency of one is what a warp waits for; `total` joins them.
-struct Chains {
-  float x[2][2][4];  // [chain][tile]
+// The addresses of all columns of a matrix that begins at a multiple of 256 bytes, 16 a step: the swizzle exchanges 16
+// bytes within 128, so that four addresses serve a whole operand and every other one at a constant distance.
+struct Steps {
+  uint32_t at[4];
 
-  __device__ __forceinline__ void total(float (&sum)[2][4]) const {
+  __device__ __forceinline__ explicit Steps(uint32_t lane) {
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum[tile][e] = x[0][tile][e] + x[1][tile][e];
-    }
+    for (int i = 0; i < 4; ++i) at[i] = lane ^ (i << 5);
   }
+  __device__ __forceinline__ uint32_t operator[](int step) const { return at[step % 4] + step / 4 * 128; }
 };
+
+// Turns two B fragments by columns, {0, 1} and {2, 3}, of the low half against those of the high half; `back`: by the
+// negative angle.
+template <bool kBack>
+__device__ __forceinline__ void turn_columns(uint32_t (&lo)[4], uint32_t (&hi)[4], rope::Turns const& turns) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    half2& x = reinterpret_cast<half2&>(kBack ? hi[i] : lo[i]);  // back is forth with the halves exchanged
+    half2& y = reinterpret_cast<half2&>(kBack ? lo[i] : hi[i]);
+    half2 const cosine = turns.cos[i % 2];
+    half2 const sine = turns.sin[i % 2];
+    half2 const before = x;
+    x = __hfma2(y, __hneg2(sine), __hmul2(x, cosine));
+    y = __hfma2(before, sine, __hmul2(y, cosine));
+  }
+}
+
+// Transposes fp16 in the tensor cores, by the product with the identity, which is exact: each of two 8 x 8 matrices, of
+// which a thread has two columns of a row, becomes one of which it has two rows of a column. The way of the same
+// elements to shared memory and back takes more than twice the clocks.
+class Transposer {
+public:
+  __device__ __forceinline__ explicit Transposer(int lane) {
+    constexpr uint32_t kOne = 0x3c00;
+    uint32_t const diagonal = lane / 8 == lane % 4 ? kOne << (lane / 4 % 2 * 16) : 0;
+    identity_[0] = identity_[3] = diagonal;
+    identity_[1] = identity_[2] = 0;
+  }
+
+  __device__ __forceinline__ void operator()(uint32_t (&transposed)[2], uint32_t x, uint32_t y) const {
+    ptx::mma_fp16_rounded(transposed, identity_, x, y);
+  }
+
+private:
+  uint32_t identity_[4];
+};
+
+template <int kTiles>
+__device__ __forceinline__ void clear(float (&x)[kTiles][4]) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[tile][e] = 0.0f;
+  }
+}
 
 // The turns of one position: this lane's entries of the table of fragments.
 template <int kK>
@@ -57,7 +103,7 @@ struct PositionTurns {
 // dS multiplies rows of fp16, so it becomes fp16 too, whatever the dtype: a row of weights is multiplied by a power of
 // two that only ever falls, when a weight would leave the range, and then the row's sums fall with it. Weights down to
 // 2^-24 of the largest so far keep all bits, and nothing is lost that matters beside it. A row's own data steer it.
-inline constexpr float kFirstScale = 0x1p120f;
+inline constexpr float kFirstScale = 0x1p124f;
 inline constexpr float kMostWeight = 0x1p15f;
 inline constexpr int kScaledExponent = 10;  // of the weight that made the scale fall: room for larger ones
 
@@ -67,24 +113,22 @@ __device__ __forceinline__ float inverse_of(float power) {
 }
 
 // largest: of the weights of rows g and g + 8 in this thread, |x|.
-template <int kTiles>
-__device__ __forceinline__ void fit_scale(float (&scale)[2], float const (&largest)[2], float (&sums)[kTiles][4]) {
+// multiply(factors): of those rows' sums; not called where no scale of the warp falls.
+template <class Multiply>
+__device__ __forceinline__ void fit_scale(float (&scale)[2], float const (&largest)[2], Multiply&& multiply) {
   bool const leaves = largest[0] * scale[0] > kMostWeight || largest[1] * scale[1] > kMostWeight;
   if (!__any_sync(kFullWarp, leaves)) return;
+  float factor[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float const row = quad_max(largest[i]);
     int const exponent = static_cast<int>(__float_as_uint(row) >> 23) - 127;
     bool const falls = row * scale[i] > kMostWeight && exponent < 128;  // an infinite weight spoils its sums anyhow
     float const next = __uint_as_float(static_cast<uint32_t>(127 + kScaledExponent - exponent) << 23);
-    float const factor = falls ? next * inverse_of(scale[i]) : 1.0f;
+    factor[i] = falls ? next * inverse_of(scale[i]) : 1.0f;
     if (falls) scale[i] = next;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      sums[tile][2 * i] *= factor;
-      sums[tile][2 * i + 1] *= factor;
-    }
   }
+  multiply(factor);
 }
 
 // P and dS = P (dP - delta) for one query head and child, dS times `size`, what the row that it multiplies was divided

@@ -1,8 +1,7 @@
 // dq: a warp holds a query and walks its parents, layer by layer.
 //
-// A parent of rank j adds R^-1(sum_c dS_c k_c, n - 1 - 16 j) to dq, k_c being turned by its place c. dq is kept in the
-// frame of the parent at hand, turned by its n - 1 - 16 j, so that products add up in place and only dq turns, by -16
-// from one parent to the next, in float32.
+// A parent of rank j adds sum_c dS_c R^-1(k_c, n - 1 - 16 j) to dq, k_c being turned by its place c. The scores' own
+// fragments of the keys turn, in packed fp16, and are transposed in the tensor cores: keys pass shared memory once.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -66,7 +65,7 @@ __device__ void produce_parents(Args const& args, Ring<Cfg> const& ring) {
         do {
           ++p;
         } while ((takers[p / 4] >> (p % 4 * 8) & 0xffu) == 0);
-        return Entry{takers[p / 4] >> (p % 4 * 8) & 0xffu, (base + lane) * kGroupParents + p, layer, 0u};
+        return Entry{takers[p / 4] >> (p % 4 * 8) & 0xffu, (base + lane) * kGroupParents + p, layer};
       });
       sender.send(source);
     }
@@ -81,7 +80,6 @@ class Query {
   static constexpr int kV = Cfg::kV;
   static constexpr int kHalf = kK / 32;   // k-steps of the low half of the pairs
   static constexpr int kTiles = kK / 8;
-  static constexpr int kHalfTiles = kK / 16;
 
 public:
   __device__ Query(Args const& args, int warp) : args_(args), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4) {
@@ -90,11 +88,7 @@ public:
     row_ = blockIdx.x % blocks * kGroupQueries + warp;
     exists_ = row_ < args.chunk.queries;
     if (exists_) load();
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dq_[tile][e] = 0.0f;
-    }
+    clear(dq_);
   }
 
   __device__ void run(Ring<Cfg> const& ring, int warp) {
@@ -131,22 +125,24 @@ private:
         }
       }
       unit_[i] = header[row];
-      lse2_[i] = header[2 * kMaxGroupHeads + row];
-      delta_[i] = header[3 * kMaxGroupHeads + row];
+      lse2_[i] = header[kMaxGroupHeads + row];
+      delta_[i] = header[2 * kMaxGroupHeads + row];
     }
   }
 
   __device__ __forceinline__ void take(uint32_t slot, int parent, int layer) {
     if (layer != layer_) {
       layer_ = layer;
+      below_ = Below(args_, layer, head_);
       position_ = candidates(args_.chunk.position(row_), layer, args_.tree.layers, args_.tree.top_k).n - 1;
     }
-    uint32_t const closed = expanded(args_, layer, head_, parent, row_) | beyond(position_);
+    uint32_t const closed = below_.expanded(args_, parent, row_) | beyond(position_);
     // The turns may come from L2: what does not need them goes first.
     PositionTurns<kK> const turns(args_.fragment_turns, position_, tq_);
     float raw[2][4], dp[2][4];
     value_products(slot, dp);
-    scores(slot, turns, raw);
+    uint32_t keys[kK / 16][4];
+    scores(slot, turns, raw, keys);
     float ds[2][4];
     float largest[2] = {};
 #pragma unroll
@@ -161,47 +157,60 @@ private:
         largest[i] = fmaxf(largest[i], fabsf(ds[tile][e]));
       }
     }
-    turn(position_ - frame_);
-    frame_ = position_;
-    fit_scale(weight_scale_, largest, dq_);
-    add_keys(slot, ds);
+    fit_scale(weight_scale_, largest, [&](float const (&factor)[2]) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dq_[tile][e] *= factor[e / 2];
+      }
+    });
+    add_keys(keys, turns, ds);
     position_ -= kSiblings;
   }
 
-  __device__ __forceinline__ void scores(uint32_t slot, PositionTurns<kK> const& turns, float (&raw)[2][4]) const {
-    uint32_t const keys = slot + Cfg::kRowsOffset + matrix_lane<false>(lane_, Cfg::kKeyRowBytes);
-    Chains sums{};
+  // keys: as the parent has them, which dq takes too.
+  __device__ __forceinline__ void scores(uint32_t slot, PositionTurns<kK> const& turns, float (&raw)[2][4],
+                                         uint32_t (&keys)[kK / 16][4]) const {
+    Steps const rows(slot + matrix_lane<false>(lane_, Cfg::kKeyRowBytes));
+    clear(raw);
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
-      half2 lo[4], hi[4];
-      rope::turn_fragments(lo, hi, q_[kk], q_[kk + kHalf], turns[kk]);
-      uint32_t b[4];
-      ptx::load_matrix_x4(b, keys ^ (kk << 5));
-      auto const& a_lo = reinterpret_cast<uint32_t const(&)[4]>(lo);
-      ptx::mma_fp16(sums.x[0][0], a_lo, b[0], b[1]);
-      ptx::mma_fp16(sums.x[0][1], a_lo, b[2], b[3]);
-      ptx::load_matrix_x4(b, keys ^ ((kk + kHalf) << 5));
-      auto const& a_hi = reinterpret_cast<uint32_t const(&)[4]>(hi);
-      ptx::mma_fp16(sums.x[1][0], a_hi, b[0], b[1]);
-      ptx::mma_fp16(sums.x[1][1], a_hi, b[2], b[3]);
+      half2 turned[2][4];
+      rope::turn_fragments(turned[0], turned[1], q_[kk], q_[kk + kHalf], turns[kk]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        auto& b = keys[kk + half * kHalf];
+        ptx::load_matrix_x4(b, rows[kk + half * kHalf] + Cfg::kRowsOffset);
+        auto const& a = reinterpret_cast<uint32_t const(&)[4]>(turned[half]);
+        ptx::mma_fp16(raw[0], a, b[0], b[1]);
+        ptx::mma_fp16(raw[1], a, b[2], b[3]);
+      }
     }
-    sums.total(raw);
   }
 
   __device__ __forceinline__ void value_products(uint32_t slot, float (&dp)[2][4]) const {
-    uint32_t const values = slot + Cfg::kValueOffset + matrix_lane<false>(lane_, Cfg::kValueRowBytes);
-    Chains sums{};
+    Steps const values(slot + matrix_lane<false>(lane_, Cfg::kValueRowBytes));
+    // Two chains: the latency of one is what a warp would wait for.
+    float odd[2][4];
+    clear(dp);
+    clear(odd);
 #pragma unroll
     for (int step = 0; step < kV / 16; ++step) {
       uint32_t b[4];
-      ptx::load_matrix_x4(b, values ^ (step << 5));
-      Pairs<Element>::mma(sums.x[step % 2][0], dout_[step], b[0], b[1]);
-      Pairs<Element>::mma(sums.x[step % 2][1], dout_[step], b[2], b[3]);
+      ptx::load_matrix_x4(b, values[step] + Cfg::kValueOffset);
+      auto& sums = step % 2 == 0 ? dp : odd;
+      Pairs<Element>::mma(sums[0], dout_[step], b[0], b[1]);
+      Pairs<Element>::mma(sums[1], dout_[step], b[2], b[3]);
     }
-    sums.total(dp);
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dp[tile][e] += odd[tile][e];
+    }
   }
 
-  __device__ __forceinline__ void add_keys(uint32_t slot, float const (&ds)[2][4]) {
+  __device__ __forceinline__ void add_keys(uint32_t (&keys)[kK / 16][4], PositionTurns<kK> const& turns,
+                                           float const (&ds)[2][4]) {
     uint32_t a[4];
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
@@ -211,37 +220,23 @@ private:
             Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
       }
     }
-    uint32_t const keys = slot + Cfg::kRowsOffset + matrix_lane<true>(lane_, Cfg::kKeyRowBytes);
+    Transposer const transpose(lane_);
 #pragma unroll
-    for (int step = 0; step < kK / 16; ++step) {
-      uint32_t b[4];
-      ptx::load_matrix_x4_transposed(b, keys ^ (step << 5));
-      ptx::mma_fp16(dq_[2 * step], a, b[0], b[1]);
-      ptx::mma_fp16(dq_[2 * step + 1], a, b[2], b[3]);
-    }
-  }
-
-  // Turns dq by `positions`, of either sign.
-  __device__ __forceinline__ void turn(int positions) {
-    float2 const* const turns = args_.turns + abs(positions) * (kK / 2) + 2 * tq_;
-    float const sign = positions < 0 ? -1.0f : 1.0f;
+    for (int kk = 0; kk < kHalf; ++kk) {
+      turn_columns<true>(keys[kk], keys[kk + kHalf], turns[kk]);
 #pragma unroll
-    for (int tile = 0; tile < kHalfTiles; ++tile) {
-      float4 const x = __ldg(reinterpret_cast<float4 const*>(turns + 8 * tile));
+      for (int step = kk; step < kK / 16; step += kHalf) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float const cosine = e % 2 ? x.z : x.x;
-        float const sine = sign * (e % 2 ? x.w : x.y);
-        float const lo = dq_[tile][e];
-        float const hi = dq_[tile + kHalfTiles][e];
-        dq_[tile][e] = lo * cosine - hi * sine;
-        dq_[tile + kHalfTiles][e] = lo * sine + hi * cosine;
+        for (int i = 0; i < 2; ++i) {  // eight columns of all children
+          uint32_t b[2];
+          transpose(b, keys[step][i], keys[step][2 + i]);
+          ptx::mma_fp16(dq_[2 * step + i], a, b[0], b[1]);
+        }
       }
     }
   }
 
   __device__ __forceinline__ void finish() {
-    turn(-frame_);
     std::int64_t const bh = args_.chunk.first_head + head_;
     std::int64_t const query = bh / args_.H_kv * args_.T_q + args_.chunk.first_query + row_;
     std::int64_t const first = (query * args_.H_kv + bh % args_.H_kv) * args_.G;
@@ -266,8 +261,8 @@ private:
   int row_;
   bool exists_;
   int layer_ = kMaxLayers;
+  Below below_;
   int position_ = 0;  // of the query as the parent at hand sees it: n - 1 - 16 rank
-  int frame_ = 0;     // the position by which dq is turned
   half2 q_[kK / 16][4];
   uint32_t dout_[kV / 16][4];
   float unit_[2];

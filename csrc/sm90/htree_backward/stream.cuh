@@ -31,46 +31,51 @@ struct Entry {
   uint32_t takers;
   int which;
   int detail;
-  uint32_t last;  // in a stage's first slot: the stream ends with this stage
 };
 
 __device__ __forceinline__ Entry load_entry(uint32_t shared) {
   uint4 const x = ptx::load_shared_16B(shared);
-  return {x.x, static_cast<int>(x.y), static_cast<int>(x.z), x.w};
+  return {x.x, static_cast<int>(x.y), static_cast<int>(x.z)};
 }
 
 __device__ __forceinline__ void store_entry(uint32_t shared, Entry const& entry) {
   ptx::store_shared_16B(shared, {entry.takers, static_cast<uint32_t>(entry.which), static_cast<uint32_t>(entry.detail),
-                                 entry.last});
+                                 0u});
 }
+
+// What a stage says of its slots: the takers of each, a byte a slot, so that a consumer finds its own at once; whether
+// the stream ends with this stage; the rest of each entry.
+struct Note {
+  uint32_t shared;
+
+  __device__ uint32_t takers() const { return shared; }
+  __device__ uint32_t last() const { return shared + 4; }
+  __device__ uint32_t which(int slot) const { return shared + 8 + 8 * slot; }
+  __device__ uint32_t detail(int slot) const { return which(slot) + 4; }
+};
 
 template <class Cfg>
 struct Ring {
   uint32_t stages;
-  uint32_t resident;          // kConsumers slots, then kConsumers turned rows of q
-  uint32_t entries;
+  uint32_t resident;          // kConsumers slots
   uint32_t list;
   uint32_t resident_barrier;
   RingBarriers<Cfg::kStages> barriers;
+  uint32_t notes;
 
   __device__ explicit Ring(uint32_t shared)
       : stages(shared),
         resident(stages + Cfg::kStages * Cfg::kStageBytes),
-        entries(resident + Cfg::kResidentBytes),
-        list(entries + Cfg::kStages * Cfg::kStageSlots * Cfg::kEntryBytes),
+        list(resident + Cfg::kResidentBytes),
         resident_barrier(list + Cfg::kListBytes),
-        barriers{resident_barrier + 16, resident_barrier + 16 + 8 * Cfg::kStages} {}
+        barriers{resident_barrier + 16, resident_barrier + 16 + 8 * Cfg::kStages},
+        notes(barriers.empty + 8 * Cfg::kStages) {}
 
   __device__ uint32_t slot(uint32_t stage, int i) const {
     return stages + stage * Cfg::kStageBytes + i * Cfg::kSlotBytes;
   }
-  __device__ uint32_t entry(uint32_t stage, int i) const {
-    return entries + (stage * Cfg::kStageSlots + i) * Cfg::kEntryBytes;
-  }
+  __device__ Note note(uint32_t stage) const { return {notes + stage * Cfg::kNoteBytes}; }
   __device__ uint32_t resident_slot(int i) const { return resident + i * Cfg::kSlotBytes; }
-  __device__ uint32_t turned(int i) const {
-    return resident + Cfg::kConsumers * Cfg::kSlotBytes + i * Cfg::kTurnedBytes;
-  }
 };
 
 // A layer that holds no leaf of the query is passed over: above the bottom, one whose candidates are all selected.
@@ -90,20 +95,31 @@ __device__ __forceinline__ uint32_t visits_at_top(int parents, int group) {
          static_cast<uint32_t>(group) * kGroupParents << kGroupParents;
 }
 
-// Which children of a parent the row expanded, a bit each: those it visits as parents of the layer below.
-__device__ __forceinline__ uint32_t expanded(Args const& args, int layer, int head, int parent, int row) {
-  if (layer == 0) return 0;
-  int const group = 2 * parent;  // of the layer below: 16 children, eight a group
-  std::uint32_t const* const entry = entry_of(args, layer - 1, head, group, row);
-  uint32_t mask = __ldg(entry) & 0xffu;
-  if (group + 1 < args.tree.groups[layer - 1]) mask |= (__ldg(entry + args.chunk.rows) & 0xffu) << 8;
-  return mask;
-}
+// Which children of a parent a row expanded, a bit each: those it visits as parents of the layer below. Bits from 16 on
+// mean nothing, nor do those of children that do not exist: they lie beyond every row.
+struct Below {
+  std::uint32_t const* entries = nullptr;  // of the layer below; null at the bottom
+  int last = 0;                            // group there
 
-// Children at places beyond the query's own: position < 16 in the last parent of a row.
-__device__ __forceinline__ uint32_t beyond(int position) {
-  return position < kSiblings ? 0xffffu & ~((2u << position) - 1u) : 0u;
-}
+  Below() = default;
+  __device__ __forceinline__ Below(Args const& args, int layer, int head) {
+    if (layer == 0) return;
+    entries = entry_of(args, layer - 1, head, 0, 0);
+    last = args.tree.groups[layer - 1] - 1;
+  }
+
+  __device__ __forceinline__ uint32_t expanded(Args const& args, int parent, int row) const {
+    if (entries == nullptr) return 0;
+    int const group = 2 * parent;  // 16 children, eight a group; a head's table has fewer than 2^32 entries
+    uint32_t const rows = args.chunk.rows;
+    uint32_t const first = __ldg(entries + (group * rows + row));
+    uint32_t const second = __ldg(entries + (min(group + 1, last) * rows + row));
+    return __byte_perm(first, second, 0x5540);
+  }
+};
+
+// Children at places beyond the query's own, likewise: some where position < 16, in the last parent of a row.
+__device__ __forceinline__ uint32_t beyond(int position) { return ~1u << min(position, 31); }
 
 // The producer's side: a list in shared memory, sent four entries at a time.
 template <class Cfg>
@@ -153,8 +169,16 @@ private:
     ring_.barriers.wait_empty(at_, "htree_backward producer: empty");
     Entry entry{};
     if (lane_ < count) entry = load_entry(at(first + lane_));
-    if (lane_ == 0) entry.last = last;
-    if (lane_ < Cfg::kStageSlots) store_entry(ring_.entry(at_.slot, lane_), entry);
+    Note const note = ring_.note(at_.slot);
+    uint32_t const takers = __reduce_add_sync(kFullWarp, entry.takers << (lane_ % Cfg::kStageSlots * 8));
+    if (lane_ == 0) {
+      ptx::store_shared_4B(note.takers(), takers);
+      ptx::store_shared_4B(note.last(), last);
+    }
+    if (lane_ < count) {
+      ptx::store_shared_4B(note.which(lane_), entry.which);
+      ptx::store_shared_4B(note.detail(lane_), entry.detail);
+    }
     __syncwarp();
     uint32_t const full = ring_.barriers.full_at(at_.slot);
     if (lane_ == 0) barriers::mbarrier_arrive_expect_bytes(full, count * Cfg::kCopyBytes);
@@ -178,12 +202,15 @@ __device__ __forceinline__ void receive(Ring<Cfg> const& ring, int warp, Take&& 
   uint32_t last;
   do {
     ring.barriers.wait_full(at, "htree_backward consumer: full");
+    Note const note = ring.note(at.slot);
+    uint32_t const takers = ptx::load_shared_4B(note.takers());
 #pragma unroll 1
-    for (int i = 0; i < Cfg::kStageSlots; ++i) {
-      Entry const entry = load_entry(ring.entry(at.slot, i));
-      if (entry.takers >> warp & 1u) take(ring.slot(at.slot, i), entry);
+    for (uint32_t own = takers >> warp & 0x01010101u; own != 0; own &= own - 1) {
+      int const i = static_cast<int>(static_cast<uint32_t>(__ffs(own)) / 8);
+      take(ring.slot(at.slot, i), Entry{takers >> (8 * i) & 0xffu, static_cast<int>(ptx::load_shared_4B(note.which(i))),
+                                        static_cast<int>(ptx::load_shared_4B(note.detail(i)))});
     }
-    last = load_entry(ring.entry(at.slot, 0)).last;  // not carried through the work: it would cost a register
+    last = ptx::load_shared_4B(note.last());  // not carried through the work: it would cost a register
     __syncwarp();
     if (threadIdx.x % 32 == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
     at = at.ahead(1);

@@ -230,9 +230,8 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
   }
   float* const header = reinterpret_cast<float*>(packed);
   header[lane] = args.scale_log2 * (1 << kHeadroom) * inverse;
-  header[kMaxGroupHeads + lane] = inverse;
-  header[2 * kMaxGroupHeads + lane] = lse2;
-  header[3 * kMaxGroupHeads + lane] = delta;
+  header[kMaxGroupHeads + lane] = lse2;
+  header[2 * kMaxGroupHeads + lane] = delta;
 }
 
 }  // namespace htree_cuda::gradient
