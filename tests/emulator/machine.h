@@ -31,12 +31,11 @@ enum class State { ready, running, blocked, done };
 // mbarriers (the bulk copies that complete there). Empty where races are not looked for.
 using Clock = std::vector<uint32_t>;
 
-// An access to some bytes of a word of shared memory, which later ones must come after.
+// An access to some bytes of a granule of shared memory, which later ones must come after.
 struct Mark {
   uint32_t time;
   int line;
-  uint16_t entity;
-  uint8_t bytes;  // a bit for each
+  uint16_t entity, bytes;  // a bit for each
   Access kind;
 };
 
@@ -143,7 +142,7 @@ struct Block {
   std::vector<Warpgroup> warpgroups;
   uint32_t free_registers = 0;  // given back by setmaxnreg, in registers of a warp's thread
   Waiters register_waiters;
-  std::vector<std::vector<Mark>> history;  // of each 4 bytes of shared memory, where races are looked for
+  std::vector<std::vector<Mark>> history;  // of each granule of shared memory, where races are looked for
 };
 
 struct Machine {
@@ -263,11 +262,13 @@ void release(Thread& thread, Clock& clock);
 void acquire(Thread& thread, Clock const& clock);
 void join(Clock& to, Clock const& from);
 uint32_t entity_of_barrier(Place place);
-// An access by `entity` at `time`, after what `before` holds; `keep`: later accesses must come after it.
+// An access by `entity` at `time`, after what `before` holds. `keep`: later accesses must come after it. A write that
+// changes nothing may meet others, as where several threads write the same.
 void watch(Thread& thread, Block& block, uint32_t offset, uint32_t bytes, Access kind, uint32_t entity, uint32_t time,
-           Clock const& before, bool keep = true);
+           Clock const& before, bool keep = true, bool changes = true);
 // An ordinary access by the thread.
-void watch(Thread& thread, Block& block, uint32_t offset, uint32_t bytes, Access kind, bool keep = true);
+void watch(Thread& thread, Block& block, uint32_t offset, uint32_t bytes, Access kind, bool keep = true,
+           bool changes = true);
 
 // The warpgroup (products.cpp): the thread's warp executes this step.
 void take_step(Thread& thread, Warpgroup::Step step);

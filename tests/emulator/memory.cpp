@@ -44,11 +44,12 @@ void Thread::mark_written(uint32_t offset, uint32_t bytes) {
   }
 }
 
-void Thread::shared_access(uint32_t offset, uint32_t bytes, Access kind) {
+void Thread::shared_access(uint32_t offset, uint32_t bytes, Access kind, void const* value) {
   if (machine.draw() % 128 == 0) {
     yield();
   }
-  watch(*this, *block, offset, bytes, kind);
+  bool const changes = value == nullptr || std::memcmp(shared + offset, value, bytes) != 0;
+  watch(*this, *block, offset, bytes, kind, true, changes);
   if (kind != Access::read) {
     mark_written(offset, bytes);
   }

@@ -71,24 +71,26 @@ uint32_t entity_of_barrier(Place place) {
 }
 
 void watch(Thread& thread, Block& block, uint32_t offset, uint32_t bytes, Access kind, uint32_t entity, uint32_t time,
-           Clock const& before, bool keep) {
-  for (uint32_t word = offset / 4; word <= (offset + bytes - 1) / 4; ++word) {
-    uint32_t const first = std::max(offset, 4 * word) % 4, last = std::min(offset + bytes - 1, 4 * word + 3) % 4;
-    Mark const now{time, thread.at, static_cast<uint16_t>(entity),
-                   static_cast<uint8_t>((2u << last) - (1u << first)), kind};
-    auto& marks = block.history[word];
+           Clock const& before, bool keep, bool changes) {
+  uint32_t const end = offset + bytes;
+  for (uint32_t granule = offset / kGranule; granule * kGranule < end; ++granule) {
+    uint32_t const first = std::max(offset, kGranule * granule) % kGranule;
+    uint32_t const last = std::min(end - 1, kGranule * granule + kGranule - 1) % kGranule;
+    Mark const now{time, thread.at, static_cast<uint16_t>(entity), static_cast<uint16_t>((2u << last) - (1u << first)), kind};
+    auto& marks = block.history[granule];
     size_t kept = 0;
     for (size_t i = 0; i < marks.size(); ++i) {
       Mark mark = marks[i];
-      bool const ordered = before[mark.entity] >= mark.time;
       if (mark.bytes & now.bytes) {
-        if (!ordered && conflict(mark.kind, kind)) {
-          thread.fail("a race on shared memory at " + std::to_string(4 * word) + ": " + who(now) + " and, before it, " +
-                      who(mark) + ", which nothing orders");
+        bool const ordered = before[mark.entity] >= mark.time;
+        if (!ordered && conflict(mark.kind, kind) && (changes || mark.kind != Access::write)) {
+          uint32_t const byte = granule * kGranule + static_cast<uint32_t>(__builtin_ctz(mark.bytes & now.bytes));
+          thread.fail("a race on shared memory at " + std::to_string(byte) + ": " + who(now) + " and, before it, " + who(mark) +
+                      ", which nothing orders");
         }
         // Whatever conflicts with the mark conflicts with this access as well, which comes after it.
         if (ordered && keep && (kind == Access::write || kind == mark.kind)) {
-          mark.bytes &= static_cast<uint8_t>(~now.bytes);
+          mark.bytes &= static_cast<uint16_t>(~now.bytes);
         }
       }
       if (mark.bytes != 0) {
@@ -102,11 +104,11 @@ void watch(Thread& thread, Block& block, uint32_t offset, uint32_t bytes, Access
   }
 }
 
-void watch(Thread& thread, Block& block, uint32_t offset, uint32_t bytes, Access kind, bool keep) {
+void watch(Thread& thread, Block& block, uint32_t offset, uint32_t bytes, Access kind, bool keep, bool changes) {
   if (machine.watches_races) {
     Fiber& fiber = fiber_of(thread);
     uint32_t const me = static_cast<uint32_t>(&fiber - machine.fibers.data());
-    watch(thread, block, offset, bytes, kind, me, fiber.clock[me], fiber.clock, keep);
+    watch(thread, block, offset, bytes, kind, me, fiber.clock[me], fiber.clock, keep, changes);
   }
 }
 

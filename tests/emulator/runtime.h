@@ -467,7 +467,7 @@ struct Thread {
   [[noreturn]] void bad_shared(uint64_t address, uint32_t bytes);
   [[noreturn]] void misaligned(uint64_t address, uint32_t bytes);
   void mark_written(uint32_t offset, uint32_t bytes);
-  void shared_access(uint32_t offset, uint32_t bytes, Access kind);
+  void shared_access(uint32_t offset, uint32_t bytes, Access kind, void const* value = nullptr);
 
   char* at_shared(uint64_t address, uint32_t bytes) {
     if (address + bytes > shared_bytes) {
@@ -528,7 +528,7 @@ struct Thread {
   void store_shared(uint64_t address, Loaded<T, kCount> value) {
     uint32_t const offset = static_cast<uint32_t>(address);
     char* const to = at_shared(offset, sizeof(value));
-    shared_access(offset, sizeof(value), Access::write);
+    shared_access(offset, sizeof(value), Access::write, &value);
     std::memcpy(to, &value, sizeof(value));
   }
   template <class T, int kCount>

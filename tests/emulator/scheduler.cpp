@@ -303,7 +303,7 @@ std::string launch(std::string const& name, Dimensions grid, Dimensions block_si
             block->rank = rank;
             block->marks.assign(bytes / kGranule + 1, kClean);
             block->warpgroups.resize((threads + 127) / 128);
-            block->history.resize(machine.watches_races ? bytes / 4 + 1 : 0);
+            block->history.resize(machine.watches_races ? bytes / kGranule + 1 : 0);
             for (uint32_t warp = 0; warp < (threads + 31) / 32; ++warp) {
               block->warps.push_back(std::make_unique<Warp>());
               block->warps.back()->priority = machine.draw() >> 1;
