@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import subprocess
 
 import pytest
 import torch
 
 from .emulator import build
+from .emulator.translate import registers_at_launch
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not() or "available")
 
@@ -145,6 +147,20 @@ def test_registers_that_setmaxnreg_may_take(faults):
         assert torch.equal(a, out)
         assert "registers: 240 a thread, 168 held" in faults(71, a, out, seed=seed)
         assert "the warps of a warpgroup disagree: setmaxnreg" in faults(72, a, out, seed=seed)
+
+
+def test_ptxas_grants_the_registers_that_the_emulator_counts():
+    """What setmaxnreg shares out is what the real build gave a thread, not only what its launch bounds allow."""
+    build.build(build.USUAL)
+    log = (build.setup().in_place_build_dir(False) / "nvcc.log").read_text()
+    given = dict(re.findall(r"Compiling entry function '(\S+)'(?:.*\n)*?.*Used (\d+) registers", log))
+    seen = 0
+    for path in (build.OUT / "kernel" / "csrc").rglob("*.ptx"):
+        for name, directives, body in re.findall(r"\.entry (\w+)\([^{]*?\)([^{]*)(\{.*?^\})", path.read_text(), re.M | re.S):
+            if "setmaxnreg" in body:
+                assert int(given[name]) == registers_at_launch(directives), name
+                seen += 1
+    assert seen
 
 
 @pytest.mark.parametrize("races", [False, True])

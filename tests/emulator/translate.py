@@ -291,7 +291,7 @@ class _Module:
             sizes = [_parameter_layout(p) for p in split_operands(params_text)]
             cluster = re.search(r"\.reqnctapercluster (\d+)", self.ptx[start:brace])
             self.clusters[head[3]] = int(cluster[1]) if cluster else 1
-            self.registers[head[3]] = _registers_at_launch(self.ptx[start:brace])
+            self.registers[head[3]] = registers_at_launch(self.ptx[start:brace])
             pieces.append((head[1], head[3], names, returns, sizes, line, self.ptx[brace + 1 : end - 1]))
             if head[1] == "func":
                 self.functions[head[3]] = f"f_{head[3]}"
@@ -327,7 +327,7 @@ class _Module:
         return "".join(out)
 
 
-def _registers_at_launch(directives: str) -> int:
+def registers_at_launch(directives: str) -> int:
     """What ptxas may give a thread of a kernel, from its launch bounds; 0 where it has none.
 
     tests/test_emulator.py compares this with what ptxas did give.
