@@ -156,7 +156,9 @@ def test_ptxas_grants_the_registers_that_the_emulator_counts():
     given = dict(re.findall(r"Compiling entry function '(\S+)'(?:.*\n)*?.*Used (\d+) registers", log))
     seen = 0
     for path in (build.OUT / "kernel" / "csrc").rglob("*.ptx"):
-        for name, directives, body in re.findall(r"\.entry (\w+)\([^{]*?\)([^{]*)(\{.*?^\})", path.read_text(), re.M | re.S):
+        for name, directives, body in re.findall(
+            r"\.entry (\w+)\([^{]*?\)([^{]*)(\{.*?^\})", path.read_text(), re.M | re.S
+        ):
             if "setmaxnreg" in body:
                 assert int(given[name]) == registers_at_launch(directives), name
                 seen += 1

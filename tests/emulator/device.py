@@ -50,8 +50,8 @@ def emulated(seed: int = 0, multiprocessors: int = 3, races: bool = True) -> Ite
     """Inside, ops on CPU tensors take the way of CUDA tensors, and their kernels run here.
 
     A kernel reads and writes the storages of the tensors that it was given and nothing else; `seed` decides how its
-    threads and asynchronous copies take turns (seed % 3: round robin, random, priorities that change). `races`: also looks
-    for accesses to shared memory that nothing orders, whatever the schedule.
+    threads and asynchronous copies take turns (seed % 3: round robin, random, priorities that change). `races`: also
+    looks for accesses to shared memory that nothing orders, whatever the schedule.
     """
     compiled = module()
     library().emulator_configure(seed, multiprocessors, races)

@@ -136,6 +136,7 @@ struct Block {
   char* shared = nullptr;
   uint32_t bytes = 0, live = 0, rank = 0;
   std::vector<uint16_t> marks;  // per granule: who wrote it and has not fenced it for the async proxy
+  bool unowned_marks = false;   // some are kAnyThread
   std::map<uint32_t, MBarrier> mbarriers;
   NamedBarrier named[16];
   std::vector<std::unique_ptr<Warp>> warps;
@@ -203,6 +204,7 @@ inline void block_on(Fiber& fiber, Waiters& waiters, std::string what) {
   to_scheduler(fiber);
 }
 
+// What the lanes of a warp meet at.
 inline char const* const kMeetings[] = {"shfl", "vote", "redux", "bar.warp.sync", "ldmatrix", "stmatrix", "mma", "elect",
                                         "wgmma.mma_async", "wgmma.wait_group", "setmaxnreg"};
 enum Meeting { kShuffle, kVote, kReduce, kSync, kLoadMatrix, kStoreMatrix, kMma, kElect, kProduct, kWait, kRegisters };

@@ -94,8 +94,9 @@ void Thread::fence_proxy_async() {
     }
   }
   dirty.clear();
-  for (uint16_t& mark : block->marks) {
-    mark = mark == kAnyThread ? kClean : mark;
+  if (block->unowned_marks) {
+    std::replace(block->marks.begin(), block->marks.end(), kAnyThread, kClean);
+    block->unowned_marks = false;
   }
 }
 
@@ -222,6 +223,7 @@ void Thread::copy_arrive_noinc(Place barrier) {
   for (uint32_t granule : dirty) {
     block->marks[granule] = block->marks[granule] == index + 1 ? kAnyThread : block->marks[granule];
   }
+  block->unowned_marks = true;
   mbarrier_arrive(barrier, 1);
 }
 
