@@ -61,5 +61,6 @@ def _emulator(request, monkeypatch):
     build.build(kernels if os.environ.get("HTREE_CUDA_EMULATED") == "all" else build.USUAL)
     monkeypatch.setattr(request.module, "DEVICE", "cpu")
     seed = int(os.environ.get("HTREE_CUDA_EMULATED_SEED", zlib.crc32(request.node.nodeid.encode())))
-    with emulated(seed=seed):
+    races = os.environ.get("HTREE_CUDA_EMULATED_RACES", "1") == "1"
+    with emulated(seed=seed, races=races):
         yield

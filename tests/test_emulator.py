@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import subprocess
 
 import pytest
 import torch
 
 from .emulator import build
+from .emulator.translate import registers_at_launch
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not() or "available")
 
@@ -19,11 +21,11 @@ def faults():
     library = ctypes.CDLL(str(build.build_faults()))
     library.run_fault.restype = ctypes.c_char_p
     library.run_fault.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-    library.emulator_configure.argtypes = [ctypes.c_uint64, ctypes.c_int]
+    library.emulator_configure.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_bool]
     library.emulator_allow.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
 
-    def run(which, a, out, b=None, number=0, seed=0):
-        library.emulator_configure(seed, 3)
+    def run(which, a, out, b=None, number=0, seed=0, races=False):
+        library.emulator_configure(seed, 3, races)
         library.emulator_forget_allocations()
         tensors = [a, out] + ([] if b is None else [b])
         for x in tensors:
@@ -114,16 +116,70 @@ def test_products_with_sums_in_half(faults):
     a, b = torch.randn(16, 16).half(), torch.randn(8, 16).half()
     out = torch.empty(16, 8)
     for seed in SEEDS:
-        assert faults(44, a, out, b, seed=seed) == ""
+        assert faults(49, a, out, b, seed=seed) == ""
         torch.testing.assert_close(out.half(), (a.double() @ b.double().T).half(), rtol=1e-3, atol=1e-3)
-        assert faults(44, torch.eye(16).half(), out, b, seed=seed) == ""
+        assert faults(49, torch.eye(16).half(), out, b, seed=seed) == ""
         assert torch.equal(out, b.T.float())
 
 
-def test_clusters_exchange(faults):
+def test_the_warps_of_a_product_are_on_their_own(faults):
+    """One that writes over an operand when its own part is done has not waited for the others."""
+    a, b = torch.randn(64, 64).bfloat16(), torch.randn(8, 64).bfloat16()
+    out = torch.empty(64, 8)
+    exact = a.double() @ b.double().T
+    rewritten = 0
+    for seed in SEEDS:
+        for races in (False, True):
+            assert faults(44, a, out, b, seed=seed, races=races) == ""
+            torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+        assert "a race on shared memory" in faults(45, a, out, b, seed=seed, races=True)
+        rewritten += "rewritten in shared memory while" in faults(45, a, out, b, seed=seed)
+        assert "no wgmma.fence" in faults(46, a, out, b, seed=seed)
+        assert "the warps of a warpgroup disagree: wgmma.mma_async" in faults(47, a, out, b, seed=seed)
+        assert "the warps of a warpgroup disagree" in faults(48, a, out, b, seed=seed)
+    assert rewritten > 0
+
+
+@pytest.mark.parametrize(("right", "wrong"), [(60, 61), (62, 63), (64, 65), (66, 67)])
+def test_races_show_in_every_schedule(faults, right, wrong):
+    """A barrier, bar.warp.sync, an mbarrier, and one back: without them, or with the access on their other side."""
+    a, out = torch.randn(32).repeat(2), torch.empty(64)
+    for seed in SEEDS:
+        assert faults(right, a, out, seed=seed, races=True) == ""
+        assert torch.equal(a, out)
+        assert "a race on shared memory at" in faults(wrong, a, out, seed=seed, races=True)
+
+
+def test_registers_that_setmaxnreg_may_take(faults):
+    a, out = torch.randn(384), torch.empty(384)
+    for seed in SEEDS:
+        assert faults(70, a, out, seed=seed) == ""
+        assert torch.equal(a, out)
+        assert "registers: 240 a thread, 168 held" in faults(71, a, out, seed=seed)
+        assert "the warps of a warpgroup disagree: setmaxnreg" in faults(72, a, out, seed=seed)
+
+
+def test_ptxas_grants_the_registers_that_the_emulator_counts():
+    """What setmaxnreg shares out is what the real build gave a thread, not only what its launch bounds allow."""
+    build.build(build.USUAL)
+    log = (build.setup().in_place_build_dir(False) / "nvcc.log").read_text()
+    given = dict(re.findall(r"Compiling entry function '(\S+)'(?:.*\n)*?.*Used (\d+) registers", log))
+    seen = 0
+    for path in (build.OUT / "kernel" / "csrc").rglob("*.ptx"):
+        for name, directives, body in re.findall(
+            r"\.entry (\w+)\([^{]*?\)([^{]*)(\{.*?^\})", path.read_text(), re.M | re.S
+        ):
+            if "setmaxnreg" in body:
+                assert int(given[name]) == registers_at_launch(directives), name
+                seen += 1
+    assert seen
+
+
+@pytest.mark.parametrize("races", [False, True])
+def test_clusters_exchange(faults, races):
     a, out = torch.randn(64), torch.empty(64)
     for seed in SEEDS:
-        assert faults(50, a, out, seed=seed) == ""
+        assert faults(50, a, out, seed=seed, races=races) == ""
         assert torch.equal(out, a.roll(32))
 
 

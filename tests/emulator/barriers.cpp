@@ -31,6 +31,11 @@ MBarrier& find(Thread* thread, Place place) {
 void complete_if_due(MBarrier& barrier) {
   if (barrier.pending == 0 && barrier.bytes == 0) {
     ++barrier.phase;
+    if (machine.watches_races) {
+      join(barrier.seen, barrier.clock);
+      barrier.seen.resize(machine.entities);
+      barrier.seen[barrier.entity] = barrier.copies++;
+    }
     barrier.pending = barrier.arrivals;
     wake(barrier.waiters);
   }
@@ -45,8 +50,20 @@ void arrive(Thread* thread, Place place, uint32_t count) {
     }
     throw Failure{message};
   }
+  if (thread != nullptr) {
+    release(*thread, barrier.clock);
+  }
   barrier.pending -= count;
   complete_if_due(barrier);
+}
+
+void complete(NamedBarrier& barrier) {
+  barrier.result[barrier.generation % 4] = barrier.value;
+  barrier.seen[barrier.generation % 4] = std::move(barrier.clock);
+  barrier.clock.clear();
+  barrier.arrived = barrier.value = barrier.expected = 0;
+  ++barrier.generation;
+  wake(barrier.waiters);
 }
 
 uint32_t Thread::named(uint32_t id, uint32_t count, bool wait, bool value) {
@@ -68,13 +85,14 @@ uint32_t Thread::named(uint32_t id, uint32_t count, bool wait, bool value) {
   barrier.implicit = implicit;
   barrier.value += value;
   uint32_t const generation = barrier.generation;
+  release(*this, barrier.clock);
   if (++barrier.arrived == expected) {
-    barrier.result[generation % 4] = barrier.value;
-    barrier.arrived = barrier.value = barrier.expected = 0;
-    ++barrier.generation;
-    wake(barrier.waiters);
+    complete(barrier);
   } else if (wait) {
     block_on(fiber_of(*this), barrier.waiters, "named barrier " + std::to_string(id));
+  }
+  if (wait) {
+    acquire(*this, barrier.seen[generation % 4]);
   }
   return barrier.result[generation % 4];
 }
@@ -82,10 +100,9 @@ uint32_t Thread::named(uint32_t id, uint32_t count, bool wait, bool value) {
 void Thread::cluster_arrive() {
   uint32_t const threads = static_cast<uint32_t>(machine.fibers.size());
   cluster_phase = machine.cluster.generation;
+  release(*this, machine.cluster.clock);
   if (++machine.cluster.arrived == threads) {
-    machine.cluster.arrived = 0;
-    ++machine.cluster.generation;
-    wake(machine.cluster.waiters);
+    complete(machine.cluster);
   }
 }
 
@@ -93,6 +110,7 @@ void Thread::cluster_wait() {
   if (machine.cluster.generation == cluster_phase) {
     block_on(fiber_of(*this), machine.cluster.waiters, "the cluster barrier");
   }
+  acquire(*this, machine.cluster.seen[cluster_phase % 4]);
 }
 
 void Thread::mbarrier_init(Place place, uint32_t arrivals) {
@@ -100,29 +118,45 @@ void Thread::mbarrier_init(Place place, uint32_t arrivals) {
   if (place.offset % 8 != 0 || arrivals == 0) {
     fail("mbarrier.init at " + std::to_string(place.offset) + " with " + std::to_string(arrivals) + " arrivals");
   }
-  place.block->mbarriers[place.offset] = {arrivals, arrivals, 0, 0, {}};
+  watch(*this, *place.block, place.offset, 8, Access::write);
+  MBarrier barrier{arrivals, arrivals};
+  barrier.entity = entity_of_barrier(place);
+  place.block->mbarriers[place.offset] = std::move(barrier);
 }
 
-void Thread::mbarrier_invalidate(Place place) { place.block->mbarriers.erase(place.offset); }
+void Thread::mbarrier_invalidate(Place place) {
+  watch(*this, *place.block, place.offset, 8, Access::write);
+  place.block->mbarriers.erase(place.offset);
+}
 
-void Thread::mbarrier_expect(Place place, uint32_t bytes) { find(this, place).bytes += bytes; }
+void Thread::mbarrier_expect(Place place, uint32_t bytes) {
+  find(this, place).bytes += bytes;
+  watch(*this, *place.block, place.offset, 8, Access::atomic);
+}
 
 void Thread::mbarrier_arrive(Place place, uint32_t count) {
   maybe_yield();
+  find(this, place);
+  watch(*this, *place.block, place.offset, 8, Access::atomic);
   arrive(this, place, count);
 }
 
 bool Thread::mbarrier_test_wait(Place place, uint32_t parity) {
   maybe_yield();
-  bool const done = (find(this, place).phase & 1u) != (parity & 1u);
-  if (!done) {
+  MBarrier& barrier = find(this, place);
+  watch(*this, *place.block, place.offset, 8, Access::atomic);
+  if ((barrier.phase & 1u) == (parity & 1u)) {
     yield();
+    return false;
   }
-  return done;
+  acquire(*this, barrier.seen);
+  return true;
 }
 
 bool Thread::mbarrier_try_wait(Place place, uint32_t parity) {
   maybe_yield();
+  find(this, place);
+  watch(*this, *place.block, place.offset, 8, Access::atomic);
   if ((find(this, place).phase & 1u) == (parity & 1u)) {
     if (machine.draw() % 8 == 0) {
       yield();
@@ -130,7 +164,12 @@ bool Thread::mbarrier_try_wait(Place place, uint32_t parity) {
     }
     block_on(fiber_of(*this), find(this, place).waiters, text(place) + ", parity " + std::to_string(parity & 1u));
   }
-  return (find(this, place).phase & 1u) != (parity & 1u);
+  MBarrier& barrier = find(this, place);
+  if ((barrier.phase & 1u) == (parity & 1u)) {
+    return false;
+  }
+  acquire(*this, barrier.seen);
+  return true;
 }
 
 }  // namespace emulator

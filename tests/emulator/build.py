@@ -86,7 +86,7 @@ def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> None:
     rule("module", [tools.cxx, *module, "-Wl,-rpath,$ORIGIN"], depfile=True)
 
     runtime_objects = []
-    for name in ("scheduler", "memory", "warp", "barriers", "products", "cudart"):
+    for name in ("scheduler", "memory", "warp", "barriers", "products", "races", "cudart"):
         runtime_objects.append(OUT / f"{name}.o")
         edge("runtime", runtime_objects[-1], [HERE / f"{name}.cpp"])
 

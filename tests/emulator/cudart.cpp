@@ -71,7 +71,9 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT void emulator_configure(uint64_t seed, int multiprocessors) { emulator::configure({seed, multiprocessors}); }
+EXPORT void emulator_configure(uint64_t seed, int multiprocessors, bool races) {
+  emulator::configure({seed, multiprocessors, races});
+}
 EXPORT void emulator_allow(uint64_t address, uint64_t bytes) { emulator::allow(address, bytes); }
 EXPORT void emulator_forget_allocations() { emulator::forget_allocations(); }
 EXPORT uint64_t emulator_launch_count() { return emulator::launch_count(); }

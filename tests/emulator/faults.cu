@@ -97,7 +97,9 @@ __global__ void warp_sum(float const* in, float* out) {
 }
 
 // out[64][8] = A[64][64] B[8][64]^T, bf16, K-major with the 128-byte swizzle, by one warpgroup.
-enum class Product { kRight, kReadEarly, kRewritten, kNoFence };
+// kHandedBack and kReleased write over an operand once their own wait has passed: after a barrier with the other warps, and
+// without.
+enum class Product { kRight, kReadEarly, kRewritten, kNoFence, kHandedBack, kReleased, kNoProductFence, kDisagree, kMissing };
 
 template <Product kind>
 __global__ void product(uint16_t const* a, uint16_t const* b, float* out) {
@@ -112,10 +114,12 @@ __global__ void product(uint16_t const* a, uint16_t const* b, float* out) {
   __syncthreads();
   float acc[4] = {};
   constexpr uint64_t kHigh = (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  if (kind != Product::kNoProductFence) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    uint64_t const da = kHigh | (address(shared) + 32 * k) >> 4, db = kHigh | (address(shared) + 64 * 128 + 32 * k) >> 4;
+    int const step = kind == Product::kDisagree && thread / 32 == 2 ? k ^ 1 : k;
+    uint64_t const da = kHigh | (address(shared) + 32 * k) >> 4, db = kHigh | (address(shared) + 64 * 128 + 32 * step) >> 4;
+    if (kind == Product::kMissing && k == 3 && thread / 32 == 2) break;
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, p, 1, 1, 0, 0;\n}\n"
@@ -129,6 +133,8 @@ __global__ void product(uint16_t const* a, uint16_t const* b, float* out) {
   if (kind == Product::kRewritten && thread == 0) shared[64 * 64] = 0x7f7f;
   __syncthreads();
   asm volatile("wgmma.wait_group.sync.aligned 0;" : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])::"memory");
+  if (kind == Product::kHandedBack) __syncthreads();
+  if ((kind == Product::kHandedBack || kind == Product::kReleased) && thread == 0) shared[64 * 64] = 0x7f7f;
   int const row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
   out[row * 8 + column] = kind == Product::kReadEarly ? early : acc[0];
   out[row * 8 + column + 1] = acc[1];
@@ -151,6 +157,69 @@ __global__ void half_product(uint16_t const* a, uint16_t const* b, float* out) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(d[i / 2] >> i % 2 * 16)));
     out[(row + i / 2 * 8) * 8 + column + i % 2] = x;
   }
+}
+
+// out = in through shared memory, 64 threads: what orders the accesses.
+enum class Order { kBarrier, kNoBarrier, kWarp, kShuffle, kHandedOver, kReadFirst, kGivenBack, kGivenBackEarly };
+
+template <Order kind>
+__global__ void order(float const* in, float* out) {
+  __shared__ float stage[64];
+  __shared__ uint64_t full, empty;
+  int const thread = threadIdx.x;
+  if (thread == 0) {
+    init(&full, 32);
+    init(&empty, 32);
+  }
+  __syncthreads();
+  float volatile* const words = stage;
+  if (kind == Order::kBarrier || kind == Order::kNoBarrier) {
+    words[thread] = in[thread];
+    if (kind == Order::kBarrier) __syncthreads();
+    out[thread ^ 32] = words[thread ^ 32];
+  } else if (kind == Order::kWarp || kind == Order::kShuffle) {
+    words[thread] = in[thread];
+    if (kind == Order::kWarp) __syncwarp();
+    float const before = __shfl_sync(0xffffffffu, in[thread], thread % 32 ^ 1);
+    out[thread ^ 1] = before == words[thread ^ 1] ? before : 0;
+  } else if (thread < 32) {
+    words[thread] = in[thread];
+    arrive(&full);
+    if (kind == Order::kGivenBack || kind == Order::kGivenBackEarly) {
+      wait(&empty, 0);
+      words[thread] = 0;
+    }
+    out[thread] = in[thread];
+  } else {
+    if (kind == Order::kReadFirst) {
+      out[thread] = words[thread - 32];
+      wait(&full, 0);
+    } else {
+      wait(&full, 0);
+      if (kind == Order::kGivenBackEarly) arrive(&empty);
+      out[thread] = words[thread - 32];
+      if (kind == Order::kGivenBack) arrive(&empty);
+    }
+  }
+}
+
+// A producer warpgroup gives registers to two others; the launch granted 168 a thread.
+enum class Registers { kRight, kTooMany, kDisagree };
+
+template <Registers kind>
+__global__ void __launch_bounds__(384, 1) registers(float const* in, float* out) {
+  if (threadIdx.x < 128) {
+    if (kind == Registers::kTooMany) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    } else if (kind == Registers::kDisagree && threadIdx.x >= 96) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    } else {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  }
+  out[threadIdx.x] = in[threadIdx.x];
 }
 
 // Two blocks of a cluster: each hands its half of `in` to the other by a copy between their shared memories.
@@ -207,7 +276,23 @@ extern "C" __attribute__((visibility("default"))) char const* run_fault(int whic
     case 41: product<Product::kReadEarly><<<1, 128, 9216>>>(x, y, out); break;
     case 42: product<Product::kRewritten><<<1, 128, 9216>>>(x, y, out); break;
     case 43: product<Product::kNoFence><<<1, 128, 9216>>>(x, y, out); break;
-    case 44: half_product<<<1, 32>>>(x, y, out); break;
+    case 49: half_product<<<1, 32>>>(x, y, out); break;
+    case 44: product<Product::kHandedBack><<<1, 128, 9216>>>(x, y, out); break;
+    case 45: product<Product::kReleased><<<1, 128, 9216>>>(x, y, out); break;
+    case 46: product<Product::kNoProductFence><<<1, 128, 9216>>>(x, y, out); break;
+    case 47: product<Product::kDisagree><<<1, 128, 9216>>>(x, y, out); break;
+    case 48: product<Product::kMissing><<<1, 128, 9216>>>(x, y, out); break;
+    case 60: order<Order::kBarrier><<<1, 64>>>(in, out); break;
+    case 61: order<Order::kNoBarrier><<<1, 64>>>(in, out); break;
+    case 62: order<Order::kWarp><<<1, 64>>>(in, out); break;
+    case 63: order<Order::kShuffle><<<1, 64>>>(in, out); break;
+    case 64: order<Order::kHandedOver><<<1, 64>>>(in, out); break;
+    case 65: order<Order::kReadFirst><<<1, 64>>>(in, out); break;
+    case 66: order<Order::kGivenBack><<<1, 64>>>(in, out); break;
+    case 67: order<Order::kGivenBackEarly><<<1, 64>>>(in, out); break;
+    case 70: registers<Registers::kRight><<<1, 384>>>(in, out); break;
+    case 71: registers<Registers::kTooMany><<<1, 384>>>(in, out); break;
+    case 72: registers<Registers::kDisagree><<<1, 384>>>(in, out); break;
     case 50: exchange<<<2, 32>>>(in, out); break;
   }
   cudaError_t const error = cudaGetLastError();

@@ -502,7 +502,7 @@ class Instructions:
         self.run("t.yield()")
 
     def op_setmaxnreg(self, op, args):
-        self.run(f"t.set_registers('{op[1]}', {int(args[0])})")
+        self.run(f"t.set_registers({'true' if op[1] == 'inc' else 'false'}, {int(args[0])})")
 
     def op_griddepcontrol(self, op, args):
         pass

@@ -44,11 +44,13 @@ void Thread::mark_written(uint32_t offset, uint32_t bytes) {
   }
 }
 
-void Thread::shared_access(uint32_t offset, uint32_t bytes, bool write) {
+void Thread::shared_access(uint32_t offset, uint32_t bytes, Access kind, void const* value) {
   if (machine.draw() % 128 == 0) {
     yield();
   }
-  if (write) {
+  bool const changes = value == nullptr || std::memcmp(shared + offset, value, bytes) != 0;
+  watch(*this, *block, offset, bytes, kind, true, changes);
+  if (kind != Access::read) {
     mark_written(offset, bytes);
   }
 }
@@ -71,6 +73,12 @@ char* Thread::remote(Place place, uint32_t bytes) {
   return place.block->shared + place.offset;
 }
 
+char* Thread::cluster_access(Place place, uint32_t bytes, Access kind) {
+  char* const at = remote(place, bytes);
+  watch(*this, *place.block, place.offset, bytes, kind);
+  return at;
+}
+
 uint32_t Thread::map_to_rank(uint32_t address, uint32_t rank) {
   if (rank >= cluster_size) {
     fail("mapa to rank " + std::to_string(rank));
@@ -86,8 +94,9 @@ void Thread::fence_proxy_async() {
     }
   }
   dirty.clear();
-  for (uint16_t& mark : block->marks) {
-    mark = mark == kAnyThread ? kClean : mark;
+  if (block->unowned_marks) {
+    std::replace(block->marks.begin(), block->marks.end(), kAnyThread, kClean);
+    block->unowned_marks = false;
   }
 }
 
@@ -142,15 +151,26 @@ void Thread::land(CopyAsync& copy) {
   mark_written(copy.offset, copy.bytes);
 }
 
+namespace {
+
+// What the thread does next comes after the copy.
+void landed(Thread& thread, CopyAsync const& copy) {
+  watch(thread, *thread.block, copy.offset, copy.bytes, Access::write);
+}
+
+}  // namespace
+
 void Thread::land_all_due() {
   for (auto& group : copy_groups) {
     for (CopyAsync& copy : group) {
       land(copy);
+      landed(*this, copy);
     }
   }
   copy_groups.clear();
   for (CopyAsync& copy : copies) {
     land(copy);
+    landed(*this, copy);
   }
   copies.clear();
 }
@@ -163,6 +183,7 @@ void Thread::copy_async(Place to, uint64_t from, uint32_t bytes, uint32_t kept) 
   if (kept != 0) {
     check_global(from, kept, false);
   }
+  watch(*this, *block, to.offset, bytes, Access::write, false);
   std::memset(target, 0xff, bytes);
   copies.push_back({to.offset, from, bytes, kept, false});
   if (machine.draw() % 64 == 0) {
@@ -180,6 +201,7 @@ void Thread::copy_wait(uint32_t pending) {
   while (copy_groups.size() > pending) {
     for (CopyAsync& copy : copy_groups.front()) {
       land(copy);
+      landed(*this, copy);
     }
     copy_groups.pop_front();
   }
@@ -191,22 +213,36 @@ void Thread::copy_arrive_noinc(Place barrier) {
   for (auto& group : copy_groups) {
     for (CopyAsync& copy : group) {
       land(copy);
+      landed(*this, copy);
     }
   }
   for (CopyAsync& copy : copies) {
     land(copy);
+    landed(*this, copy);
   }
   for (uint32_t granule : dirty) {
     block->marks[granule] = block->marks[granule] == index + 1 ? kAnyThread : block->marks[granule];
   }
+  block->unowned_marks = true;
   mbarrier_arrive(barrier, 1);
 }
 
 namespace {
 
 // Until they land, the bytes that an asynchronous copy will write are NaN in every dtype.
-void start(AsyncOperation operation) {
+void start(Thread& thread, AsyncOperation operation) {
+  MBarrier const& barrier = find(&thread, operation.barrier);
+  watch(thread, *operation.barrier.block, operation.barrier.offset, 8, Access::atomic);
+  auto const watch_copy = [&](Block& block, uint32_t offset, uint32_t bytes, Access kind) {
+    if (machine.watches_races) {
+      watch(thread, block, offset, bytes, kind, barrier.entity, barrier.copies, fiber_of(thread).clock);
+    }
+  };
+  if (operation.source.block != nullptr) {
+    watch_copy(*operation.source.block, operation.source.offset, operation.bytes, Access::read);
+  }
   for (Row const& row : operation.rows) {
+    watch_copy(*row.block, row.offset, row.bytes, Access::write);
     std::memset(row.block->shared + row.offset, 0xff, row.bytes);
     std::fill_n(row.block->marks.begin() + row.offset / kGranule, (row.bytes + kGranule - 1) / kGranule, kClean);
   }
@@ -225,12 +261,11 @@ void Thread::bulk_load(Place to, uint64_t from, uint32_t bytes, Place barrier) {
   for (uint32_t i = 0; i < bytes; i += 16) {
     check_global(from + i, 16, false);
   }
-  find(this, barrier);
   AsyncOperation operation;
   operation.rows.push_back({to.block, to.offset, bytes, from, {}});
   operation.barrier = barrier;
   operation.bytes = bytes;
-  start(std::move(operation));
+  start(*this, std::move(operation));
 }
 
 void Thread::bulk_share(Place to, Place from, uint32_t bytes, Place barrier) {
@@ -241,13 +276,12 @@ void Thread::bulk_share(Place to, Place from, uint32_t bytes, Place barrier) {
   remote(to, bytes);
   char const* const source = remote(from, bytes);
   require_fenced(*this, *from.block, from.offset, bytes, "cp.async.bulk");
-  find(this, barrier);
   AsyncOperation operation;
   operation.rows.push_back({to.block, to.offset, bytes, 0, std::vector<char>(source, source + bytes)});
   operation.barrier = barrier;
   operation.bytes = bytes;
   operation.source = from;
-  start(std::move(operation));
+  start(*this, std::move(operation));
 }
 
 void Thread::bulk_store(uint64_t to, Place from, uint32_t bytes) {
@@ -260,6 +294,7 @@ void Thread::bulk_store(uint64_t to, Place from, uint32_t bytes) {
     check_global(to + i, 16, true);
   }
   require_fenced(*this, *from.block, from.offset, bytes, "cp.async.bulk");
+  watch(*this, *from.block, from.offset, bytes, Access::read, false);
   stores.rows.emplace_back(to, std::vector<char>(source, source + bytes));
   stores.offsets.push_back(from.offset);
 }
@@ -277,6 +312,7 @@ void Thread::bulk_wait(uint32_t pending, bool only_read) {
       if (std::memcmp(shared + group.offsets[j], group.rows[j].second.data(), group.rows[j].second.size()) != 0) {
         fail("shared memory at " + std::to_string(group.offsets[j]) + " was rewritten while a bulk store was reading it");
       }
+      watch(*this, *block, group.offsets[j], static_cast<uint32_t>(group.rows[j].second.size()), Access::read);
     }
     group.offsets.clear();
     for (auto const& [to, data] : group.rows) {
@@ -358,10 +394,9 @@ void Thread::tensor_load(Place to, uint64_t address, std::initializer_list<int32
     operation.rows.push_back({to.block, place, size, source, {}});
     bytes += size;
   });
-  find(this, barrier);
   operation.barrier = barrier;
   operation.bytes = bytes;
-  start(std::move(operation));
+  start(*this, std::move(operation));
 }
 
 void Thread::tensor_store(uint64_t address, std::initializer_list<int32_t> at, Place from) {
@@ -371,6 +406,7 @@ void Thread::tensor_store(uint64_t address, std::initializer_list<int32_t> at, P
     uint32_t const place = swizzled(map, from.offset + offset);
     char const* const source = remote({from.block, place}, size);
     require_fenced(*this, *from.block, place, size, "cp.async.bulk.tensor");
+    watch(*this, *from.block, place, size, Access::read, false);
     if (target != 0) {
       check_global(target, size, true);
       stores.rows.emplace_back(target, std::vector<char>(source, source + size));

@@ -403,6 +403,7 @@ EMULATOR_ATOMIC(cas, old == a ? b : old)
 struct Block;
 struct Warp;
 enum class Shuffle { idx, up, down, bfly };
+enum class Access : uint8_t { read, write, atomic };
 
 // A place in a block's shared memory.
 struct Place {
@@ -466,7 +467,7 @@ struct Thread {
   [[noreturn]] void bad_shared(uint64_t address, uint32_t bytes);
   [[noreturn]] void misaligned(uint64_t address, uint32_t bytes);
   void mark_written(uint32_t offset, uint32_t bytes);
-  void shared_access(uint32_t offset, uint32_t bytes, bool write);
+  void shared_access(uint32_t offset, uint32_t bytes, Access kind, void const* value = nullptr);
 
   char* at_shared(uint64_t address, uint32_t bytes) {
     if (address + bytes > shared_bytes) {
@@ -499,15 +500,14 @@ struct Thread {
   Loaded<T, kCount> load_shared(uint64_t address) {
     Loaded<T, kCount> out;
     char* const from = at_shared(static_cast<uint32_t>(address), sizeof(out));
-    shared_access(static_cast<uint32_t>(address), sizeof(out), false);
+    shared_access(static_cast<uint32_t>(address), sizeof(out), Access::read);
     std::memcpy(&out, from, sizeof(out));
     return out;
   }
   template <class T, int kCount>
   Loaded<T, kCount> load_cluster(uint64_t address) {
-    Place const place = resolve(address);
     Loaded<T, kCount> out;
-    std::memcpy(&out, remote(place, sizeof(out)), sizeof(out));
+    std::memcpy(&out, cluster_access(resolve(address), sizeof(out), Access::read), sizeof(out));
     return out;
   }
   template <class T, int kCount>
@@ -528,12 +528,12 @@ struct Thread {
   void store_shared(uint64_t address, Loaded<T, kCount> value) {
     uint32_t const offset = static_cast<uint32_t>(address);
     char* const to = at_shared(offset, sizeof(value));
-    shared_access(offset, sizeof(value), true);
+    shared_access(offset, sizeof(value), Access::write, &value);
     std::memcpy(to, &value, sizeof(value));
   }
   template <class T, int kCount>
   void store_cluster(uint64_t address, Loaded<T, kCount> value) {
-    std::memcpy(remote(resolve(address), sizeof(value)), &value, sizeof(value));
+    std::memcpy(cluster_access(resolve(address), sizeof(value), Access::write), &value, sizeof(value));
   }
   template <class T, int kCount>
   void store_generic(uint64_t address, Loaded<T, kCount> value) {
@@ -553,7 +553,7 @@ struct Thread {
   template <class T, class Action>
   T atomic_shared(uint64_t address, Action action) {
     char* const at = at_shared(static_cast<uint32_t>(address), sizeof(T));
-    shared_access(static_cast<uint32_t>(address), sizeof(T), true);
+    shared_access(static_cast<uint32_t>(address), sizeof(T), Access::atomic);
     T old;  // nothing yields from here on
     std::memcpy(&old, at, sizeof(T));
     T const now = action(old);
@@ -568,6 +568,7 @@ struct Thread {
   Place own(uint64_t address) { return {block, static_cast<uint32_t>(address)}; }
   Place resolve(uint64_t address);
   char* remote(Place place, uint32_t bytes);
+  char* cluster_access(Place place, uint32_t bytes, Access kind);
   uint32_t map_to_rank(uint32_t address, uint32_t rank);
 
   // -- the warp
@@ -605,7 +606,7 @@ struct Thread {
   bool mbarrier_try_wait(Place place, uint32_t parity);
   bool mbarrier_test_wait(Place place, uint32_t parity);
   void fence_proxy_async();
-  void set_registers(char direction, uint32_t count);
+  void set_registers(bool increase, uint32_t count);
 
   // -- asynchronous copies
   void copy_async(Place to, uint64_t from, uint32_t bytes, uint32_t kept);
@@ -622,7 +623,7 @@ struct Thread {
   void tensor_store(uint64_t map, std::initializer_list<int32_t> at, Place from);
 
   // -- warpgroup products
-  void wgmma_fence() {}
+  void wgmma_fence();
   template <class Element>
   void wgmma(int n, float* const* acc, Operand const& a, uint64_t b, bool accumulate, int transposed_b);
   void wgmma_commit();
@@ -679,10 +680,11 @@ struct Registration {
     uint32_t offset, bytes;
   };
   Registration(char const* name, Kernel kernel, std::vector<Parameter> parameters, uint32_t static_shared,
-               uint32_t cluster);
+               uint32_t cluster, uint32_t registers);
   Kernel kernel;
   std::vector<Parameter> parameters;
   uint32_t static_shared, cluster;
+  uint32_t registers;  // of a thread at launch, as many as its launch bounds allow
 };
 
 }  // namespace emulator

@@ -126,6 +126,14 @@ void run_fibers() {
   if (!machine.in_flight.empty()) {
     throw Failure{"the block ended with bulk copies in flight"};
   }
+  for (auto const& block : machine.blocks) {
+    for (Warpgroup const& group : block->warpgroups) {
+      if (!group.log.empty()) {
+        throw Failure{std::string("some warps of a warpgroup ended without the ") + group.log.front().name +
+                      " that others executed at PTX line " + std::to_string(group.log.front().line)};
+      }
+    }
+  }
 }
 
 }  // namespace
@@ -152,9 +160,7 @@ void Thread::exit() {
   --block->live;
   for (NamedBarrier& barrier : block->named) {
     if (barrier.implicit && barrier.arrived != 0 && barrier.arrived == block->live) {
-      barrier.result[barrier.generation++ % 4] = barrier.value;
-      barrier.arrived = barrier.value = barrier.expected = 0;
-      wake(barrier.waiters);
+      complete(barrier);
     }
   }
   fiber_of(*this).state = State::done;
@@ -183,13 +189,43 @@ void Thread::maybe_yield() {
 
 uint64_t Thread::clock() { return machine.ticks += 100; }
 
-void Thread::set_registers(char, uint32_t) {}
+void Thread::set_registers(bool increase, uint32_t count) {
+  auto const found = registry().find(machine.full_name);
+  if (count < 24 || count > 256 || count % 8 != 0 || found->second->registers == 0) {
+    fail("setmaxnreg to " + std::to_string(count) + " in a kernel that begins with " +
+         std::to_string(found->second->registers));
+  }
+  Warp& mine = *warp_state;
+  int item = 0;
+  meet(*this, kRegisters, 0xffffffffu, &item, [&](Collective&) {
+    take_step(*this, {"setmaxnreg", at, {increase, count, 0}});
+    if (increase ? count < mine.registers : count > mine.registers) {
+      fail("setmaxnreg in the wrong direction: from " + std::to_string(mine.registers) + " to " + std::to_string(count));
+    }
+    if (!increase) {
+      block->free_registers += mine.registers - count;
+      mine.registers = count;
+      wake(block->register_waiters);
+    }
+  });
+  while (mine.registers < count) {  // the first lane to find enough takes them for its warp
+    if (block->free_registers >= count - mine.registers) {
+      block->free_registers -= count - mine.registers;
+      mine.registers = count;
+      wake(block->register_waiters);
+    } else {
+      block_on(fiber_of(*this), block->register_waiters,
+               "registers: " + std::to_string(count) + " a thread, " + std::to_string(mine.registers) + " held, " +
+                   std::to_string(block->free_registers) + " free");
+    }
+  }
+}
 
 // ---- launches --------------------------------------------------------------------------------------------------------------
 
 Registration::Registration(char const* name, Kernel kernel_, std::vector<Parameter> parameters_, uint32_t static_shared_,
-                           uint32_t cluster_)
-    : kernel(kernel_), parameters(std::move(parameters_)), static_shared(static_shared_), cluster(cluster_) {
+                           uint32_t cluster_, uint32_t registers_)
+    : kernel(kernel_), parameters(std::move(parameters_)), static_shared(static_shared_), cluster(cluster_), registers(registers_) {
   registry()[name] = this;
 }
 
@@ -227,9 +263,11 @@ std::string launch(std::string const& name, Dimensions grid, Dimensions block_si
   }
   current_kernel = kernel.kernel;
   current_params = base;
+  machine.full_name = name;
   machine.kernel = name.size() > 60 ? name.substr(0, 60) + "..." : name;
   machine.random = options.seed * 0x9e3779b97f4a7c15ull + launches * 0xbf58476d1ce4e5b9ull + 1;
   machine.policy = static_cast<int>(options.seed % 3);
+  machine.watches_races = options.races;
   uint32_t const threads = block_size.x * block_size.y * block_size.z;
   uint32_t const bytes = kernel.static_shared + dynamic_shared;
   cluster.x = std::max(cluster.x, kernel.cluster);
@@ -252,6 +290,10 @@ std::string launch(std::string const& name, Dimensions grid, Dimensions block_si
           machine.idle = 0;
           machine.next_warp = 0;
           machine.fibers = std::vector<Fiber>(static_cast<size_t>(threads) * ranks);
+          uint32_t const warps = (threads + 31) / 32 * ranks;
+          machine.barrier_entity.clear();
+          machine.barrier_entities = threads * ranks + warps;
+          machine.entities = (machine.barrier_entities + kMBarriers * ranks + 7) / 8 * 8;
           for (uint32_t rank = 0; rank < ranks; ++rank) {
             auto block = std::make_unique<Block>();
             block->storage.assign(bytes + 2048, static_cast<char>(0xff));
@@ -261,9 +303,12 @@ std::string launch(std::string const& name, Dimensions grid, Dimensions block_si
             block->rank = rank;
             block->marks.assign(bytes / kGranule + 1, kClean);
             block->warpgroups.resize((threads + 127) / 128);
+            block->history.resize(machine.watches_races ? bytes / kGranule + 1 : 0);
             for (uint32_t warp = 0; warp < (threads + 31) / 32; ++warp) {
               block->warps.push_back(std::make_unique<Warp>());
               block->warps.back()->priority = machine.draw() >> 1;
+              block->warps.back()->index = static_cast<uint32_t>(machine.warps.size());
+              block->warps.back()->registers = kernel.registers;
               machine.warps.push_back(block->warps.back().get());
             }
             for (uint32_t i = 0; i < threads; ++i) {
@@ -285,6 +330,10 @@ std::string launch(std::string const& name, Dimensions grid, Dimensions block_si
               *--top = reinterpret_cast<void*>(&fiber_main);
               top -= 6;
               fiber.stack_pointer = top;
+              if (machine.watches_races) {
+                fiber.clock.resize(machine.entities);
+                fiber.clock[static_cast<size_t>(rank) * threads + i] = 1;
+              }
               make_ready(&fiber);
             }
             machine.blocks.push_back(std::move(block));

@@ -9,6 +9,7 @@ Source: PTX ISA 9.0 (NVIDIA), the sections on each instruction.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 import sys
@@ -248,6 +249,7 @@ class _Module:
         self.globals: dict[str, str] = {}
         self.functions: dict[str, str] = {}
         self.clusters: dict[str, int] = {}  # kernel -> blocks of a cluster, where the kernel says so itself
+        self.registers: dict[str, int] = {}
         self.ptx = re.sub(r"//[^\n]*", "", ptx)
 
     def add_static_shared(self, name: str, align: int, size: int, kernel: str) -> None:
@@ -289,6 +291,7 @@ class _Module:
             sizes = [_parameter_layout(p) for p in split_operands(params_text)]
             cluster = re.search(r"\.reqnctapercluster (\d+)", self.ptx[start:brace])
             self.clusters[head[3]] = int(cluster[1]) if cluster else 1
+            self.registers[head[3]] = registers_at_launch(self.ptx[start:brace])
             pieces.append((head[1], head[3], names, returns, sizes, line, self.ptx[brace + 1 : end - 1]))
             if head[1] == "func":
                 self.functions[head[3]] = f"f_{head[3]}"
@@ -319,9 +322,22 @@ class _Module:
         for name, layout, shared in entries:
             out.append(
                 f'[[maybe_unused]] static Registration const r_{name}("{name}", &k_{name}, {{{layout}}}, '
-                f"{shared}, {self.clusters[name]});\n"
+                f"{shared}, {self.clusters[name]}, {self.registers[name]});\n"
             )
         return "".join(out)
+
+
+def registers_at_launch(directives: str) -> int:
+    """What ptxas may give a thread of a kernel, from its launch bounds; 0 where it has none.
+
+    tests/test_emulator.py compares this with what ptxas did give.
+    """
+    threads = re.search(r"\.maxntid ([\d, ]+)", directives)
+    if threads is None:
+        return 0
+    blocks = re.search(r"\.minnctapersm (\d+)", directives)
+    count = math.prod(int(x) for x in threads[1].split(",")) * int(blocks[1] if blocks else 1)
+    return min(65536 // count // 8 * 8, 256)
 
 
 def _parameter_layout(text: str) -> tuple[int, int]:

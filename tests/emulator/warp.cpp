@@ -3,63 +3,6 @@
 
 namespace emulator {
 
-namespace {
-
-enum Kind { kShuffle, kVote, kReduce, kSync, kLoadMatrix, kStoreMatrix, kMma, kElect };
-
-// All lanes of `mask` meet; the last to come runs `body(collective)` for all.
-template <class Body>
-void meet(Thread& thread, Kind kind, uint32_t mask, void* payload, Body&& body) {
-  thread.maybe_yield();
-  if (!(mask >> thread.lane & 1u)) {
-    thread.fail("a lane takes part in a warp operation whose mask leaves it out");
-  }
-  Warp& warp = *thread.warp_state;
-  std::shared_ptr<Collective> mine;
-  for (auto& open : warp.open) {
-    if (open->kind == kind && open->mask == mask && !(open->arrived >> thread.lane & 1u)) {
-      mine = open;
-      break;
-    }
-  }
-  if (!mine) {
-    mine = std::make_shared<Collective>();
-    mine->kind = kind;
-    mine->at = thread.at;
-    mine->mask = mask;
-    warp.open.push_back(mine);
-  }
-  if (mine->at != thread.at && kind != kSync) {
-    thread.fail("lanes of a warp meet at different instructions, the other at PTX line " + std::to_string(mine->at));
-  }
-  mine->arrived |= 1u << thread.lane;
-  mine->payload[thread.lane] = payload;
-  mine->fiber[thread.lane] = &fiber_of(thread);
-  if (mine->arrived == mask) {
-    warp.open.erase(std::find(warp.open.begin(), warp.open.end(), mine));
-    body(*mine);
-    for (int lane = 0; lane < 32; ++lane) {
-      if (mine->fiber[lane] != nullptr && mine->fiber[lane] != &fiber_of(thread)) {
-        make_ready(mine->fiber[lane]);
-      }
-    }
-    machine.idle = 0;
-  } else {
-    Fiber& fiber = fiber_of(thread);
-    fiber.state = State::blocked;
-    static char const* const names[] = {"shfl", "vote", "redux", "bar.warp.sync", "ldmatrix", "stmatrix", "mma", "elect"};
-    fiber.waits_for = std::string(names[kind]) + ", the other lanes";
-    to_scheduler(fiber);
-  }
-}
-
-template <class Payload>
-Payload& payload(Collective& c, int lane) {
-  return *static_cast<Payload*>(c.payload[lane]);
-}
-
-}  // namespace
-
 uint32_t Thread::shuffle(Shuffle mode, uint32_t value, uint32_t b, uint32_t c, uint32_t mask, bool* valid) {
   struct Item {
     Shuffle mode;
@@ -157,7 +100,19 @@ bool Thread::elect(uint32_t mask) {
 
 void Thread::warp_sync(uint32_t mask) {
   int item = 0;
-  meet(*this, kSync, mask, &item, [](Collective&) {});
+  meet(*this, kSync, mask, &item, [](Collective& all) {
+    Clock clock;
+    for (Fiber* fiber : all.fiber) {
+      if (fiber != nullptr) {
+        release(fiber->thread, clock);
+      }
+    }
+    for (Fiber* fiber : all.fiber) {
+      if (fiber != nullptr) {
+        acquire(fiber->thread, clock);
+      }
+    }
+  });
 }
 
 namespace {
@@ -177,6 +132,7 @@ void Thread::load_matrix(uint64_t address, bool transposed, std::initializer_lis
     for (int matrix = 0; matrix < 4; ++matrix) {
       uint16_t rows[8][8];
       for (int row = 0; row < 8; ++row) {
+        watch(all.fiber[8 * matrix + row]->thread, *block, payload<MatrixItem>(all, 8 * matrix + row).address, 16, Access::read);
         std::memcpy(rows[row], shared + payload<MatrixItem>(all, 8 * matrix + row).address, 16);
       }
       for (int lane = 0; lane < 32; ++lane) {
@@ -207,6 +163,7 @@ void Thread::store_matrix(uint64_t address, bool transposed, std::initializer_li
         (x.transposed ? rows[j + 1][i] : rows[i][j + 1]) = static_cast<uint16_t>(x.value[matrix] >> 16);
       }
       for (int row = 0; row < 8; ++row) {
+        watch(all.fiber[8 * matrix + row]->thread, *block, payload<MatrixItem>(all, 8 * matrix + row).address, 16, Access::write);
         std::memcpy(shared + payload<MatrixItem>(all, 8 * matrix + row).address, rows[row], 16);
       }
     }

@@ -186,7 +186,7 @@ private:
   KernelParams const& p_;
   typename C::SharedStorage& shared_;
   int const warpgroup_, warp_;
-  int index_;
+  int index_ = -1;  // of no slot, until that of a first tile is asked for
   int half_ = 0;  // of `partial`, to write
 };
 

@@ -24,7 +24,7 @@
 //   named 1                    all consumer threads        the same             once a unit: row_sum; and nobody reads
 //                                                                               `probabilities` any more
 //
-// `probabilities[c]`, `row_max[c]` and `valid[c]` need no barrier to be written again: consumer c writes those of tile
+// `probabilities[c]`, `row_max[c]`, `raised[c]` and `valid[c]` need no barrier to be written again: consumer c writes those of tile
 // t + 2 after its scores, so after all of tile t + 2 has landed where tile t was, so after the other consumer gave its
 // half of tile t back, having multiplied with them. The producer writes `valid` after the owner gave its half back.
 #pragma once
@@ -299,7 +299,8 @@ private:
     if (last) release(barriers_.q_empty);
     uint32_t probabilities[C::kTileSteps][4];
     softmax_.exponentiate(scores, probabilities);
-    softmax_.publish(probabilities);
+    bool const raised = softmax_.raised();
+    softmax_.publish(probabilities, raised);
     // Each of the writing threads has fenced.
     release(barriers_.probabilities_full(kMe));
     if constexpr (kBehindOther) {
@@ -307,7 +308,7 @@ private:
       wgmma::pin(out);
       release(barriers_.keys_empty(kOther, kMe));
     }
-    if (softmax_.raised()) softmax_.rescale(out);
+    if (raised) softmax_.rescale(out);
     multiply_values(out, probabilities);
     wgmma::wait<0>();
     wgmma::pin(out);
@@ -359,13 +360,13 @@ private:
   }
 
   // Waits for the other consumer's probabilities; the output takes over their offsets. Raising one is rare enough to wait
-  // for the scores in flight: ptxas would else see an output that WGMMAs may be writing, and wait each time (C7517).
+  // for the scores in flight: ptxas would else see an output that WGMMAs may be writing, and wait each time (C7517). All
+  // four warps wait where one has raised its own: PTX leaves a wait undefined that not the whole warpgroup executes.
   __device__ __forceinline__ void take_offsets(float (&out)[wgmma::kValueAccumulators]) {
     barriers::mbarrier_wait(barriers_.probabilities_full(kOther), other_round_,
                             "sparse_attention: probabilities of the other consumer");
     other_round_ ^= 1;
-    softmax_.take_offsets();
-    if (softmax_.raised()) {
+    if (softmax_.take_offsets()) {
       wgmma::wait<0>();
       softmax_.rescale(out);
     }

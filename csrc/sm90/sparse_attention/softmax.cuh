@@ -24,7 +24,8 @@ public:
 
   __device__ __forceinline__ Softmax(KernelParams const& p, typename C::SharedStorage& shared, int warpgroup, int warp)
       : p_(p), me_(warpgroup), probabilities_(ptx::shared_address(&shared.probabilities[warpgroup][0])),
-        row_max_(ptx::shared_address(&shared.row_max[0][0])), valid_(ptx::shared_address(&shared.valid[warpgroup][0])),
+        row_max_(ptx::shared_address(&shared.row_max[0][0])),
+        raised_(ptx::shared_address(&shared.raised[0][0])), valid_(ptx::shared_address(&shared.valid[warpgroup][0])),
         row_(warp * 16 + lane() / 4) {}
 
   __device__ __forceinline__ void begin() {
@@ -70,8 +71,9 @@ public:
     }
   }
 
-  // For the other consumer: the probabilities as WGMMA reads them from shared memory, and their offsets.
-  __device__ __forceinline__ void publish(uint32_t const (&probabilities)[C::kTileSteps][4]) const {
+  // For the other consumer: the probabilities as WGMMA reads them from shared memory, their offsets, and whether this warp
+  // raised one.
+  __device__ __forceinline__ void publish(uint32_t const (&probabilities)[C::kTileSteps][4], bool raised) const {
     // Row r keeps 16-byte chunk c at c ^ (r % 8); both rows of this thread are lane / 4 modulo 8.
     uint32_t const first = probabilities_ + gather::swizzled_offset(row_, 0) + lane() % 4 * 4;
 #pragma unroll
@@ -89,16 +91,22 @@ public:
         ptx::store_shared_4B(offset_address(me_, i), __float_as_uint(offset_[i]));
       }
     }
+    if (lane() == 0) ptx::store_shared_4B(raised_ + 4 * (me_ * C::kWarps + row_ / 16), raised);
     ptx::fence_proxy_async_shared();
     __syncwarp();
   }
 
-  // The offsets of the other consumer's latest tile.
-  __device__ __forceinline__ void take_offsets() {
+  // The offsets of the other consumer's latest tile. Whether a warp raised one, the same in all threads of the
+  // warpgroup: both consumers' outputs are relative to the same offsets between tiles, so what raised the other's raises
+  // this one's.
+  __device__ __forceinline__ bool take_offsets() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       raise(i, __uint_as_float(ptx::load_shared_4B(offset_address(1 - me_, i))));
     }
+    static_assert(C::kWarps == 4);
+    uint4 const raised = ptx::load_shared_16B(raised_ + 4 * (1 - me_) * C::kWarps);
+    return (raised.x | raised.y | raised.z | raised.w) != 0;
   }
 
   // Whether a row of the warp has left the offset to which the output is relative. A factor of one changes no bit, so
@@ -147,7 +155,7 @@ private:
 
   KernelParams const& p_;
   int const me_;
-  uint32_t const probabilities_, row_max_, valid_;
+  uint32_t const probabilities_, row_max_, raised_, valid_;
   int const row_;
   float offset_[2];  // binary: of score * scale_log2
   float sum_[2];     // over this thread's columns of this consumer's tiles
