@@ -56,6 +56,13 @@ __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&fragment)[4
                : "memory");
 }
 
+// The inverse of load_matrix_x4.
+__device__ __forceinline__ void store_matrix_x4(uint32_t row_address, uint32_t const (&fragment)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(fragment[0]),
+               "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+               : "memory");
+}
+
 __device__ __forceinline__ float load_shared_float(uint32_t address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
