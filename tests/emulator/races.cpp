@@ -151,6 +151,9 @@ void watch(Thread& thread, Block& block, uint32_t offset, uint32_t bytes, Access
     uint32_t const last = std::min(end - 1, kGranule * granule + kGranule - 1) % kGranule;
     Mark const now{time, thread.at, static_cast<uint16_t>(entity), static_cast<uint16_t>((2u << last) - (1u << first)), kind};
     auto& marks = block.history[granule];
+    if (marks.capacity() == 0) {
+      marks.reserve(6);
+    }
     size_t kept = 0;
     for (size_t i = 0; i < marks.size(); ++i) {
       Mark mark = marks[i];
