@@ -150,6 +150,19 @@ def test_races_show_in_every_schedule(faults, right, wrong):
         assert "a race on shared memory at" in faults(wrong, a, out, seed=seed, races=True)
 
 
+def test_blocks_of_a_launch_do_not_read_from_each_other(faults):
+    a, out = torch.randn(64), torch.empty(64)
+    assert faults(80, a, out, races=True) == "" and torch.equal(a, out)
+    assert "a race on global memory: a read of what block 0" in faults(81, a, out, races=True)
+
+
+def test_bulk_copies_over_ordinary_stores_come_after_a_fence(faults):
+    a, out = torch.randn(32), torch.empty(32)
+    for seed in SEEDS:
+        assert faults(82, a, out, seed=seed, races=True) == "" and torch.equal(a, out)
+        assert "cp.async.bulk writes shared memory" in faults(83, a, out, seed=seed)
+
+
 def test_registers_that_setmaxnreg_may_take(faults):
     a, out = torch.randn(384), torch.empty(384)
     for seed in SEEDS:

@@ -203,6 +203,33 @@ __global__ void order(float const* in, float* out) {
   }
 }
 
+// Each block leaves its sum for the next launch, or reads the other's at once.
+template <bool kSameLaunch>
+__global__ void pass_on(float const* in, float* out) {
+  out[32 * blockIdx.x + threadIdx.x] = in[32 * blockIdx.x + threadIdx.x];
+  if (kSameLaunch && blockIdx.x == 1) out[32 + threadIdx.x] = out[threadIdx.x ^ 1];
+}
+
+// A row comes by a bulk copy where ordinary stores were: fenced before it, or not.
+template <bool kFenced>
+__global__ void overwrite(float const* in, float* out) {
+  __shared__ alignas(128) float stage[32];
+  __shared__ uint64_t full;
+  int const lane = threadIdx.x;
+  if (lane == 0) init(&full, 1);
+  stage[lane] = 1.0f;
+  if (kFenced) fence_async();
+  __syncthreads();
+  if (lane == 0) {
+    expect(&full, 128);
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 128, [%2];" ::"r"(address(stage)),
+                 "l"(in), "r"(address(&full))
+                 : "memory");
+  }
+  wait(&full, 0);
+  out[lane] = stage[lane];
+}
+
 // A producer warpgroup gives registers to two others; the launch granted 168 a thread.
 enum class Registers { kRight, kTooMany, kDisagree };
 
@@ -290,6 +317,10 @@ extern "C" __attribute__((visibility("default"))) char const* run_fault(int whic
     case 65: order<Order::kReadFirst><<<1, 64>>>(in, out); break;
     case 66: order<Order::kGivenBack><<<1, 64>>>(in, out); break;
     case 67: order<Order::kGivenBackEarly><<<1, 64>>>(in, out); break;
+    case 80: pass_on<false><<<2, 32>>>(in, out); break;
+    case 81: pass_on<true><<<2, 32>>>(in, out); break;
+    case 82: overwrite<true><<<1, 32>>>(in, out); break;
+    case 83: overwrite<false><<<1, 32>>>(in, out); break;
     case 70: registers<Registers::kRight><<<1, 384>>>(in, out); break;
     case 71: registers<Registers::kTooMany><<<1, 384>>>(in, out); break;
     case 72: registers<Registers::kDisagree><<<1, 384>>>(in, out); break;

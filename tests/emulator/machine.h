@@ -162,6 +162,7 @@ struct Machine {
   std::vector<char*> stacks;
   bool watches_races = false;
   uint32_t entities = 0, barrier_entities = 0;
+  uint32_t cluster_number = 0;  // of the blocks that run, from 1
   std::map<std::pair<uint32_t, uint32_t>, uint32_t> barrier_entity;  // (rank, offset) -> entity
 
   uint64_t draw() {
@@ -271,6 +272,10 @@ void watch(Thread& thread, Block& block, uint32_t offset, uint32_t bytes, Access
 // An ordinary access by the thread.
 void watch(Thread& thread, Block& block, uint32_t offset, uint32_t bytes, Access kind, bool keep = true,
            bool changes = true);
+
+// The same between the blocks of a launch, in global memory.
+void watch_global(Thread& thread, uint64_t address, uint32_t bytes, bool write);
+void forget_global();
 
 // The warpgroup (products.cpp): the thread's warp executes this step.
 void take_step(Thread& thread, Warpgroup::Step step);

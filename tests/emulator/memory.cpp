@@ -7,6 +7,7 @@ void Thread::check_global(uint64_t address, uint32_t bytes, bool write) {
   if (address % bytes != 0) {
     misaligned(address, bytes);
   }
+  watch_global(*this, address, bytes, write);
   if (allocations.empty()) {
     return;
   }
@@ -103,7 +104,7 @@ void Thread::fence_proxy_async() {
 void require_fenced(Thread& thread, Block& block, uint32_t offset, uint32_t bytes, char const* reader) {
   for (uint32_t granule = offset / kGranule; granule <= (offset + bytes - 1) / kGranule; ++granule) {
     if (block.marks[granule] != kClean) {
-      thread.fail(std::string(reader) + " reads shared memory at " + std::to_string(granule * kGranule) +
+      thread.fail(std::string(reader) + " shared memory at " + std::to_string(granule * kGranule) +
                   ", which thread " + std::to_string(block.marks[granule] - 1) +
                   " wrote without fence.proxy.async afterwards");
     }
@@ -243,6 +244,7 @@ void start(Thread& thread, AsyncOperation operation) {
   }
   for (Row const& row : operation.rows) {
     watch_copy(*row.block, row.offset, row.bytes, Access::write);
+    require_fenced(thread, *row.block, row.offset, row.bytes, "cp.async.bulk writes");
     std::memset(row.block->shared + row.offset, 0xff, row.bytes);
     std::fill_n(row.block->marks.begin() + row.offset / kGranule, (row.bytes + kGranule - 1) / kGranule, kClean);
   }
@@ -275,7 +277,7 @@ void Thread::bulk_share(Place to, Place from, uint32_t bytes, Place barrier) {
   }
   remote(to, bytes);
   char const* const source = remote(from, bytes);
-  require_fenced(*this, *from.block, from.offset, bytes, "cp.async.bulk");
+  require_fenced(*this, *from.block, from.offset, bytes, "cp.async.bulk reads");
   AsyncOperation operation;
   operation.rows.push_back({to.block, to.offset, bytes, 0, std::vector<char>(source, source + bytes)});
   operation.barrier = barrier;
@@ -293,7 +295,7 @@ void Thread::bulk_store(uint64_t to, Place from, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes; i += 16) {
     check_global(to + i, 16, true);
   }
-  require_fenced(*this, *from.block, from.offset, bytes, "cp.async.bulk");
+  require_fenced(*this, *from.block, from.offset, bytes, "cp.async.bulk reads");
   watch(*this, *from.block, from.offset, bytes, Access::read, false);
   stores.rows.emplace_back(to, std::vector<char>(source, source + bytes));
   stores.offsets.push_back(from.offset);
@@ -405,7 +407,7 @@ void Thread::tensor_store(uint64_t address, std::initializer_list<int32_t> at, P
   walk_box(map, {at.begin(), at.end()}, [&](uint32_t offset, uint64_t target, uint32_t size) {
     uint32_t const place = swizzled(map, from.offset + offset);
     char const* const source = remote({from.block, place}, size);
-    require_fenced(*this, *from.block, place, size, "cp.async.bulk.tensor");
+    require_fenced(*this, *from.block, place, size, "cp.async.bulk.tensor reads");
     watch(*this, *from.block, place, size, Access::read, false);
     if (target != 0) {
       check_global(target, size, true);

@@ -117,7 +117,7 @@ void begin(Thread& thread, Product& product, Collective& lanes) {
     if (offset + 16 > thread.shared_bytes) {
       thread.bad_shared(offset, 16);
     }
-    require_fenced(thread, *thread.block, offset, 16, "wgmma");
+    require_fenced(thread, *thread.block, offset, 16, "wgmma reads");
     if (machine.watches_races) {
       watch(thread, *thread.block, offset, 16, Access::read, entity, static_cast<uint32_t>(product.index + 1), before);
     }

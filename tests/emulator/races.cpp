@@ -7,6 +7,9 @@
 // memory. A warp's products read from issue until its wait; bulk copies write from issue until their mbarrier completes.
 #include <immintrin.h>
 
+#include <unordered_map>
+#include <utility>
+
 #include "machine.h"
 
 namespace emulator {
@@ -32,7 +35,77 @@ bool conflict(Access a, Access b) {
   return (a != Access::read || b != Access::read) && (a != Access::atomic || b != Access::atomic);
 }
 
+// Global memory: which block of the launch that runs has written two bytes, and which have read them. Blocks of a launch
+// run in any order or at once, so none may read what another writes.
+constexpr uint64_t kPage = 4096;
+constexpr uint32_t kSeveral = 0xffffffffu, kAtomic = 0x80000000u;
+struct Page {
+  uint32_t writer[kPage / 2] = {}, reader[kPage / 2] = {};  // number of the block, from 1; 0: none
+};
+std::unordered_map<uint64_t, std::unique_ptr<Page>> pages;
+struct {
+  Thread* thread;
+  uint64_t address;
+  uint32_t bytes;
+  int line;
+} pending_read;
+
+void watch_global(Thread& thread, uint64_t address, uint32_t bytes, int line, Access kind) {
+  uint32_t const me = machine.cluster_number;
+  auto const other = [&](uint32_t who) { return who != 0 && (who & ~kAtomic) != me; };
+  for (uint64_t at = address & ~uint64_t{1}; at < address + bytes; at += 2) {
+    auto& page = pages[at / kPage];
+    if (!page) {
+      page = std::make_unique<Page>();
+    }
+    uint32_t& writer = page->writer[at % kPage / 2];
+    uint32_t& reader = page->reader[at % kPage / 2];
+    bool const both_atomic = kind == Access::atomic && (writer & kAtomic);
+    if ((other(writer) && !both_atomic) || (kind != Access::read && other(reader))) {
+      thread.at = line;
+      thread.fail("a race on global memory: " + std::string(kind == Access::read ? "a read" : "a write") + " of what block " +
+                  std::to_string(((other(writer) ? writer : reader) & ~kAtomic) - 1) + " of the same launch has " +
+                  (other(writer) ? "written" : "read"));
+    }
+    if (kind == Access::read) {
+      reader = reader == 0 || reader == me ? me : kSeveral;
+    } else {
+      writer = kind == Access::atomic ? me | kAtomic : me;
+    }
+  }
+}
+
+void settle_read() {
+  if (pending_read.thread != nullptr) {
+    auto const read = std::exchange(pending_read, {});
+    watch_global(*read.thread, read.address, read.bytes, read.line, Access::read);
+  }
+}
+
 }  // namespace
+
+void forget_global() {
+  pages.clear();
+  pending_read = {};
+}
+
+// An atomic operation comes as a read and a write of one instruction, with nothing between.
+void watch_global(Thread& thread, uint64_t address, uint32_t bytes, bool write) {
+  if (!machine.watches_races) {
+    return;
+  }
+  if (write && pending_read.thread == &thread && pending_read.address == address && pending_read.line == thread.at) {
+    pending_read = {};
+    watch_global(thread, address, bytes, thread.at, Access::atomic);
+    return;
+  }
+  settle_read();
+  if (write) {
+    watch_global(thread, address, bytes, thread.at, Access::write);
+  } else {
+    pending_read = {&thread, address, bytes, thread.at};
+  }
+}
 
 void join(Clock& to, Clock const& from) {
   if (from.empty()) {
@@ -78,6 +151,9 @@ void watch(Thread& thread, Block& block, uint32_t offset, uint32_t bytes, Access
     uint32_t const last = std::min(end - 1, kGranule * granule + kGranule - 1) % kGranule;
     Mark const now{time, thread.at, static_cast<uint16_t>(entity), static_cast<uint16_t>((2u << last) - (1u << first)), kind};
     auto& marks = block.history[granule];
+    if (marks.capacity() == 0) {
+      marks.reserve(6);
+    }
     size_t kept = 0;
     for (size_t i = 0; i < marks.size(); ++i) {
       Mark mark = marks[i];

@@ -278,10 +278,13 @@ std::string launch(std::string const& name, Dimensions grid, Dimensions block_si
   while (machine.stacks.size() < static_cast<size_t>(threads) * ranks) {
     machine.stacks.push_back(static_cast<char*>(std::aligned_alloc(4096, kStackBytes)));
   }
+  forget_global();
+  machine.cluster_number = 0;
   try {
     for (uint32_t z = 0; z < grid.z; ++z) {
       for (uint32_t y = 0; y < grid.y; ++y) {
         for (uint32_t first = 0; first < grid.x; first += ranks) {
+          ++machine.cluster_number;
           machine.blocks.clear();
           machine.warps.clear();
           machine.in_flight.clear();

@@ -24,9 +24,10 @@
 //   named 1                    all consumer threads        the same             once a unit: row_sum; and nobody reads
 //                                                                               `probabilities` any more
 //
-// `probabilities[c]`, `row_max[c]`, `raised[c]` and `valid[c]` need no barrier to be written again: consumer c writes those of tile
-// t + 2 after its scores, so after all of tile t + 2 has landed where tile t was, so after the other consumer gave its
-// half of tile t back, having multiplied with them. The producer writes `valid` after the owner gave its half back.
+// `probabilities[c]`, `row_max[c]`, `raised[c]` and `valid[c]` need no barrier to be written again: consumer c writes
+// those of tile t + 2 after its scores, so after all of tile t + 2 has landed where tile t was, so after the other
+// consumer gave its half of tile t back, having multiplied with them. The producer writes `valid` after the owner gave
+// its half back.
 #pragma once
 
 #include <cstdint>
