@@ -359,8 +359,10 @@ struct Suite {
       }
     }
     // float32 itself resolves lse to about 1e-6 of its size.
-    double const ratio = std::max({mine.largest / base.largest, mine.rms() / base.rms(), mine_lse.largest / (base_lse.largest + 2e-6),
-                                   mine_lse.rms() / (base_lse.rms() + 1e-6)});
+    auto const of = [](double error, double allowed) { return error == 0 ? 0 : error / allowed; };
+    double const ratio =
+        std::max({of(mine.largest, base.largest), of(mine.rms(), base.rms()), of(mine_lse.largest, base_lse.largest + 2e-6),
+                  of(mine_lse.rms(), base_lse.rms() + 1e-6)});
     share /= queries;
     worst_ratio = std::max(worst_ratio, ratio);
     least_share = std::min(least_share, share);
