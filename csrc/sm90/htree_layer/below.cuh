@@ -12,9 +12,7 @@ template <class Cfg>
 class BelowConsumer : public Consumer<Cfg> {
   using Base = Consumer<Cfg>;
   using Base::active_;
-  using Base::apply_scales;
   using Base::args_;
-  using Base::consider;
   using Base::cursor_;
   using Base::groups_;
   using Base::kHalf;
@@ -52,21 +50,10 @@ public:
   }
 
   __device__ void run(Ring<Cfg> const& ring) {
-    RingPosition<Cfg::kStages> at;
-    uint32_t const stages = ptx::opaque(ring.stages);
-    for (int groups = groups_; groups > 0; --groups) {
-      ring.barriers.wait_full(at, "htree_layer consumer: full");
-      uint32_t mine = active_ ? ptx::load_shared_4B(ring.masks + at.slot * Cfg::kMaskBytes + 4 * warp_) : 0u;
-      uint32_t const stage = stages + at.slot * Cfg::kStageBytes;
-#pragma unroll 1
-      while (mine != 0) {
-        if (left_ <= 0) begin_turning();
-        parent(stage + (__ffs(mine) - 1) * Cfg::kSlotBytes);
-        mine &= mine - 1;
-      }
-      __syncwarp();
-      if (lane_ == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
-      at = at.ahead(1);
+    if (Cfg::kReadsValues && args_.layer == 0) {
+      walk<true>(ring);
+    } else {
+      walk<false>(ring);
     }
     if constexpr (Cfg::kReadsValues) {
       if (Base::spoilt_ >> 31) spoil();
@@ -75,6 +62,35 @@ public:
   }
 
 private:
+  template <bool kBottom>
+  __device__ __forceinline__ void walk(Ring<Cfg> const& ring) {
+    RingPosition<Cfg::kStages> at;
+    uint32_t const stages = ptx::opaque(ring.stages);
+#pragma unroll 1
+    for (int groups = groups_; groups > 0; --groups) {
+      ring.barriers.wait_full(at, "htree_layer consumer: full");
+      uint32_t mine = active_ ? ptx::load_shared_4B(ring.masks + at.slot * Cfg::kMaskBytes + 4 * warp_) : 0u;
+      uint32_t const stage = stages + at.slot * Cfg::kStageBytes;
+      uint32_t slot = slot_of(stage, mine);
+#pragma unroll 1
+      while (mine != 0) {
+        if (left_ <= 0) begin_turning();
+        mine &= mine - 1;
+        uint32_t const next = slot_of(stage, mine);
+        parent<kBottom>(slot);
+        slot = next;
+      }
+      __syncwarp();
+      if (lane_ == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
+      at = at.ahead(1);
+    }
+  }
+
+  // The first that is left.
+  static __device__ __forceinline__ uint32_t slot_of(uint32_t stage, uint32_t mine) {
+    return stage + (__ffs(mine) - 1) * Cfg::kSlotBytes;
+  }
+
   // Where this lane points ldmatrix in 16 rows, in the half and at the chunk that its eight lanes name: such that the two
   // registers of a fragment of B come one after the other.
   __device__ __forceinline__ uint32_t lane_offset(int row_bytes, int half, int chunk) const {
@@ -167,31 +183,33 @@ private:
 #pragma unroll
       for (int e = 0; e < 4; ++e) raw[tile][e] += upper[tile][e];
     }
-    apply_scales(slot + Cfg::kScaleOffset, raw);
+    Base::apply(Base::load_scales(slot + Cfg::kScaleOffset), raw);
   }
 
-  // Which candidates of the parent at hand are closed, if its layer selects.
+  // Which candidates of the parent at hand are closed, in a layer that selects.
   __device__ __forceinline__ void fetch_closed() {
     if (args_.layer > 0 && position_ >= 0) closed_ = args_.closed[cursor_];
   }
 
+  template <bool kBottom>
   __device__ __forceinline__ void parent(uint32_t slot) {
     bool const last = position_ < kSiblings;
     float raw[2][4];
     scores(slot, raw);
     if constexpr (Cfg::kReadsValues) {
-      uint32_t const dead = args_.layer > 0 ? closed_ : last ? Base::behind(Base::rightmost()) : 0u;
-      if (dead != 0) Base::mask(raw, dead);
+      if constexpr (!kBottom) Base::mask(raw, closed_);
       uint32_t p[1][4];
-      Base::template exponentials<1>(raw, p);
+      Base::template exponentials<1>(raw, p, kBottom && last ? Base::behind(Base::rightmost()) : 0u);
       add_values(slot, p[0]);
+    } else if constexpr (Cfg::kPass == Pass::kNormaliser) {
+      Base::add_to_normaliser(raw, last);
     } else {
-      consider(raw, 0, last);
+      Base::weigh(raw, 0, true);
     }
     position_ -= kSiblings;
     cursor_ += 1;
     left_ -= 1;
-    if constexpr (Cfg::kReadsValues) fetch_closed();
+    if constexpr (Cfg::kReadsValues && !kBottom) fetch_closed();
   }
 
   // See Base::spoil.

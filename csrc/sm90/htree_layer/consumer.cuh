@@ -184,11 +184,20 @@ protected:
 
   __device__ __forceinline__ float exponent(int i, float raw) const { return (raw - max_[i]) * unit_[i]; }
 
-  // raw[tile][e]: column 8 tile + 2 tq + e % 2 of row e / 2, products before and scores after. scales: the keys' scales.
-  __device__ __forceinline__ void apply_scales(uint32_t scales, float (&raw)[2][4]) {
+  // The scales of the keys of one parent, in this thread's columns.
+  struct Scales {
+    float2 tile[2];
+  };
+
+  __device__ __forceinline__ Scales load_scales(uint32_t scales) const {
+    return {ptx::load_shared_8B(scales + tq_ * 8), ptx::load_shared_8B(scales + 32 + tq_ * 8)};
+  }
+
+  // raw[tile][e]: column 8 tile + 2 tq + e % 2 of row e / 2, products before and scores after.
+  __device__ __forceinline__ void apply(Scales const& scales, float (&raw)[2][4]) {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      float2 const scale = ptx::load_shared_8B(scales + tile * 32 + tq_ * 8);
+      float2 const scale = scales.tile[tile];
       if constexpr (Cfg::kReadsValues) spoilt_ |= __float_as_uint(scale.x);
 #pragma unroll
       for (int e = 0; e < 4; ++e) raw[tile][e] *= fabsf(e % 2 ? scale.y : scale.x);
@@ -207,8 +216,14 @@ protected:
     }
   }
 
-  static __device__ __forceinline__ float row_max(float const (&raw)[2][4], int i) {
-    return fmaxf(fmaxf(raw[0][2 * i], raw[0][2 * i + 1]), fmaxf(raw[1][2 * i], raw[1][2 * i + 1]));
+  template <int kParents>
+  static __device__ __forceinline__ float row_max(float const (&raw)[2 * kParents][4], int i) {
+    float largest = fmaxf(raw[0][2 * i], raw[0][2 * i + 1]);
+#pragma unroll
+    for (int tile = 1; tile < 2 * kParents; ++tile) {
+      largest = fmaxf(largest, fmaxf(raw[tile][2 * i], raw[tile][2 * i + 1]));
+    }
+    return largest;
   }
 
   // The rightmost candidate's place among its siblings, in the last parent.
@@ -217,28 +232,26 @@ protected:
   // Children behind the rightmost candidate, in the last parent.
   static __device__ __forceinline__ uint32_t behind(int rightmost) { return 0xffffu & ~((2u << rightmost) - 1u); }
 
-  __device__ __forceinline__ void consider(float (&raw)[2][4], int ahead, bool last) {
-    if constexpr (Cfg::kPass == Pass::kNormaliser) {
-      if (last) {
-        int const child = rightmost();
+  // The scores of a parent in the normaliser.
+  __device__ __forceinline__ void add_to_normaliser(float (&raw)[2][4], bool last) {
+    if (last) {
+      int const child = rightmost();
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          // One lane of the quad holds the rightmost candidate; the others keep 0.
-          float const x = child < 8 ? (child % 2 ? raw[0][2 * i + 1] : raw[0][2 * i])
-                                    : (child % 2 ? raw[1][2 * i + 1] : raw[1][2 * i]);
-          right_[i] = child % 8 / 2 == tq_ ? x : 0.0f;
-        }
-        mask(raw, 0xffffu & ~((1u << child) - 1u));
+      for (int i = 0; i < 2; ++i) {
+        // One lane of the quad holds the rightmost candidate; the others keep 0.
+        float const x = child < 8 ? (child % 2 ? raw[0][2 * i + 1] : raw[0][2 * i])
+                                  : (child % 2 ? raw[1][2 * i + 1] : raw[1][2 * i]);
+        right_[i] = child % 8 / 2 == tq_ ? x : 0.0f;
       }
-      normalise(raw);
-    } else {
-      weigh(raw, ahead);
+      mask(raw, 0xffffu & ~((1u << child) - 1u));
     }
+    normalise<1>(raw);
   }
 
   // Running sums of this thread's columns alone; merged in the end.
-  __device__ __forceinline__ void normalise(float const (&raw)[2][4]) {
-    float const largest[2] = {row_max(raw, 0), row_max(raw, 1)};
+  template <int kParents>
+  __device__ __forceinline__ void normalise(float const (&raw)[2 * kParents][4]) {
+    float const largest[2] = {row_max<kParents>(raw, 0), row_max<kParents>(raw, 1)};
     bool const raises[2] = {exponent(0, largest[0]) > kSlack, exponent(1, largest[1]) > kSlack};
     if (raises[0] || raises[1]) {
 #pragma unroll
@@ -249,7 +262,7 @@ protected:
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
+      for (int tile = 0; tile < 2 * kParents; ++tile) {
         sum_[i] += ptx::exp2_movable(exponent(i, raw[tile][2 * i])) +
                    ptx::exp2_movable(exponent(i, raw[tile][2 * i + 1]));
       }
@@ -261,8 +274,9 @@ protected:
     return ptx::exp2_movable(fmaf(raw - max_[i], unit_[i], -log_sum_[i]));
   }
 
-  // Column sums over the heads, by a butterfly that halves what is sent: first two columns of four, then one of two.
-  __device__ __forceinline__ void weigh(float const (&raw)[2][4], int ahead) {
+  // Column sums over the heads, by a butterfly that halves what is sent: first two columns of four, then one of two. Of a
+  // parent that the query takes they are written.
+  __device__ __forceinline__ void weigh(float const (&raw)[2][4], int ahead, bool taken) {
     float column[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
@@ -277,33 +291,27 @@ protected:
     float sum = odd ? b : a;
     sum += __shfl_xor_sync(kFullWarp, odd ? a : b, 8);
     sum += __shfl_xor_sync(kFullWarp, sum, 4);
-    if ((lane_ & 4) == 0) {
+    if (taken && (lane_ & 4) == 0) {
       int const c = (second ? 8 : 0) + 2 * tq_ + (odd ? 1 : 0);
       args_.importance[static_cast<std::int64_t>(cursor_ + ahead) * kSiblings + c] = sum;
     }
   }
 
   // P of some parents, rounded to the dtype, in A fragments; sums and O are rescaled where a maximum rises. That is rare,
-  // so it is found out afterwards, beside the exponentials.
+  // so exponentials are computed as if it did not. So they are as if all candidates were leaves where few parents have others
+  // (`dead`, of one parent).
   template <int kParents>
-  __device__ __forceinline__ void exponentials(float const (&raw)[2 * kParents][4], uint32_t (&p)[kParents][4]) {
+  __device__ __forceinline__ void exponentials(float (&raw)[2 * kParents][4], uint32_t (&p)[kParents][4],
+                                               uint32_t dead = 0) {
+    bool const rises = maximum_rises<kParents>(raw);
     float sum[2] = {sum_[0], sum_[1]};
     exponentiate<kParents>(raw, p, sum);
-    float largest[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      largest[i] = fmaxf(raw[0][2 * i], raw[0][2 * i + 1]);
-#pragma unroll
-      for (int tile = 1; tile < 2 * kParents; ++tile) {
-        largest[i] = fmaxf(largest[i], fmaxf(raw[tile][2 * i], raw[tile][2 * i + 1]));
-      }
-    }
-    // A vote among the heads of one query: whatever it decides follows from this query's data.
-    if (__any_sync(kFullWarp, exponent(0, largest[0]) > kSlack || exponent(1, largest[1]) > kSlack)) {
+    if (rises || dead != 0) {
+      if constexpr (kParents == 1) mask(raw, dead);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float const row_largest = quad_max(largest[i]);
-        float const factor = exponent(i, row_largest) > kSlack ? raise(i, row_largest) : 1.0f;
+        float const largest = quad_max(row_max<kParents>(raw, i));
+        float const factor = exponent(i, largest) > kSlack ? raise(i, largest) : 1.0f;
         sum[i] = sum_[i] * factor;
 #pragma unroll
         for (int tile = 0; tile < kValueTiles; ++tile) {
@@ -315,6 +323,13 @@ protected:
     }
     sum_[0] = sum[0];
     sum_[1] = sum[1];
+  }
+
+  // A vote among the heads of one query: whatever it decides follows from this query's data.
+  template <int kParents>
+  __device__ __forceinline__ bool maximum_rises(float const (&raw)[2 * kParents][4]) const {
+    return __any_sync(kFullWarp, exponent(0, row_max<kParents>(raw, 0)) > kSlack ||
+                                     exponent(1, row_max<kParents>(raw, 1)) > kSlack);
   }
 
   template <int kParents>

@@ -33,47 +33,87 @@ public:
   __device__ explicit FirstConsumer(Args const& args) : Base(args) {}
 
   __device__ void run(Ring<Cfg> const& ring) {
-    RingPosition<Cfg::kStages> at;
-    uint32_t held = 0;  // empty barrier of the stage whose values are being multiplied
     store_queries(queries_of(ring));
     wgmma::Descriptor const queries(queries_of(ring));
-    fetch_closed();
-    for (int group = 0; group < groups_; ++group) {
-      ring.barriers.wait_full(at, "htree_layer consumer: full");
-      uint32_t const mine = active_ ? ptx::load_shared_4B(ring.masks + at.slot * Cfg::kMaskBytes + 4 * warp_) : 0u;
-      // Through a shuffle, which tells the compiler that it is uniform: descriptors live in uniform registers.
-      uint32_t const stage = __shfl_sync(kFullWarp, ring.stages + at.slot * Cfg::kStageBytes, 0);
-      float raw[2 * kParents][4];
-      multiply_keys(raw, queries, stage);
-      if constexpr (Cfg::kReadsValues) {
-        if (group > 0) release(held);
-        held = ring.barriers.empty_at(at.slot);
-        uint32_t p[kParents][4] = {};
-        if (mine != 0) probabilities(raw, mine, stage, p);
-        multiply_values(p, stage);
-      } else {
-#pragma unroll
-        for (int slot = 0; slot < kParents; ++slot) {
-          if (mine >> slot & 1u) consider(reinterpret_cast<float(&)[2][4]>(raw[2 * slot]), stage, slot);
-        }
-        release(ring.barriers.empty_at(at.slot));
-      }
-      position_ -= kParents * kSiblings;
-      cursor_ += kParents;
-      fetch_closed();
-      at = at.ahead(1);
-    }
     if constexpr (Cfg::kReadsValues) {
-      wgmma::wait<0>();
-      wgmma::pin(out());
-      if (groups_ > 0) release(held);
+      add_all(ring, queries);
       if (Base::spoilt_ >> 31) spoil();
+    } else {
+      score_all(ring, queries);
     }
     Base::finish(ring);
   }
 
 private:
+  // Two groups at a time: the scores of the second are under way while those of the first are considered.
+  __device__ __forceinline__ void score_all(Ring<Cfg> const& ring, wgmma::Descriptor const& queries) {
+    RingPosition<Cfg::kStages> begun, at;
+    int group = 0;
+    for (; group + 1 < groups_; group += 2) {
+      float first[2 * kParents][4], second[2 * kParents][4];
+      multiply_keys(first, ring, queries, begun);
+      multiply_keys(second, ring, queries, begun);
+      consider<1>(first, ring, at);
+      consider<0>(second, ring, at);
+    }
+    if (group < groups_) {
+      float last[2 * kParents][4];
+      multiply_keys(last, ring, queries, begun);
+      consider<0>(last, ring, at);
+    }
+  }
+
+  __device__ __forceinline__ void add_all(Ring<Cfg> const& ring, wgmma::Descriptor const& queries) {
+    RingPosition<Cfg::kStages> begun, at;
+    uint32_t held = 0;  // empty barrier of the stage whose values are being multiplied
+    fetch_closed();
+    for (int group = 0; group < groups_; ++group) {
+      float raw[2 * kParents][4];
+      uint32_t const stage = multiply_keys(raw, ring, queries, begun);
+      uint32_t const mine = taken(ring, at);
+      Scales scales[kParents];
+      load_scales(scales, stage);
+      wgmma::wait<0>();
+      wgmma::pin(products(raw));
+      wgmma::pin(out());
+      if (group > 0) release(held);
+      held = ring.barriers.empty_at(at.slot);
+      uint32_t p[kParents][4] = {};
+      if (mine != 0) probabilities(raw, scales, mine, p);
+      multiply_values(p, stage);
+      position_ -= kParents * kSiblings;
+      cursor_ += kParents;
+      fetch_closed();
+      at = at.ahead(1);
+    }
+    wgmma::wait<0>();
+    wgmma::pin(out());
+    if (groups_ > 0) release(held);
+  }
+
+  using Scales = typename Base::Scales;
+
   __device__ __forceinline__ auto& out() { return reinterpret_cast<float(&)[4 * kValueTiles]>(o_); }
+
+  static __device__ __forceinline__ auto& products(float (&raw)[2 * kParents][4]) {
+    return reinterpret_cast<float(&)[wgmma::kAccumulators]>(raw);
+  }
+
+  static __device__ __forceinline__ auto& of_parent(float (&raw)[2 * kParents][4], int slot) {
+    return reinterpret_cast<float(&)[2][4]>(raw[2 * slot]);
+  }
+
+  // A bit for each parent of the stage that the query takes.
+  __device__ __forceinline__ uint32_t taken(Ring<Cfg> const& ring, RingPosition<Cfg::kStages> const& at) const {
+    return active_ ? ptx::load_shared_4B(ring.masks + at.slot * Cfg::kMaskBytes + 4 * warp_) : 0u;
+  }
+
+  __device__ __forceinline__ void load_scales(Scales (&scales)[kParents], uint32_t stage) const {
+#pragma unroll
+    for (int slot = 0; slot < kParents; ++slot) {
+      scales[slot] = Base::load_scales(stage + Cfg::kScaleOffset + slot * Cfg::kScaleBytes);
+    }
+  }
 
   __device__ __forceinline__ void release(uint32_t empty) const {
     __syncwarp();
@@ -109,21 +149,23 @@ private:
     barriers::named_sync(Cfg::kQueryBarrier + warp_ / 4, 128);
   }
 
-  // Raw scores of the stage's parents. Then P V of the stage before is complete as well.
-  __device__ __forceinline__ void multiply_keys(float (&raw)[2 * kParents][4], wgmma::Descriptor const& queries,
-                                                uint32_t stage) {
-    auto& products = reinterpret_cast<float(&)[wgmma::kAccumulators]>(raw);
+  // Begins the scores of the next group's parents, once it is there; returns where the stage is.
+  __device__ __forceinline__ uint32_t multiply_keys(float (&raw)[2 * kParents][4], Ring<Cfg> const& ring,
+                                                    wgmma::Descriptor const& queries,
+                                                    RingPosition<Cfg::kStages>& begun) const {
+    ring.barriers.wait_full(begun, "htree_layer consumer: full");
+    // Through a shuffle, which tells the compiler that it is uniform: descriptors live in uniform registers.
+    uint32_t const stage = __shfl_sync(kFullWarp, ring.stages + begun.slot * Cfg::kStageBytes, 0);
     wgmma::Descriptor const keys(stage + Cfg::kKeyOffset);
     wgmma::fence();
 #pragma unroll
     for (int kk = 0; kk < kSteps; ++kk) {
-      wgmma::mma_ss<cutlass::half_t>(products, queries.at(kk / 4 * Cfg::kQueryPanelBytes + kk % 4 * 32),
+      wgmma::mma_ss<cutlass::half_t>(products(raw), queries.at(kk / 4 * Cfg::kQueryPanelBytes + kk % 4 * 32),
                                      keys.at(kk / 4 * Cfg::kPanelBytes + kk % 4 * 32), kk > 0);
     }
     wgmma::commit();
-    wgmma::wait<0>();
-    wgmma::pin(products);
-    if constexpr (Cfg::kReadsValues) wgmma::pin(out());
+    begun = begun.ahead(1);
+    return stage;
   }
 
   // O += P V, complete when the next stage's scores are.
@@ -140,25 +182,44 @@ private:
     wgmma::commit();
   }
 
-  __device__ __forceinline__ void apply_scales(float (&raw)[2][4], uint32_t stage, int slot) {
-    Base::apply_scales(stage + Cfg::kScaleOffset + slot * Cfg::kScaleBytes, raw);
+  // The scores of the group at hand, once at most kPending later products are not complete.
+  template <int kPending>
+  __device__ __forceinline__ void consider(float (&raw)[2 * kParents][4], Ring<Cfg> const& ring,
+                                           RingPosition<Cfg::kStages>& at) {
+    uint32_t const mine = taken(ring, at);
+    Scales scales[kParents];
+    load_scales(scales, ring.stages + at.slot * Cfg::kStageBytes);
+    wgmma::wait<kPending>();
+    wgmma::pin(products(raw));
+    release(ring.barriers.empty_at(at.slot));
+#pragma unroll
+    for (int slot = 0; slot < kParents; ++slot) Base::apply(scales[slot], of_parent(raw, slot));
+    if constexpr (Cfg::kPass == Pass::kImportance) {
+#pragma unroll
+      for (int slot = 0; slot < kParents; ++slot) Base::weigh(of_parent(raw, slot), slot, mine >> slot & 1u);
+    } else if (mine == (1u << kParents) - 1 && position_ >= kParents * kSiblings) {
+      Base::template normalise<kParents>(raw);
+    } else {
+#pragma unroll
+      for (int slot = 0; slot < kParents; ++slot) {
+        bool const last = position_ < (slot + 1) * kSiblings;
+        if (mine >> slot & 1u) Base::add_to_normaliser(of_parent(raw, slot), last);
+      }
+    }
+    position_ -= kParents * kSiblings;
+    cursor_ += kParents;
+    at = at.ahead(1);
   }
 
-  __device__ __forceinline__ void consider(float (&raw)[2][4], uint32_t stage, int slot) {
-    apply_scales(raw, stage, slot);
-    Base::consider(raw, slot, position_ < (slot + 1) * kSiblings);
-  }
-
-  __device__ __forceinline__ void probabilities(float (&raw)[2 * kParents][4], uint32_t mine, uint32_t stage,
-                                                uint32_t (&p)[kParents][4]) {
+  __device__ __forceinline__ void probabilities(float (&raw)[2 * kParents][4], Scales const (&scales)[kParents],
+                                                uint32_t mine, uint32_t (&p)[kParents][4]) {
 #pragma unroll
     for (int slot = 0; slot < kParents; ++slot) {
-      auto& x = reinterpret_cast<float(&)[2][4]>(raw[2 * slot]);
-      apply_scales(x, stage, slot);
+      Base::apply(scales[slot], of_parent(raw, slot));
       bool const last = position_ < (slot + 1) * kSiblings;
       uint32_t dead = args_.layer > 0 ? closed_[slot] : last ? Base::behind(Base::rightmost()) : 0u;
       if ((mine >> slot & 1u) == 0) dead = 0xffffu;
-      if (dead != 0) Base::mask(x, dead);
+      Base::mask(of_parent(raw, slot), dead);
     }
     Base::template exponentials<kParents>(raw, p);
   }

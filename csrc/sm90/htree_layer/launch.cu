@@ -261,7 +261,7 @@ void gather(ForwardParams const& p, Plan const& plan, int l, std::int64_t begin,
 // Ranks that a query turns through before it begins anew. Rounding adds up to 0.39 of the error that rounding bf16
 // operands makes, and 1.46 of that of fp16 ones (tests/test_turning.py).
 constexpr int kTurnPeriod = 8;
-constexpr int kTurnPeriodHalf = 2;
+constexpr int kTurnPeriodHalf = 1;
 
 // A scale of zero is the smallest: rows of q become zeros.
 rope::ScoreScale score_scale(double scale) {
