@@ -45,13 +45,15 @@ struct Args {
   int H_kv;
   float2 const* turns;            // [positions, K / 2] cos and sin
   bool by_node;                   // keys turn by the node's index, else by the place among its siblings
+  int* spoilt;                    // becomes 1 where a value is not finite
   Lists lists;                    // not by_node
 };
 
 void tree_pack(Args const& args, DType dtype, cudaStream_t stream);
 
-// cos and sin of every position: [positions, K / 2], and [positions, K / 32, 4] in the order of fragments.
-void make_turns(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base,
+// cos and sin of every position: [positions, K / 2], and [positions, K / 32, 4] in the order of fragments. `zero`, if any,
+// becomes 0.
+void make_turns(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base, int* zero,
                 cudaStream_t stream);
 
 }  // namespace packing

@@ -29,23 +29,23 @@ struct RingPosition {
   }
 };
 
-// The barriers of a ring, addressed by slot. A fresh ring is empty: producers wait for the
+// The barriers of a ring, addressed by slot, kStride bytes apart. A fresh ring is empty: producers wait for the
 // parity before their own, which passes at once in the first round.
-template <int kStages>
+template <int kStages, int kStride = 8>
 struct RingBarriers {
-  uint32_t full;   // shared address of kStages 64-bit words
+  uint32_t full;   // shared address of the first of kStages 64-bit words
   uint32_t empty;  // likewise
 
   __device__ __forceinline__ void init(uint32_t full_arrivals, uint32_t empty_arrivals) const {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
-      barriers::mbarrier_init(full + 8 * i, full_arrivals);
-      barriers::mbarrier_init(empty + 8 * i, empty_arrivals);
+      barriers::mbarrier_init(full + kStride * i, full_arrivals);
+      barriers::mbarrier_init(empty + kStride * i, empty_arrivals);
     }
   }
 
-  __device__ __forceinline__ uint32_t full_at(uint32_t slot) const { return full + 8 * slot; }
-  __device__ __forceinline__ uint32_t empty_at(uint32_t slot) const { return empty + 8 * slot; }
+  __device__ __forceinline__ uint32_t full_at(uint32_t slot) const { return full + kStride * slot; }
+  __device__ __forceinline__ uint32_t empty_at(uint32_t slot) const { return empty + kStride * slot; }
 
   __device__ __forceinline__ void wait_full(RingPosition<kStages> at, char const* name) const {
     barriers::mbarrier_wait(full_at(at.slot), at.parity, name);

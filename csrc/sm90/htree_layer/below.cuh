@@ -56,7 +56,7 @@ public:
       walk<false>(ring);
     }
     if constexpr (Cfg::kReadsValues) {
-      if (Base::spoilt_ >> 31) spoil();
+      if (*args_.spoilt != 0) spoil();
     }
     Base::finish(ring);
   }
@@ -65,12 +65,12 @@ private:
   template <bool kBottom>
   __device__ __forceinline__ void walk(Ring<Cfg> const& ring) {
     RingPosition<Cfg::kStages> at;
-    uint32_t const stages = ptx::opaque(ring.stages);
+    Ring<Cfg> const own(ptx::opaque(ring.stages));
 #pragma unroll 1
     for (int groups = groups_; groups > 0; --groups) {
-      ring.barriers.wait_full(at, "htree_layer consumer: full");
-      uint32_t mine = active_ ? ptx::load_shared_4B(ring.masks + at.slot * Cfg::kMaskBytes + 4 * warp_) : 0u;
-      uint32_t const stage = stages + at.slot * Cfg::kStageBytes;
+      own.barriers.wait_full(at, "htree_layer consumer: full");
+      uint32_t const stage = own.stage(at.slot);
+      uint32_t mine = active_ ? ptx::load_shared_4B(own.mask(stage, warp_)) : 0u;
       uint32_t slot = slot_of(stage, mine);
 #pragma unroll 1
       while (mine != 0) {
@@ -81,7 +81,7 @@ private:
         slot = next;
       }
       __syncwarp();
-      if (lane_ == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
+      if (lane_ == 0) barriers::mbarrier_arrive(stage + Cfg::kEmptyOffset);
       at = at.ahead(1);
     }
   }

@@ -77,16 +77,20 @@ struct Config {
   static_assert(kK % 64 == 0 && kV % 64 == 0, "rows are panels of eight 16-byte chunks");
   static_assert(kCopyBytes % 16 == 0 && kSlotBytes % (kWalk == Walk::kFirst ? 1024 : 256) == 0);
 
-  static constexpr int kMaskBytes = 4 * kConsumers;   // a word a query; bit i: it takes slot i
-  static constexpr int kControlBytes = 16 + kMaskBytes;  // of a stage: full, empty, masks
+  // A stage begins with its barriers, full and empty, and a word a query, bit i: it takes slot i. There is room before the
+  // scales, and one address serves all.
+  static constexpr int kFullOffset = 0;
+  static constexpr int kEmptyOffset = 8;
+  static constexpr int kMaskOffset = 16;
+  static_assert(kMaskOffset + 4 * kConsumers <= kScaleOffset);
   // kFirst: the turned queries, for each warpgroup panels of 64 rows, the heads of its four queries.
   static constexpr int kQueryPanelBytes = 64 * 128;
   static constexpr int kQueryBytes = kWalk == Walk::kFirst ? kK / 64 * kQueryPanelBytes : 0;
-  static constexpr int kFit = (224 * 1024 - kConsumers / 4 * kQueryBytes) / (kStageBytes + kControlBytes);
+  static constexpr int kFit = (224 * 1024 - kConsumers / 4 * kQueryBytes) / kStageBytes;
   static constexpr int kStages = kFit < 12 ? kFit : 12;
   static constexpr int kAlignment = 1024;
   static constexpr int kRingOffset = kConsumers / 4 * kQueryBytes;
-  static constexpr int kSharedBytes = kAlignment + kRingOffset + kStages * (kStageBytes + kControlBytes);
+  static constexpr int kSharedBytes = kAlignment + kRingOffset + kStages * kStageBytes;
   static_assert(kStages >= 3 && kSharedBytes <= 232448);
 
   // Where a query is split, the ring is reused in the end: 16 bytes for every consumer and head, then O as fragments.
@@ -105,6 +109,7 @@ struct Args {
   std::int64_t parents_per_head;
   std::int64_t block_bytes;
   packing::Source values;         // of the layer, unpacked; kValues
+  int const* spoilt;              // whether any layer has values that are not finite
   float2 const* turns;                 // [positions, K / 2]; kFirst
   rope::Turns const* fragment_turns;   // [positions, K / 32, 4]; kBelow
 

@@ -194,11 +194,10 @@ protected:
   }
 
   // raw[tile][e]: column 8 tile + 2 tq + e % 2 of row e / 2, products before and scores after.
-  __device__ __forceinline__ void apply(Scales const& scales, float (&raw)[2][4]) {
+  __device__ __forceinline__ void apply(Scales const& scales, float (&raw)[2][4]) const {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       float2 const scale = scales.tile[tile];
-      if constexpr (Cfg::kReadsValues) spoilt_ |= __float_as_uint(scale.x);
 #pragma unroll
       for (int e = 0; e < 4; ++e) raw[tile][e] *= fabsf(e % 2 ? scale.y : scale.x);
     }
@@ -569,7 +568,6 @@ protected:
   float log_sum_[2];  // of the normaliser: lse_g * log2(e) = max * unit + log_sum
   float right_[2];    // kNormaliser: the rightmost candidate's score
   float o_[kValueTiles][4];
-  uint32_t spoilt_ = 0;  // the signs of scales: some parent had values that are not finite
 };
 
 }  // namespace htree_cuda::layer

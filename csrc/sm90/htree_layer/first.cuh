@@ -37,7 +37,7 @@ public:
     wgmma::Descriptor const queries(queries_of(ring));
     if constexpr (Cfg::kReadsValues) {
       add_all(ring, queries);
-      if (Base::spoilt_ >> 31) spoil();
+      if (*args_.spoilt != 0) spoil();
     } else {
       score_all(ring, queries);
     }
@@ -105,7 +105,7 @@ private:
 
   // A bit for each parent of the stage that the query takes.
   __device__ __forceinline__ uint32_t taken(Ring<Cfg> const& ring, RingPosition<Cfg::kStages> const& at) const {
-    return active_ ? ptx::load_shared_4B(ring.masks + at.slot * Cfg::kMaskBytes + 4 * warp_) : 0u;
+    return active_ ? ptx::load_shared_4B(ring.mask(ring.stage(at.slot), warp_)) : 0u;
   }
 
   __device__ __forceinline__ void load_scales(Scales (&scales)[kParents], uint32_t stage) const {
@@ -155,7 +155,7 @@ private:
                                                     RingPosition<Cfg::kStages>& begun) const {
     ring.barriers.wait_full(begun, "htree_layer consumer: full");
     // Through a shuffle, which tells the compiler that it is uniform: descriptors live in uniform registers.
-    uint32_t const stage = __shfl_sync(kFullWarp, ring.stages + begun.slot * Cfg::kStageBytes, 0);
+    uint32_t const stage = __shfl_sync(kFullWarp, ring.stage(begun.slot), 0);
     wgmma::Descriptor const keys(stage + Cfg::kKeyOffset);
     wgmma::fence();
 #pragma unroll
@@ -188,7 +188,7 @@ private:
                                            RingPosition<Cfg::kStages>& at) {
     uint32_t const mine = taken(ring, at);
     Scales scales[kParents];
-    load_scales(scales, ring.stages + at.slot * Cfg::kStageBytes);
+    load_scales(scales, ring.stage(at.slot));
     wgmma::wait<kPending>();
     wgmma::pin(products(raw));
     release(ring.barriers.empty_at(at.slot));

@@ -90,6 +90,7 @@ struct Plan {
 
   float2* turns = nullptr;
   rope::Turns* fragment_turns = nullptr;
+  int* spoilt = nullptr;
   char* k_tree = nullptr;
   char* v_tree = nullptr;
   Packed first[kMaxLayers];  // Walk::kFirst: the nodes that may be candidates in a first layer
@@ -129,6 +130,7 @@ struct Plan {
     std::int64_t const heads = p.B * p.H_kv;
     take(turns, base, positions * (p.K / 2));
     take(fragment_turns, base, positions * (p.K / 8));
+    take(spoilt, base, 1);
     take(k_tree, base, heads * M * p.K * 2);
     take(v_tree, base, heads * M * p.V * 2);
     list_room = std::min<std::int64_t>(p.T_q, kBlockQueries) * p.top_k;
@@ -219,11 +221,13 @@ packing::Args pack_args(ForwardParams const& p, Plan const& plan, int l, Packed 
   args.parents_per_head = packed.parents;
   args.H_kv = static_cast<int>(p.H_kv);
   args.turns = plan.turns;
+  args.spoilt = plan.spoilt;
   return args;
 }
 
 void build(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
-  packing::make_turns(plan.turns, plan.fragment_turns, plan.positions, static_cast<int>(p.K), p.rope_base, stream);
+  packing::make_turns(plan.turns, plan.fragment_turns, plan.positions, static_cast<int>(p.K), p.rope_base, plan.spoilt,
+                      stream);
   if (plan.layers > 1) {
     TreePoolParams pool{};
     pool.k = {p.k, p.k_stride_b, p.k_stride_t, p.k_stride_h, plan.k_tree, p.K};
@@ -276,6 +280,7 @@ layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
   args.block_bytes = plan.block_bytes;
   args.turns = plan.turns;
   args.fragment_turns = plan.fragment_turns;
+  args.spoilt = plan.spoilt;
   args.q = p.q;
   args.q_half = p.dtype == DType::kFloat16;
   args.q_stride_b = p.q_stride_b;

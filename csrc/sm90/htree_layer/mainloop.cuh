@@ -30,13 +30,14 @@ inline constexpr unsigned kFullWarp = 0xffffffffu;
 template <class Cfg>
 struct Ring {
   uint32_t stages;
-  uint32_t masks;
-  RingBarriers<Cfg::kStages> barriers;
+  RingBarriers<Cfg::kStages, Cfg::kStageBytes> barriers;
 
   __device__ explicit Ring(uint32_t shared)
-      : stages(shared),
-        masks(shared + Cfg::kStages * (Cfg::kStageBytes + 16)),
-        barriers{shared + Cfg::kStages * Cfg::kStageBytes, shared + Cfg::kStages * (Cfg::kStageBytes + 8)} {}
+      : stages(shared), barriers{shared + Cfg::kFullOffset, shared + Cfg::kEmptyOffset} {}
+
+  __device__ __forceinline__ uint32_t stage(uint32_t slot) const { return stages + slot * Cfg::kStageBytes; }
+  // What query `i` of the block takes of the stage.
+  static __device__ __forceinline__ uint32_t mask(uint32_t stage, int i) { return stage + Cfg::kMaskOffset + 4 * i; }
 };
 
 // Whether the query at position t walks this layer in this way. Above its first layer it has nothing to do.
@@ -116,7 +117,7 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
       for (int i = 0; i < Cfg::kStageSlots; ++i) {
         taken |= (__shfl_sync(kFullWarp, mask, group * Cfg::kStageSlots + i) >> lane & 1u) << i;
       }
-      if (lane < Cfg::kConsumers) ptx::store_shared_4B(ring.masks + at.slot * Cfg::kMaskBytes + 4 * lane, taken);
+      if (lane < Cfg::kConsumers) ptx::store_shared_4B(ring.mask(ring.stage(at.slot), lane), taken);
       int const slots = min(count - base - group * Cfg::kStageSlots, Cfg::kStageSlots);
       int const copies = (slots + Cfg::kCopySlots - 1) / Cfg::kCopySlots;  // a tile is whole in global memory
       __syncwarp();
@@ -124,7 +125,7 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
       __syncwarp();
       if (mine && exists && slot % Cfg::kCopySlots == 0) {
         int const copy = slot / Cfg::kCopySlots;
-        ptx::bulk_load(ring.stages + at.slot * Cfg::kStageBytes + copy * Cfg::kSlotBytes + Cfg::kScaleOffset,
+        ptx::bulk_load(ring.stage(at.slot) + copy * Cfg::kSlotBytes + Cfg::kScaleOffset,
                        packed + node * args.block_bytes, Cfg::kCopyBytes, ring.barriers.full_at(at.slot));
       }
       at = at.ahead(1);

@@ -108,6 +108,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     *chunk_of(values, value_row_bytes, c, chunk) = x;
   }
   finite_values = __all_sync(0xffffffffu, finite_values);
+  if (!finite_values && lane == 0) *args.spoilt = 1;
 
 #pragma unroll
   for (int step = 0; step < kSiblings / kRowsAtOnce; ++step) {
@@ -154,9 +155,10 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
 
 // A thread has the four pairs of one entry of fragment_turns.
 static __global__ void __launch_bounds__(kThreads)
-    turns_kernel(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base) {
+    turns_kernel(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base, int* zero) {
   std::int64_t const i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   int const entries = K / 8;
+  if (i == 0 && zero != nullptr) *zero = 0;
   if (i >= positions * entries) return;
   std::int64_t const position = i / entries;
   int const entry = static_cast<int>(i % entries);

@@ -33,10 +33,10 @@ void tree_pack(Args const& args, DType dtype, cudaStream_t stream) {
   dtype == DType::kFloat16 ? launch<__half>(args, stream) : launch<__nv_bfloat16>(args, stream);
 }
 
-void make_turns(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base,
+void make_turns(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base, int* zero,
                 cudaStream_t stream) {
   unsigned const blocks = blocks_for(positions * (K / 8), kThreads);
-  turns_kernel<<<blocks, kThreads, 0, stream>>>(turns, fragment_turns, positions, K, base);
+  turns_kernel<<<blocks, kThreads, 0, stream>>>(turns, fragment_turns, positions, K, base, zero);
   HTREE_CUDA_CHECK(cudaGetLastError());
 }
 
