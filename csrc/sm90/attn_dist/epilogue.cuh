@@ -63,19 +63,24 @@ public:
   // What is left of the tile before (`stored`: there is one), then the reduction of this tile,
   // which began at `slot`, in slices for the main loop to put among its WGMMAs. The meeting comes first: it also tells
   // that the sums which this tile's overwrite have been read. kMasked: some head of the group contributes nothing.
-  static constexpr int kSlices = 7;
+  static constexpr int kSlices = 8;
 
   template <bool kMasked, int kSlice>
   __device__ __forceinline__ void slice(float const (&acc)[wgmma::kAccumulators], int slot, bool stored) {
     if constexpr (kSlice == 0) {
+      begin<0>(acc);
       meet();
       store(slot - C::kTileKeys, stored);
     } else if constexpr (kSlice <= 4) {
-      reduce<kMasked, kSlice - 1>(acc);
+      // Sums wait for exponentials, so those of the next blocks begin before.
+      float p[8];
+      take(p);
+      if constexpr (kSlice < 4) begin<kSlice>(acc);
+      reduce<kMasked, kSlice - 1>(p);
     } else if constexpr (kSlice == 5) {
       half_ ^= 1;
       fetch(slot);
-    } else {
+    } else if constexpr (kSlice == 6) {
       send(slot - C::kTileKeys, stored);
     }
   }
@@ -131,33 +136,42 @@ private:
     return exponent < -FLT_MAX ? -FLT_MAX : exponent;
   }
 
-  // Blocks (of eight columns) kPair and kPair + 4: exponentials, rows added, the halves of the warp added. Then lane l
-  // holds columns 2 (l % 4) + 0..1 of block kPair + 4 (l / 16), of four heads a slot l / 4 % 4.
-  template <bool kMasked, int kPair>
-  __device__ __forceinline__ void reduce(float const (&acc)[wgmma::kAccumulators]) {
-    // Read again each time, not kept; and the sums go to shared memory at once: between these two accesses, which stay
-    // where they are among the waits for WGMMAs, ptxas must do the exponentials. It would else collect those of all
-    // slices before or after the WGMMAs.
+  // Exponentials of blocks (of eight columns) kPair and kPair + 4.
+  template <int kPair>
+  __device__ __forceinline__ void begin(float const (&acc)[wgmma::kAccumulators]) {
+    // Read again each time, not kept: this access stays where it is among the waits for WGMMAs, and so do the
+    // exponentials between it and the sums' store. ptxas would else collect those of all slices before or after.
     float2 const negative_lse = ptx::load_shared_8B_volatile(lse_address());
-    float2 sum;
-    sum.x = exchange(row_sum<kMasked>(acc, kPair, 0, negative_lse), row_sum<kMasked>(acc, kPair + 4, 0, negative_lse), 16);
-    sum.y = exchange(row_sum<kMasked>(acc, kPair, 1, negative_lse), row_sum<kMasked>(acc, kPair + 4, 1, negative_lse), 16);
-    ptx::store_shared_8B_volatile(
-        partial(half_, warp_, lane() / 4 % 4, 8 * (kPair + 4 * (lane() / 16)) + 2 * (lane() % 4)), sum);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float const x = acc[4 * (kPair + 4 * (i / 4)) + i % 4];
+      p_exp_[i] = ptx::exp2_approx(fmaf(x, p_.scale_log2, i / 2 % 2 ? negative_lse.y : negative_lse.x));
+    }
   }
 
-  // Column `c` of this thread's two in block `block` of eight columns, its two rows added.
-  template <bool kMasked>
-  __device__ __forceinline__ float row_sum(float const (&acc)[wgmma::kAccumulators], int block, int c,
-                                           float2 negative_lse) const {
-    float p0 = ptx::exp2_approx(fmaf(acc[4 * block + c], p_.scale_log2, negative_lse.x));
-    float p1 = ptx::exp2_approx(fmaf(acc[4 * block + 2 + c], p_.scale_log2, negative_lse.y));
-    if (kMasked) {
+  __device__ __forceinline__ void take(float (&p)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) p[i] = p_exp_[i];
+  }
+
+  // Rows of blocks kPair and kPair + 4 added, then the halves of the warp. Then lane l holds columns
+  // 2 (l % 4) + 0..1 of block kPair + 4 (l / 16), of four heads a slot l / 4 % 4.
+  template <bool kMasked, int kPair>
+  __device__ __forceinline__ void reduce(float const (&p)[8]) {
+    float2 negative_lse = {};
+    if (kMasked) negative_lse = ptx::load_shared_8B_volatile(lse_address());
+    auto const rows = [&](int block, int column) {
+      float const x = p[4 * block + column];
+      float const y = p[4 * block + 2 + column];
+      if (!kMasked) return x + y;
       // Select, do not multiply: the score of a head that contributes nothing may be NaN.
-      p0 = negative_lse.x != -INFINITY ? p0 : 0.f;
-      p1 = negative_lse.y != -INFINITY ? p1 : 0.f;
-    }
-    return p0 + p1;
+      return (negative_lse.x != -INFINITY ? x : 0.f) + (negative_lse.y != -INFINITY ? y : 0.f);
+    };
+    float2 sum;
+    sum.x = exchange(rows(0, 0), rows(1, 0), 16);
+    sum.y = exchange(rows(0, 1), rows(1, 1), 16);
+    ptx::store_shared_8B_volatile(
+        partial(half_, warp_, lane() / 4 % 4, 8 * (kPair + 4 * (lane() / 16)) + 2 * (lane() % 4)), sum);
   }
 
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
@@ -188,6 +202,7 @@ private:
   int const warpgroup_, warp_;
   int index_ = -1;  // of no slot, until that of a first tile is asked for
   int half_ = 0;  // of `partial`, to write
+  float p_exp_[8];
 };
 
 // Zeros in the slots of a segment's tiles past the query's length; all threads of a warpgroup.
