@@ -142,6 +142,13 @@ def test_heads_and_slots(h_q, topk):
         check(*problem(3, h_q, 2500, topk, d_qk, dtype, seed=h_q + topk, bad=bad))
 
 
+@pytest.mark.parametrize(
+    ("h_q", "topk", "d_qk", "dtype"), [(65, 130, 576, BF16), (128, 64, 512, FP16), (3, 63, 128, BF16)]
+)
+def test_sanitizer_shapes(h_q, topk, d_qk, dtype):
+    check(*problem(3, h_q, 200, topk, d_qk, dtype, seed=1, bad=True))
+
+
 @pytest.mark.hardware
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("d_qk", HEAD_DIMS)

@@ -121,19 +121,6 @@ struct Index {
 // exist, ascending.
 void index_visits(Index const& args, cudaStream_t stream);
 
-// sums[i] += parts[0][i] + ... + parts[count - 1][i], in this order; both cover `heads` stretches of `size` floats,
-// `sums_stride` apart and `count * size` apart.
-struct Reduce {
-  float* sums;
-  float const* parts;
-  std::int64_t sums_stride;
-  std::int64_t size;
-  int heads;
-  int count;
-};
-
-void reduce_parts(Reduce const& args, cudaStream_t stream);
-
 // Gradients of the tokens: the sum over a token's ancestors, each divided by what it shares.
 struct Distribute {
   Tree tree;

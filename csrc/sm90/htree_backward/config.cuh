@@ -97,17 +97,16 @@ struct Args {
   int H_kv;
   int G;
 
-  // Nodes: CTAs of layer l are first_block[l] .. first_block[l + 1] - 1, ordered (head, group, segment), the last group
+  // Nodes: CTAs of layer l are first_block[l] .. first_block[l + 1] - 1, ordered (head, segment, group), the last group
   // first: it belongs to the most recent tokens, which are visited most.
   int first_block[kMaxLayers + 1];
   int segments[kMaxLayers];
   int segment_rows[kMaxLayers];      // a multiple of 32
   std::int64_t begin[kMaxLayers];    // first node row of each layer
   std::int64_t node_rows;            // of a head
-  float* dk;                         // [heads, node_rows, K], added to where a layer has one segment
+  int* done;                         // [heads, node_rows / 16] segments that were added to a parent's children
+  float* dk;                         // [heads, node_rows, K], added to
   float* dv;                         // [heads, node_rows, V]
-  float* dk_parts[kMaxLayers];       // [heads, segments, parents * 16, K], written where it has more
-  float* dv_parts[kMaxLayers];
 };
 
 }  // namespace htree_cuda::gradient

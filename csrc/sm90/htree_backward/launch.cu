@@ -22,8 +22,8 @@ void launch(Args const& args, int blocks, cudaStream_t stream);  // inst/
 
 namespace {
 
-// What lives at once, besides the pooled tree and the tables: rows and parts of one chunk of queries in at most a
-// quarter and an eighth of the bytes of q and out, but no less and no more than these; nodes and sums of as many heads
+// What lives at once, besides the pooled tree and the tables: rows of one chunk of queries in at most a
+// quarter of the bytes of q and out, but no less and no more than these; nodes and sums of as many heads
 // as fit in kTreeBytes, of one head at least.
 constexpr std::int64_t kLeastChunkBytes = std::int64_t(8) << 20;
 constexpr std::int64_t kMostChunkBytes = std::int64_t(128) << 20;
@@ -31,6 +31,7 @@ constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
 // A layer with fewer groups of parents than this splits the rows: four waves of a large GPU's processors.
 constexpr std::int64_t kNodeBlocks = 512;
 constexpr std::int64_t kLeastSegmentRows = 256;
+constexpr std::int64_t kMostSegmentRows = 1024;
 
 using tree_request::aligned;
 
@@ -48,7 +49,7 @@ struct Plan {
   std::int64_t positions = 0;
   std::int64_t heads = 0;  // at once
   std::int64_t rows = 0;   // of a head at once
-  std::int64_t visits_bytes = 0;
+  std::int64_t zeroed_bytes = 0;  // of `done` and `visits`, before every chunk
   int segments[kMaxLayers] = {};
   int segment_rows[kMaxLayers] = {};
   std::int64_t bytes = 0;
@@ -62,8 +63,7 @@ struct Plan {
   float* dv = nullptr;
   char* queries = nullptr;
   Visits visits{};
-  float* dk_parts[kMaxLayers] = {};
-  float* dv_parts[kMaxLayers] = {};
+  int* done = nullptr;
 
   Plan(ForwardParams const& p, char* base) {
     shape(p);
@@ -82,7 +82,7 @@ struct Plan {
       heads = 1;
       rows = std::min(rows, std::max<std::int64_t>(chunk_bytes / row_bytes / kRowStep, 1) * kRowStep);
     }
-    for (int l = 0; l < tree.layers; ++l) split(p, l, chunk_bytes / 2 / tree.layers);
+    for (int l = 0; l < tree.layers; ++l) split(l);
 
     take(turns, base, positions * (p.K / 2));
     take(fragment_turns, base, positions * (p.K / 8));
@@ -92,15 +92,10 @@ struct Plan {
     take(dk, base, heads * node_rows * p.K);
     take(dv, base, heads * node_rows * p.V);
     take(queries, base, heads * rows * query_bytes);
-    std::int64_t const before_visits = bytes;
+    std::int64_t const before = bytes;
+    take(done, base, heads * node_rows / kSiblings);
     for (int l = 0; l < tree.layers - 1; ++l) take(visits.layer[l], base, heads * rows * tree.groups[l]);
-    visits_bytes = bytes - before_visits;
-    for (int l = 0; l < tree.layers; ++l) {
-      if (segments[l] == 1) continue;
-      std::int64_t const part_rows = heads * segments[l] * tree.parents[l] * kSiblings;
-      take(dk_parts[l], base, part_rows * p.K);
-      take(dv_parts[l], base, part_rows * p.V);
-    }
+    zeroed_bytes = bytes - before;
   }
 
 private:
@@ -123,12 +118,12 @@ private:
     positions = std::max<std::int64_t>(std::min(p.T, p.top_k * kSiblings), kSiblings);
   }
 
-  // Rows are split over CTAs by shapes alone, so that sums do not depend on the device.
-  void split(ForwardParams const& p, int l, std::int64_t most_bytes) {
-    std::int64_t const part_bytes = heads * tree.parents[l] * kSiblings * (p.K + p.V) * 4;
-    std::int64_t const wanted = std::min({kNodeBlocks / (heads * tree.groups[l]), rows / kLeastSegmentRows,
-                                          most_bytes / part_bytes});
-    segment_rows[l] = static_cast<int>(round_up(ceil_div(rows, std::max<std::int64_t>(wanted, 1)), kRowStep));
+  // Rows are split over CTAs by shapes alone, so that sums do not depend on the device: into as many segments as fill
+  // it, and none so long that a group which every row visits is the last to end.
+  void split(int l) {
+    std::int64_t const filling = std::min(kNodeBlocks / (heads * tree.groups[l]), rows / kLeastSegmentRows);
+    std::int64_t const wanted = std::max({filling, ceil_div(rows, kMostSegmentRows), std::int64_t(1)});
+    segment_rows[l] = static_cast<int>(round_up(ceil_div(rows, wanted), kRowStep));
     segments[l] = static_cast<int>(ceil_div(rows, segment_rows[l]));
   }
 
@@ -209,8 +204,8 @@ void pack_rows(BackwardParams const& params, Plan const& plan, Chunk const& chun
 }
 
 void index(ForwardParams const& p, Plan const& plan, Chunk const& chunk, cudaStream_t stream) {
+  HTREE_CUDA_CHECK(cudaMemsetAsync(plan.done, 0, plan.zeroed_bytes, stream));
   if (plan.tree.layers == 1) return;
-  HTREE_CUDA_CHECK(cudaMemsetAsync(plan.visits.layer[0], 0, plan.visits_bytes, stream));
   Index args{};
   args.chunk = chunk;
   args.tree = plan.tree;
@@ -265,34 +260,17 @@ void run_chunk(BackwardParams const& params, Plan const& plan, Chunk const& chun
   args.node_rows = plan.node_rows;
   args.dk = plan.dk;
   args.dv = plan.dv;
+  args.done = plan.done;
   for (int l = 0; l < plan.tree.layers; ++l) {
     args.nodes[l] = plan.nodes[l];
     args.segments[l] = plan.segments[l];
     args.segment_rows[l] = plan.segment_rows[l];
     args.begin[l] = plan.begin[l];
-    args.dk_parts[l] = plan.dk_parts[l];
-    args.dv_parts[l] = plan.dv_parts[l];
     args.first_block[l + 1] = as_blocks(args.first_block[l] + std::int64_t(chunk.heads) * plan.tree.groups[l] *
                                                                   plan.segments[l]);
   }
   p.dtype == DType::kFloat16 ? multiply<__half>(args, p, chunk.heads, stream)
                              : multiply<__nv_bfloat16>(args, p, chunk.heads, stream);
-
-  auto const reduce = [&](float* sums, float const* parts, int l, std::int64_t dim) {
-    Reduce reduce{};
-    reduce.sums = sums + plan.begin[l] * dim;
-    reduce.parts = parts;
-    reduce.sums_stride = plan.node_rows * dim;
-    reduce.size = std::int64_t(plan.tree.parents[l]) * kSiblings * dim;
-    reduce.heads = chunk.heads;
-    reduce.count = plan.segments[l];
-    reduce_parts(reduce, stream);
-  };
-  for (int l = 0; l < plan.tree.layers; ++l) {
-    if (plan.segments[l] == 1) continue;
-    reduce(plan.dk, plan.dk_parts[l], l, p.K);
-    reduce(plan.dv, plan.dv_parts[l], l, p.V);
-  }
 }
 
 void finish(BackwardParams const& params, Plan const& plan, std::int64_t first_head, int heads, cudaStream_t stream) {

@@ -1,4 +1,5 @@
-// dk and dv of every layer's nodes: a warp holds a parent and takes the queries that visit it, ascending.
+// dk and dv of every layer's nodes: a warp holds a parent and takes the queries that visit it, in an order that follows
+// from shapes alone.
 //
 // With R(q, n - 1 - 16 j) for a parent of rank j, scores and gradients need the keys turned by their place alone, so
 // dk adds up in that frame over all queries and turns back once in the end.
@@ -26,10 +27,10 @@ struct Piece {
     layer = 0;
     while (block >= args.first_block[layer + 1]) ++layer;
     block -= args.first_block[layer];
-    segment = block % args.segments[layer];
-    block /= args.segments[layer];
     group = args.tree.groups[layer] - 1 - block % args.tree.groups[layer];
-    head = block / args.tree.groups[layer];
+    block /= args.tree.groups[layer];
+    segment = block % args.segments[layer];
+    head = block / args.segments[layer];
     first = segment * args.segment_rows[layer];
     end = min(first + args.segment_rows[layer], args.chunk.queries);
   }
@@ -58,8 +59,11 @@ __device__ void produce_queries(Args const& args, Ring<Cfg> const& ring) {
     return queries + static_cast<std::int64_t>(entry.which) * Cfg::kQueryBytes;
   };
   Sender<Cfg> sender(ring);
-  for (int base = piece.first; base < piece.end; base += 32) {
-    int const row = base + lane;
+  // Neighbouring queries like the same parents, which would keep one warp busy and the others waiting: rows that follow
+  // one another are a 32nd of the segment apart.
+  int const steps = (piece.end - piece.first + 31) / 32;
+  for (int step = 0; step < steps; ++step) {
+    int const row = piece.first + lane * steps + step;
     uint32_t visited = 0;
     int position = 0;
     if (row < piece.end) {
@@ -259,14 +263,29 @@ private:
     }
   }
 
+  // Segments are added in ascending order, so that sums repeat bit for bit. Those before began long before, for CTAs
+  // begin in the order of their indices.
   __device__ __forceinline__ void finish() {
+    int* const done = args_.done + (piece_.head * args_.node_rows + args_.begin[piece_.layer]) / kSiblings +
+                      piece_.group * kGroupParents + warp_;
+    if (lane_ == 0) {
+      while (atomicAdd(done, 0) != piece_.segment) __nanosleep(200);
+    }
+    __syncwarp();
+    add_sums();
+    __threadfence();
+    __syncwarp();
+    if (lane_ == 0) atomicAdd(done, 1);
+  }
+
+  __device__ __forceinline__ void add_sums() const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         int const child = 8 * i + 2 * tq_ + e;
         float const scale = kUnitScale * inverse_of(of_column(weight_scale_[i], e));
-        float* const to = sums_of(child, kK, args_.dk, args_.dk_parts[piece_.layer]) + g_;
+        float* const to = sums_of(child, kK, args_.dk) + g_;
         float2 const* const turns = args_.turns + child * (kK / 2) + g_;
 #pragma unroll
         for (int kk = 0; kk < kHalf; ++kk) {
@@ -276,34 +295,23 @@ private:
             float2 const x = __ldg(turns + column);
             float const lo = dk_[kk][i][2 * j + e] * scale;
             float const hi = dk_[kk + kHalf][i][2 * j + e] * scale;
-            put(to + column, lo * x.x + hi * x.y);
-            put(to + column + kK / 2, hi * x.x - lo * x.y);
+            atomicAdd(to + column, lo * x.x + hi * x.y);
+            atomicAdd(to + column + kK / 2, hi * x.x - lo * x.y);
           }
         }
       }
-      float* const to = sums_of(8 * i + g_, kV, args_.dv, args_.dv_parts[piece_.layer]) + 2 * tq_;
+      float* const to = sums_of(8 * i + g_, kV, args_.dv) + 2 * tq_;
 #pragma unroll
       for (int tile = 0; tile < kV / 8; ++tile) {
-        put(*reinterpret_cast<float2*>(to + 8 * tile), {dv_[tile][2 * i], dv_[tile][2 * i + 1]});
+        atomicAdd(to + 8 * tile, dv_[tile][2 * i]);
+        atomicAdd(to + 8 * tile + 1, dv_[tile][2 * i + 1]);
       }
     }
   }
 
-  // The layer's own sums, which are added to, where it has one segment, and otherwise this segment's part of them.
-  __device__ __forceinline__ bool whole() const { return args_.segments[piece_.layer] == 1; }
-
-  __device__ __forceinline__ float* sums_of(int child, int dim, float* sums, float* parts) const {
-    int const layer = piece_.layer;
+  __device__ __forceinline__ float* sums_of(int child, int dim, float* sums) const {
     std::int64_t const row = (piece_.group * kGroupParents + warp_) * static_cast<std::int64_t>(kSiblings) + child;
-    if (whole()) return sums + (piece_.head * args_.node_rows + args_.begin[layer] + row) * dim;
-    std::int64_t const part = static_cast<std::int64_t>(piece_.head) * args_.segments[layer] + piece_.segment;
-    return parts + (part * args_.tree.parents[layer] * kSiblings + row) * dim;
-  }
-
-  __device__ __forceinline__ void put(float* to, float sum) const { *to = whole() ? *to + sum : sum; }
-
-  __device__ __forceinline__ void put(float2& to, float2 sum) const {
-    to = whole() ? float2{to.x + sum.x, to.y + sum.y} : sum;
+    return sums + (piece_.head * args_.node_rows + args_.begin[piece_.layer] + row) * dim;
   }
 
   Args const& args_;

@@ -63,11 +63,6 @@ void index_visits(Index const& args, cudaStream_t stream) {
   HTREE_CUDA_CHECK(cudaGetLastError());
 }
 
-void reduce_parts(Reduce const& args, cudaStream_t stream) {
-  reduce_kernel<<<blocks_for(args.heads * args.size / 4, kThreads), kThreads, 0, stream>>>(args);
-  HTREE_CUDA_CHECK(cudaGetLastError());
-}
-
 void distribute(Distribute const& args, DType dtype, cudaStream_t stream) {
   unsigned const blocks = blocks_for(args.heads * args.tree.N[0] * (args.dim / 4), kThreads);
   if (dtype == DType::kFloat16) {

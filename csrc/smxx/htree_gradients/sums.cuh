@@ -1,5 +1,5 @@
-// What becomes of the gradients of nodes: parts of a layer are added in a fixed order, and tokens receive the shares of
-// their ancestors. Memory bound: a thread has four neighbouring elements.
+// What becomes of the gradients of nodes: tokens receive the shares of their ancestors. Memory bound: a thread has four
+// neighbouring elements.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,20 +9,6 @@
 #include "pack.cuh"
 
 namespace htree_cuda::gradient {
-
-static __global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant__ Reduce args) {
-  std::int64_t const i = (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 4;
-  std::int64_t const head = i / args.size;
-  if (head >= args.heads) return;
-  std::int64_t const at = i % args.size;
-  float4* const sum = reinterpret_cast<float4*>(args.sums + head * args.sums_stride + at);
-  float4 x = *sum;
-  for (int part = 0; part < args.count; ++part) {
-    float4 const y = *reinterpret_cast<float4 const*>(args.parts + (head * args.count + part) * args.size + at);
-    x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
-  }
-  *sum = x;
-}
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads) distribute_kernel(const __grid_constant__ Distribute args) {
