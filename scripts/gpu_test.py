@@ -30,6 +30,13 @@ TEST_LIMIT_S = 300
 SANITIZER_LIMIT_S = 180
 SANITIZERS_AT_ONCE = 4
 SANITIZER_ERROR = 86  # exit status of compute-sanitizer where it has something to report
+# Reports that are known and wrong (docs/sanitizers.md). The tests themselves have to pass all the same.
+ONE_LANE = "racecheck does not count what a warp did before one of its lanes arrives at an mbarrier for it"
+EXPLAINED = {
+    ("racecheck", "tests/test_attn_dist_gpu.py"): ONE_LANE,
+    ("racecheck", "tests/test_backward_gpu.py"): ONE_LANE,
+    ("racecheck", "tests/test_sparse_attention_kernel.py"): ONE_LANE,
+}
 
 
 def gpu_test_files() -> list[str]:
@@ -110,11 +117,13 @@ def run_sanitizer(tool: str, file: str) -> dict:
     passed = re.search(r"(\d+) passed", output)
     if status is None:
         state = f"failed: ran past {SANITIZER_LIMIT_S} s"
+    elif status == SANITIZER_ERROR and passed and (tool, file) in EXPLAINED:
+        state = f"explained: {EXPLAINED[tool, file]}"
     elif status != 0 or not summary or not passed:
         state = f"failed: exit status {status}"
     else:
         state = "passed"
-    if state != "passed":
+    if state.startswith("failed"):
         print(output[-6000:])
     return {"outcome": state, "summary": summary, "tests_run": int(passed[1]) if passed else 0}
 

@@ -102,6 +102,7 @@ struct Config {
     uint64_t q_full;
     uint64_t q_empty;
     uint64_t probabilities_full[kConsumers];
+    uint64_t meeting;
   };
   static constexpr int kSharedBytes = sizeof(SharedStorage);
   static_assert(kSharedBytes <= 232448, "shared memory of an SM90 CTA");
@@ -109,8 +110,5 @@ struct Config {
   static constexpr int kGatherThreads = 64;  // two warps share each column of a tile
   static constexpr int kFullArrivals = kGatherThreads / 32;
 };
-
-// Named barrier where the consumers meet once a unit; 0 is __syncthreads'.
-inline constexpr int kMeetBarrier = 1;
 
 }  // namespace htree_cuda::sparse

@@ -20,7 +20,8 @@ class Epilogue {
 public:
   __device__ __forceinline__ Epilogue(KernelParams const& p, typename C::SharedStorage& shared, int warpgroup, int warp)
       : p_(p), me_(warpgroup), warp_(warp), row_sum_(ptx::shared_address(&shared.row_sum[0][0][0])),
-        staging_(ptx::shared_address(&shared.probabilities[warpgroup][0])) {}
+        staging_(ptx::shared_address(&shared.probabilities[warpgroup][0])),
+        meeting_(ptx::shared_address(&shared.meeting)) {}
 
   __device__ __forceinline__ void store(Unit const& u, float const (&out)[wgmma::kValueAccumulators],
                                         Softmax<C> const& softmax) {
@@ -31,7 +32,8 @@ public:
       sum[i] = softmax.sum(i);
       if (lane() % 4 == 0) ptx::store_shared_4B(sum_address(me_, row + 8 * i), __float_as_uint(sum[i]));
     }
-    barriers::named_sync(kMeetBarrier, C::kConsumers * 128);
+    barriers::mbarrier_arrive(meeting_);
+    barriers::mbarrier_wait(meeting_, unit_parity_, "sparse_attention: the other consumer's sums");
     float inverse[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -102,7 +104,7 @@ private:
 
   KernelParams const& p_;
   int const me_, warp_;
-  uint32_t const row_sum_, staging_;
+  uint32_t const row_sum_, staging_, meeting_;
   uint32_t unit_parity_ = 0;
 };
 

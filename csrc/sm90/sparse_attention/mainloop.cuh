@@ -21,7 +21,7 @@
 //   probabilities_full[c]      one lane of each warp of    consumer 1 - c       probabilities and offsets of a tile of
 //                              consumer c, every thread                         consumer c (st.shared, fenced)
 //                              having fenced its own
-//   named 1                    all consumer threads        the same             once a unit: row_sum; and nobody reads
+//   meeting                    all consumer threads        the same             once a unit: row_sum; and nobody reads
 //                                                                               `probabilities` any more
 //
 // `probabilities[c]`, `row_max[c]`, `raised[c]` and `valid[c]` need no barrier to be written again: consumer c writes
@@ -51,7 +51,8 @@ public:
       : q_full(ptx::shared_address(&shared.q_full)), q_empty(ptx::shared_address(&shared.q_empty)),
         keys_full_(ptx::shared_address(&shared.keys_full[0][0])),
         keys_empty_(ptx::shared_address(&shared.keys_empty[0][0])),
-        probabilities_full_(ptx::shared_address(&shared.probabilities_full[0])) {}
+        probabilities_full_(ptx::shared_address(&shared.probabilities_full[0])),
+        meeting_(ptx::shared_address(&shared.meeting)) {}
 
   __device__ __forceinline__ void init() const {
 #pragma unroll
@@ -68,6 +69,7 @@ public:
     for (int c = 0; c < C::kConsumers; ++c) {
       barriers::mbarrier_init(probabilities_full_ + 8 * c, C::kWarps);
     }
+    barriers::mbarrier_init(meeting_, C::kConsumers * 128);
   }
 
   __device__ __forceinline__ uint32_t keys_full(int buffer, int quarter) const {
@@ -83,7 +85,7 @@ public:
   uint32_t const q_full, q_empty;
 
 private:
-  uint32_t const keys_full_, keys_empty_, probabilities_full_;
+  uint32_t const keys_full_, keys_empty_, probabilities_full_, meeting_;
 };
 
 // ---- producer --------------------------------------------------------------------------------------------------
