@@ -25,7 +25,7 @@ def launch():
     library = device.library()
 
     def run(name, seed, *arguments):
-        library.emulator_configure(seed, 3)
+        library.emulator_configure(seed, 3, True)
         library.emulator_forget_allocations()
         values = []
         for x in arguments:

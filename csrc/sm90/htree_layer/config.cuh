@@ -93,10 +93,14 @@ struct Config {
   static constexpr int kSharedBytes = kAlignment + kRingOffset + kStages * kStageBytes;
   static_assert(kStages >= 3 && kSharedBytes <= 232448);
 
-  // Where a query is split, the ring is reused in the end: 16 bytes for every consumer and head, then O as fragments.
-  static constexpr int kMergeHeadBytes = kConsumers * 16 * 16;
-  static constexpr int kMergeOutBytes = kConsumers * (kV / 8) * 32 * 16;
-  static_assert(!kReadsValues || kMergeHeadBytes + kMergeOutBytes <= kStages * kStageBytes);
+  // Where a query is split, the ring is reused in the end, but for the barriers in it: 16 bytes for every consumer and head
+  // in the first stage, and O as fragments, the same number of consumers a stage.
+  static constexpr int kMergeHeadOffset = 1024;
+  static constexpr int kMergeOutOffset = kMergeHeadOffset + kConsumers * 16 * 16;
+  static constexpr int kMergeOutBytes = (kV / 8) * 32 * 16;
+  static constexpr int kMergePerStage = (kStageBytes - kMergeOutOffset) / kMergeOutBytes;
+  static_assert(kMergeHeadOffset >= kMaskOffset + 4 * kConsumers && kMergeOutOffset <= kStageBytes);
+  static_assert(!kReadsValues || kStages * kMergePerStage >= kConsumers);
   static constexpr int kMergeBarrier = 1;
   static constexpr int kQueryBarrier = 2;  // and one more for each further warpgroup
 };

@@ -415,7 +415,7 @@ protected:
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint4 const mine = {__float_as_uint(max_[i]), __float_as_uint(sum_[i]), __float_as_uint(right_[i]), 0u};
-        ptx::store_shared_16B(ring.stages + (warp_ * 16 + head_row(i)) * 16, mine);
+        ptx::store_shared_16B(ring.stages + Cfg::kMergeHeadOffset + (warp_ * 16 + head_row(i)) * 16, mine);
       }
     }
     sync_consumers();
@@ -426,7 +426,7 @@ protected:
       float right = 0.0f;
 #pragma unroll 1
       for (int w = 0; w < Cfg::kConsumers; ++w) {
-        uint4 const other = ptx::load_shared_16B(ring.stages + (w * 16 + head_row(i)) * 16);
+        uint4 const other = ptx::load_shared_16B(ring.stages + Cfg::kMergeHeadOffset + (w * 16 + head_row(i)) * 16);
         float const raised = fmaxf(largest, __uint_as_float(other.x));
         sum = sum * ptx::exp2_movable((largest - raised) * unit_[i]) +
               __uint_as_float(other.y) * ptx::exp2_movable((__uint_as_float(other.x) - raised) * unit_[i]);
@@ -529,7 +529,8 @@ protected:
   // After merge_heads: O summed over the consumers in the order of their ranks, each consumer some tiles.
   __device__ __forceinline__ void write_merged_result(Ring<Cfg> const& ring) const {
     auto const at = [&](int consumer, int tile) {
-      return ring.stages + Cfg::kMergeHeadBytes + ((consumer * kValueTiles + tile) * 32 + lane_) * 16;
+      return ring.stage(consumer / Cfg::kMergePerStage) + Cfg::kMergeOutOffset +
+             consumer % Cfg::kMergePerStage * Cfg::kMergeOutBytes + (tile * 32 + lane_) * 16;
     };
 #pragma unroll
     for (int tile = 0; tile < kValueTiles; ++tile) {
