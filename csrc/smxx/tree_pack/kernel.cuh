@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     *chunk_of(values, value_row_bytes, c, chunk) = x;
   }
   finite_values = __all_sync(0xffffffffu, finite_values);
-  if (!finite_values && lane == 0) *args.spoilt = 1;
+  if (!finite_values && lane == 0) atomicOr(args.spoilt, 1);
 
 #pragma unroll
   for (int step = 0; step < kSiblings / kRowsAtOnce; ++step) {
