@@ -11,15 +11,6 @@
 
 namespace htree_cuda::distribution {
 
-// Where a consumer warp stores its sums and what decides their validity; in shared memory because the registers are
-// full.
-struct alignas(16) OutputRow {
-  float* out;          // [topk]: the row of this query and group
-  int const* indices;  // [topk]
-  int length;          // slots at and past it are invalid
-  int visible;         // indices outside [0, visible) are invalid
-};
-
 // What the kernel is told. Strides in bytes.
 struct KernelParams {
   char const* k;             // [B, s_kv, d_qk]
@@ -82,7 +73,7 @@ struct Config {
 
   // Stages whose copies the producer leaves in flight before it waits for the oldest, fences and hands it over. More
   // hides more latency; fewer leaves more finished stages in front of the consumers.
-  static constexpr int kCopyLag = 4;
+  static constexpr int kCopyLag = 2;
   static_assert(kCopyLag + kTileStages < kStages, "a consumer frees a stage once it has the whole next tile");
 
   // ---- Q ----
@@ -93,31 +84,40 @@ struct Config {
   static_assert(kSharedPanels <= 1);
   static constexpr int kPanelSteps = kPanelCols / wgmma::kDepth;
   static constexpr int kSteps = kPanels * kPanelSteps;  // WGMMAs a tile
+
   // ---- threads and registers ----
-  static constexpr int kConsumers = 2;  // warpgroups
+  static constexpr int kConsumers = 2;  // warpgroups; then one that gathers and one that adds what they leave
   static constexpr int kGroups = kSplit == Split::kHeads ? kConsumers : 1;  // of heads, at a time
   static constexpr int kWarps = 4;      // of a warpgroup
-  static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kConsumerRegisters = 232;
-  static constexpr int kProducerRegisters = 40;
-  // What the launch grants: 65536 / 384 rounded down to a multiple of 8.
+  static constexpr int kThreads = 128 * (kConsumers + 2);
+  static constexpr int kConsumerRegisters = kSplit == Split::kHeads ? 224 : 208;
+  static constexpr int kProducerRegisters = kSplit == Split::kHeads ? 32 : 48;
+  static constexpr int kReducerRegisters = kSplit == Split::kHeads ? 32 : 40;
+  // What the launch grants: 65536 / 512.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * kLaunchRegisters,
+  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters + kReducerRegisters <=
+                    (kConsumers + 2) * kLaunchRegisters,
                 "setmaxnreg would wait for ever");
-  static_assert(16 * kRegPanels + 2 * wgmma::kAccumulators <= kConsumerRegisters - 36,
+  static_assert(16 * kRegPanels + 2 * wgmma::kAccumulators <= 224 - 32,
                 "Q, two accumulator sets and the epilogue share the consumer's registers");
 
   // ---- shared memory ----
+  static constexpr int kValidTiles = kSharedPanels ? 16 : 32;
+  static_assert(kValidTiles >= kStages / kTileStages + 8, "see mainloop.cuh");
+  // Of a warp's 16 heads r and r + 8 are added in row r; rows so far apart that the four which half a warp writes at once,
+  // 32 bytes of each, lie in different banks.
+  static constexpr int kSumRows = 8;
+  static constexpr int kSumStride = kTileKeys + 8;
   struct SharedStorage {
     alignas(1024) uint8_t ring[kStages][kStageBytes];                            // K tiles; Q on its way to registers
     alignas(1024) uint8_t q_panel[kConsumers][kSharedPanels ? kPanelBytes : 16];  // the ninth panel of Q
-    // Sums over four of a warp's 16 heads, two tiles deep.
-    alignas(16) float partial[kConsumers][2][kWarps][4][kTileKeys];
-    alignas(8) float2 negative_lse[kConsumers][128];  // of each thread's two rows of scores
-    OutputRow rows[kConsumers][kWarps];  // a warp's own
-    alignas(16) float staging[kConsumers][kWarps][kTileKeys / kWarps];  // 16 sums on their way to global memory
+    alignas(16) float sums[kConsumers][kWarps][kSumRows][kSumStride];
+    uint32_t valid[kValidTiles][kWarps];  // slots of a tile that count, a bit each: RowGather::lane_of(slot) of warp_of(slot)
+    alignas(16) float staging[kConsumers][kTileKeys];  // sums over 64 heads on their way to global memory
     uint64_t full[kStages];
     uint64_t empty[kStages];
+    uint64_t sums_full[kConsumers];
+    uint64_t sums_empty[kConsumers];
   };
   static constexpr int kSharedBytes = sizeof(SharedStorage);
   static_assert(kSharedBytes <= 232448, "shared memory of an SM90 CTA");

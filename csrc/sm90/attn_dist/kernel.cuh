@@ -1,8 +1,10 @@
-// Roles of the attn_dist kernel. A persistent grid of one CTA a multiprocessor: one producer warpgroup, two consumers.
+// Roles of the attn_dist kernel. A persistent grid of one CTA a multiprocessor: two consumer warpgroups, one producer, one
+// reducer.
 #pragma once
 
 #include "config.cuh"
 #include "mainloop.cuh"
+#include "reducer.cuh"
 
 namespace htree_cuda::distribution {
 
@@ -20,11 +22,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&q_map);
     ring.init(C::kWarps, C::kEmptyUnits);
+    for (int c = 0; c < C::kConsumers; ++c) sum_barriers<C>(shared, c).init(C::kWarps, C::kWarps / C::kConsumers);
     barriers::mbarrier_init_fence();
   }
   __syncthreads();
 
-  if (warpgroup == C::kConsumers) {
+  if (warpgroup > C::kConsumers) {
+    ptx::lower_registers<C::kReducerRegisters>();
+    Reducer<C>(params, shared, warp % C::kWarps).run();
+  } else if (warpgroup == C::kConsumers) {
     ptx::lower_registers<C::kProducerRegisters>();
     Producer<C>(params, q_map, shared, ring).run();
   } else {

@@ -10,10 +10,18 @@
 //   empty[slot]   8 units: a warp gives one where both  the producer        the slot may be rewritten: the WGMMAs (K) or
 //                 consumers read the stage, two where                       ldmatrix (Q) that read it have finished
 //                 only its own does
-//   named 1, 2    the 4 warps of consumer 0, 1          the same            once a segment: Q's ninth panel is written
-//                                                                           and fenced; once a tile: the partial sums of
-//                                                                           the tile before are written, and those of
-//                                                                           the one before that have been read
+//   sums_full     4 warps of the consumer, after a      its 2 warps of the  sums over two heads of a tile
+//   [consumer]    tile's last sums                      reducer
+//   sums_empty    2 warps of the reducer                the consumer        the sums of the tile before have been read: there
+//   [consumer]                                                              is room for the next
+//   named 1, 2    the 4 warps of consumer 0, 1          the same            twice a segment: WGMMAs of the segment before
+//                                                                           have read Q's ninth panel; it is written
+//                                                                           and fenced
+//
+// `valid` has no barrier of its own. The producer writes a tile's words before it hands over its keys, and the consumers
+// pass that on with its sums. When it writes those of tile j, tile j - 1 has room in the ring: the tile that was in its
+// place, kStages / kTileStages tiles ago, has been given back, by a consumer which had by then room for the sums of a tile at
+// most four before that one (Split::kKeys; the other consumer's at most five): the reducer has read all before.
 //
 // Stages of a segment, in order: Q of each group of 64 heads, then those of each live tile.
 //   Split::kHeads   two groups; consumer c reads Q of group c, and both read every K stage
@@ -41,23 +49,35 @@ public:
   __device__ __forceinline__ Producer(KernelParams const& p, CUtensorMap const& q_map,
                                       typename C::SharedStorage& shared, RingBarriers<C::kStages> ring)
       : p_(p), q_map_(q_map), ring_(ring), thread_(threadIdx.x % 128),
-        stages_(ptx::shared_address(&shared.ring[0][0])) {}
+        stages_(ptx::shared_address(&shared.ring[0][0])), valid_(ptx::shared_address(&shared.valid[0][0])) {}
 
   __device__ __forceinline__ void run() {
-    gather::RowGather<C::kTileKeys> copy(thread_);
+    Gather<C> copy(thread_);
+    uint32_t tile = 0;
     for (WorkRange work(p_); !work.done(); work.next()) {
       Segment const g = work.segment();
       if (g.live == 0) continue;
       int const* const indices = p_.indices + static_cast<int64_t>(g.row) * p_.topk;
       char const* const k = p_.k + g.b * p_.k_stride_b;
+      // Asked for two tiles before they are looked at: under way, they queue up behind the copies of more than a tile.
       int slot = g.tile * C::kTileKeys + copy.row_to_load();
-      int index = slot < g.length ? __ldg(indices + slot) : -1;
+      int const end = min(g.length, (g.tile + g.live) * C::kTileKeys);
+      auto const next_index = [&] {
+        int const index = slot < end ? __ldcs(indices + slot) : -1;
+        slot += C::kTileKeys;
+        return index;
+      };
+      int index = next_index();
+      int upcoming = next_index();
       load_q(g);
       for (int t = 0; t < g.live; ++t) {
-        copy.point(static_cast<unsigned>(index) < static_cast<unsigned>(g.visible) ? index : -1, k, p_.k_stride_s);
-        // Looked at no earlier than the next tile.
-        slot += C::kTileKeys;
-        index = t + 1 < g.live && slot < g.length ? __ldg(indices + slot) : -1;
+        bool const is_valid = static_cast<unsigned>(index) < static_cast<unsigned>(g.visible);
+        copy.point(is_valid ? index : -1, k, p_.k_stride_s);
+        uint32_t const valid = __ballot_sync(0xffffffffu, is_valid);
+        if (thread_ % 32 == 0) ptx::store_shared_4B(valid_ + 4 * (tile % C::kValidTiles * C::kWarps + thread_ / 32), valid);
+        ++tile;
+        index = upcoming;
+        upcoming = next_index();
 #pragma unroll
         for (int st = 0; st < C::kTileStages; ++st) {
           ring_.wait_empty(at_, "attn_dist: a free stage for K");
@@ -117,7 +137,7 @@ private:
   CUtensorMap const& q_map_;
   RingBarriers<C::kStages> const ring_;
   int const thread_;
-  uint32_t const stages_;
+  uint32_t const stages_, valid_;
   RingPosition<C::kStages> at_;      // to issue next
   RingPosition<C::kStages> oldest_;  // to hand over next
   int pending_ = 0;                  // stages between the two
@@ -138,21 +158,17 @@ public:
       Segment const g = work.segment();
       bool const split_heads = C::kSplit == Split::kHeads;
       int const group = p_.first_group + g.pass * C::kGroups + (split_heads ? warpgroup_ : 0);
-      if (g.live < g.tiles && (split_heads || warpgroup_ == 0)) store_zeros<C>(p_, g, group, threadIdx.x % 128);
       if (g.live == 0) continue;
       bool const silent_heads = epilogue_.begin(g, group);
       load_q();
       // After this meeting the ninth panel is written.
-      bool const masked = epilogue_.meet_any(silent_heads);
-      if constexpr (C::kSplit == Split::kKeys) {
-        alternate_tiles(g.tile, g.live);
-      } else if (masked) {
-        pipelined_tiles<true>(g.tile * C::kTileKeys, g.live);
+      bool const masked = barriers::named_sync_or(kConsumerBarrier + warpgroup_, 128, silent_heads);
+      if (masked) {
+        tiles<true>(g.live);
       } else {
-        pipelined_tiles<false>(g.tile * C::kTileKeys, g.live);
+        tiles<false>(g.live);
       }
     }
-    epilogue_.finish_stores();
   }
 
 private:
@@ -162,6 +178,8 @@ private:
     int const lane = thread % 32;
     if (C::kGroups > 1) at_ = at_.ahead(warpgroup_ * C::kTileStages);
     RingPosition<C::kStages> const first = at_;
+    // A warp writes parts of the ninth panel that others multiply.
+    if (C::kSharedPanels > 0) barriers::named_sync(kConsumerBarrier + warpgroup_, 128);
     // ldmatrix: lane l names row l % 16 of the warp's 16, 16-byte chunk l / 16 of the two that a step takes.
     uint32_t const row = warp_ * 16 + lane % 16;
 #pragma unroll
@@ -198,32 +216,40 @@ private:
     if (C::kGroups > 1) at_ = at_.ahead((1 - warpgroup_) * C::kTileStages);
   }
 
-  // Heads split: `count` tiles, the first at slot `slot`. Two accumulator sets take turns: while one is written by
-  // WGMMAs, the epilogue reads the other.
   template <bool kMasked>
-  __device__ __forceinline__ void pipelined_tiles(int slot, int count) {
-    float even[wgmma::kAccumulators];
-    float odd[wgmma::kAccumulators];
-    multiply<false, kMasked>(even, odd, 0, false);
-    bool stored = false;  // partial sums of the tile before `slot` wait to be stored
-#pragma unroll 1
-    for (; count > 2; count -= 2) {
-      multiply<true, kMasked>(odd, even, slot, stored);
-      multiply<true, kMasked>(even, odd, slot + C::kTileKeys, true);
-      slot += 2 * C::kTileKeys;
-      stored = true;
-    }
-    if (count == 2) {
-      multiply<true, kMasked>(odd, even, slot, stored);
-      finish<kMasked>(odd, slot + C::kTileKeys, true);
+  __device__ __forceinline__ void tiles(int live) {
+    if constexpr (C::kSplit == Split::kHeads) {
+      pipelined_tiles<kMasked>(live);
     } else {
-      finish<kMasked>(even, slot, stored);
+      alternate_tiles<kMasked>(live);
     }
   }
 
-  // Keys split: every other of `live` tiles from `tile` on. The gather is the limit and the other warpgroup keeps the
-  // tensor cores busy, so a stage is freed as early as can be instead of running the epilogue behind the next tile.
-  __device__ __forceinline__ void alternate_tiles(int tile, int live) {
+  // Heads split: `count` tiles. Two accumulator sets take turns: while one is written by WGMMAs, the epilogue reads the
+  // other.
+  template <bool kMasked>
+  __device__ __forceinline__ void pipelined_tiles(int count) {
+    float even[wgmma::kAccumulators];
+    float odd[wgmma::kAccumulators];
+    ready_ = false;  // Q came between
+    multiply<false, kMasked>(even, odd);
+#pragma unroll 1
+    for (; count > 2; count -= 2) {
+      multiply<true, kMasked>(odd, even);
+      multiply<true, kMasked>(even, odd);
+    }
+    if (count == 2) {
+      multiply<true, kMasked>(odd, even);
+      finish<kMasked>(odd);
+    } else {
+      finish<kMasked>(even);
+    }
+  }
+
+  // Keys split: every other of `live` tiles. The gather is the limit and the other warpgroup keeps the tensor cores busy, so
+  // a stage is freed as early as can be instead of running the epilogue behind the next tile.
+  template <bool kMasked>
+  __device__ __forceinline__ void alternate_tiles(int live) {
     float acc[wgmma::kAccumulators];
 #pragma unroll 1
     for (int t = 0; t < live; ++t) {
@@ -231,21 +257,20 @@ private:
         at_ = at_.ahead(C::kTileStages);
         continue;
       }
-      multiply<false, true>(acc, acc, 0, false);
-      finish<true>(acc, (tile + t) * C::kTileKeys, false);
+      ready_ = false;
+      multiply<false, kMasked>(acc, acc);
+      finish<kMasked>(acc);
     }
   }
 
-  // Issues the WGMMAs of the tile at `at_` into `next`, and among them the epilogue of the tile in `last`, which began at
-  // slot `last_slot`. `stored`: the tile before that one has partial sums to store.
+  // Issues the WGMMAs of the tile at `at_` into `next`, and among them the epilogue of the tile in `last`.
   //
   // WGMMAs queue up and run by themselves; what costs time is an empty queue. So after each panel's four the warp waits
-  // for the panel before (with four still queued), does a slice of the epilogue and issues the next four. There is no
-  // branch between: after one ptxas wants a warpgroup.arrive, which drains the queue. All stages of the tile are therefore
-  // waited for at its beginning (they are there: the tensor cores are the limit).
+  // for the panel before (with four still queued), does a step of the epilogue and issues the next four. There is no
+  // branch between: after one ptxas wants a warpgroup.arrive, which drains the queue. Whatever the tile needs is therefore
+  // waited for at its beginning, and is usually known to be there by the end of the tile before.
   template <bool kOverlap, bool kMasked>
-  __device__ __forceinline__ void multiply(float (&next)[wgmma::kAccumulators], float (&last)[wgmma::kAccumulators],
-                                           int last_slot, bool stored) {
+  __device__ __forceinline__ void multiply(float (&next)[wgmma::kAccumulators], float (&last)[wgmma::kAccumulators]) {
     // Through a shuffle, which tells the compiler that it is uniform: each WGMMA would else move its descriptor from
     // vector to uniform registers.
     at_.slot = uniform(at_.slot);
@@ -254,8 +279,12 @@ private:
     for (int st = 0; st < C::kTileStages; ++st) {
       k[st] = wgmma::Descriptor(stages_ + at_.ahead(st).slot * C::kStageBytes);
     }
+    if (!ready_) {
 #pragma unroll
-    for (int st = 0; st < C::kTileStages; ++st) ring_.wait_full(at_.ahead(st), "attn_dist: K");
+      for (int st = 0; st < C::kTileStages; ++st) ring_.wait_full(at_.ahead(st), "attn_dist: K");
+      if (kOverlap) epilogue_.wait_room();
+    }
+    RingPosition<C::kStages> const after = at_.ahead(C::kTileStages);
     wgmma::fence();
 #pragma unroll
     for (int panel = 0; panel < C::kPanels; ++panel) {
@@ -268,10 +297,15 @@ private:
       } else if (panel > 0 && panel % C::kStagePanels == 0) {
         release(at_.ahead(st - 1).slot, C::kKeyUnits);
       }
-      if constexpr (kOverlap) slices<kMasked, 0>(panel, last, last_slot, stored);
+      if constexpr (kOverlap) steps<kMasked, 0>(panel, last);
+    }
+    if (C::kSplit == Split::kHeads) {
+      ready_ = epilogue_.test_room();
+#pragma unroll
+      for (int st = 0; st < C::kTileStages; ++st) ready_ &= ring_.test_full(after.ahead(st));
     }
     previous_slot_ = at_.ahead(C::kTileStages - 1).slot;
-    at_ = at_.ahead(C::kTileStages);
+    at_ = after;
   }
 
   // Four WGMMAs, a group of their own.
@@ -290,34 +324,32 @@ private:
     wgmma::commit();
   }
 
-  // The slices of the epilogue, from kSlice on, that come after panel `panel`.
-  template <bool kMasked, int kSlice>
-  __device__ __forceinline__ void slices(int panel, float (&last)[wgmma::kAccumulators], int last_slot, bool stored) {
-    if constexpr (kSlice < Epilogue<C>::kSlices) {
-      if (panel == kSlice * C::kPanels / Epilogue<C>::kSlices) {
-        epilogue_.template slice<kMasked, kSlice>(last, last_slot, stored);
-      }
-      slices<kMasked, kSlice + 1>(panel, last, last_slot, stored);
+  // The steps of the epilogue, from kStep on, that come after panel `panel`. The last two panels leave the reducer time to
+  // make room before it is asked for.
+  static constexpr int kStepPanels = C::kPanels > 4 ? C::kPanels - 2 : C::kPanels;
+  template <bool kMasked, int kStep>
+  __device__ __forceinline__ void steps(int panel, float const (&last)[wgmma::kAccumulators]) {
+    if constexpr (kStep < Epilogue<C>::kSteps) {
+      if (panel == kStep * kStepPanels / Epilogue<C>::kSteps) epilogue_.template step<kMasked, kStep>(last);
+      steps<kMasked, kStep + 1>(panel, last);
     }
   }
 
-  // The epilogue of the last tile, at slot `slot`, with nothing behind it; `stored` as above.
+  // The epilogue of a segment's last tile, with nothing behind it.
   template <bool kMasked>
-  __device__ __forceinline__ void finish(float (&acc)[wgmma::kAccumulators], int slot, bool stored) {
+  __device__ __forceinline__ void finish(float (&acc)[wgmma::kAccumulators]) {
     wgmma::wait<0>();
     release(previous_slot_, C::kKeyUnits);
     wgmma::pin(acc);
-    finish_slices<kMasked, 0>(acc, slot, stored);
-    epilogue_.meet();
-    epilogue_.store(slot, true);
-    epilogue_.send(slot, true);
+    epilogue_.wait_room();
+    finish_steps<kMasked, 0>(acc);
   }
 
-  template <bool kMasked, int kSlice>
-  __device__ __forceinline__ void finish_slices(float (&acc)[wgmma::kAccumulators], int slot, bool stored) {
-    if constexpr (kSlice < Epilogue<C>::kSlices) {
-      epilogue_.template slice<kMasked, kSlice>(acc, slot, stored);
-      finish_slices<kMasked, kSlice + 1>(acc, slot, stored);
+  template <bool kMasked, int kStep>
+  __device__ __forceinline__ void finish_steps(float const (&acc)[wgmma::kAccumulators]) {
+    if constexpr (kStep < Epilogue<C>::kSteps) {
+      epilogue_.template step<kMasked, kStep>(acc);
+      finish_steps<kMasked, kStep + 1>(acc);
     }
   }
 
@@ -332,6 +364,7 @@ private:
   Epilogue<C> epilogue_;
   RingPosition<C::kStages> at_;
   uint32_t previous_slot_ = 0;
+  bool ready_ = false;  // the next tile has landed, and there is room for the sums of this one
   uint32_t q_[C::kRegPanels * C::kPanelSteps][4];
 };
 

@@ -11,6 +11,10 @@ namespace htree_cuda::distribution {
 
 using slots::uniform;
 
+// How the producer's warps share the rows of a tile.
+template <class C>
+using Gather = gather::RowGather<C::kTileKeys>;
+
 struct Segment {
   int b, s, pass;     // query s of batch b, a pass over its heads
   int tile;           // first tile

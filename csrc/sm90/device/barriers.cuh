@@ -68,18 +68,36 @@ __device__ __forceinline__ void mbarrier_arrive_expect_bytes(uint32_t barrier, u
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// True when the phase of parity `parity` has completed; waits a little, bounded by the hardware, before it says no.
+// How a thread waits. Without a hint the hardware gives up after some 15 clocks: a waiting warp then executes more
+// instructions than a working one, which takes power that the clock of the others could use, but needs fewer registers.
+enum class Waiting { kSuspended, kPolling };
+inline constexpr uint32_t kSuspendNanoseconds = 10'000'000;
+
+// True when the phase of parity `parity` has completed; waits, but not for ever, before it says no.
+template <Waiting kWaiting = Waiting::kSuspended>
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}\n"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
+  if constexpr (kWaiting == Waiting::kSuspended) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, %3;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity), "r"(kSuspendNanoseconds)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
   return done != 0;
 }
 
@@ -100,17 +118,18 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t pa
 
 // Until the phase of parity `parity` has completed. Debug builds (HTREE_CUDA_DEBUG) trap after about two
 // seconds and print `name`, because a hung kernel can only be ended with its process.
+template <Waiting kWaiting = Waiting::kSuspended>
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity, [[maybe_unused]] char const* name) {
 #ifdef HTREE_CUDA_DEBUG
   long long const start = clock64();
-  while (!mbarrier_try_wait(barrier, parity)) {
+  while (!mbarrier_try_wait<kWaiting>(barrier, parity)) {
     if (clock64() - start > 4'000'000'000LL) {
       printf("htree_cuda: block %d thread %d waits for %s, parity %u\n", blockIdx.x, threadIdx.x, name, parity);
       asm volatile("trap;");
     }
   }
 #else
-  while (!mbarrier_try_wait(barrier, parity)) {
+  while (!mbarrier_try_wait<kWaiting>(barrier, parity)) {
   }
 #endif
 }

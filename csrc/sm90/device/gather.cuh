@@ -39,6 +39,10 @@ public:
     return thread_ / 32 * 4 + lane % 4 + kRowStep * (lane / 4 % kRowsPerThread);
   }
 
+  // Which warp and lane (the first of them) loads the number of `row`.
+  static __device__ __forceinline__ int warp_of(int row) { return row % kRowStep / 4; }
+  static __device__ __forceinline__ int lane_of(int row) { return row % 4 + row / kRowStep * 4; }
+
   // From the row numbers that the lanes loaded (negative: zeros) to this thread's chunks of the first panel.
   __device__ __forceinline__ void point(int number, char const* base, uint64_t row_stride) {
 #pragma unroll
@@ -47,6 +51,14 @@ public:
       // Row 0 stands in for an invalid one; it is not read.
       source_[i] = base + thread_ % kChunksPerRow * kChunkBytes +
                    static_cast<uint64_t>(static_cast<uint32_t>(max(sign_[i], 0))) * row_stride;
+    }
+  }
+
+  // What point() says is computed before any volatile access that follows: a wait, say, after which every cycle counts.
+  __device__ __forceinline__ void settle() {
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      source_[i] = ptx::opaque(source_[i]);
     }
   }
 

@@ -50,6 +50,9 @@ struct RingBarriers {
   __device__ __forceinline__ void wait_full(RingPosition<kStages> at, char const* name) const {
     barriers::mbarrier_wait(full_at(at.slot), at.parity, name);
   }
+  __device__ __forceinline__ bool test_full(RingPosition<kStages> at) const {
+    return barriers::mbarrier_test_wait(full_at(at.slot), at.parity);
+  }
   __device__ __forceinline__ bool test_empty(RingPosition<kStages> at) const {
     return barriers::mbarrier_test_wait(empty_at(at.slot), at.parity ^ 1u);
   }

@@ -69,31 +69,6 @@ __device__ __forceinline__ float load_shared_float(uint32_t address) {
   return value;
 }
 
-// A word of read-only global memory, or `otherwise` and no access: without a branch.
-__device__ __forceinline__ int load_global_if(bool wanted, int const* address, int otherwise) {
-  int value = otherwise;
-  asm volatile(
-      "{\n"
-      ".reg .pred wanted;\n"
-      "setp.ne.u32 wanted, %2, 0;\n"
-      "@wanted ld.global.nc.s32 %0, [%1];\n"
-      "}\n"
-      : "+r"(value)
-      : "l"(address), "r"(static_cast<uint32_t>(wanted)));
-  return value;
-}
-
-__device__ __forceinline__ void store_global_if(bool wanted, float* address, float value) {
-  asm volatile(
-      "{\n"
-      ".reg .pred wanted;\n"
-      "setp.ne.u32 wanted, %2, 0;\n"
-      "@wanted st.global.f32 [%0], %1;\n"
-      "}\n" ::"l"(address),
-      "f"(value), "r"(static_cast<uint32_t>(wanted))
-      : "memory");
-}
-
 __device__ __forceinline__ float2 load_shared_8B(uint32_t address) {
   float2 value;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
@@ -110,19 +85,9 @@ __device__ __forceinline__ void store_shared_4B(uint32_t address, uint32_t value
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-// The same, and not moved across other volatile accesses or barrier operations.
-__device__ __forceinline__ float2 load_shared_8B_volatile(uint32_t address) {
-  float2 value;
-  asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
-  return value;
-}
-
+// Not moved across other volatile accesses or barrier operations.
 __device__ __forceinline__ void store_shared_8B_volatile(uint32_t address, float2 value) {
   asm volatile("st.volatile.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
-}
-
-__device__ __forceinline__ void store_shared_8B(uint32_t address, float2 value) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
 }
 
 __device__ __forceinline__ uint4 load_shared_16B(uint32_t address) {
@@ -187,17 +152,11 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, void const* global, u
                : "memory");
 }
 
-// Where `wanted`, without a branch: `bytes` contiguous bytes from shared to global memory; both addresses and the count are
-// multiples of 16.
-__device__ __forceinline__ void bulk_store_if(bool wanted, void* global, uint32_t shared, uint32_t bytes) {
-  asm volatile(
-      "{\n"
-      ".reg .pred wanted;\n"
-      "setp.ne.u32 wanted, %3, 0;\n"
-      "@wanted cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
-      "}\n" ::"l"(global),
-      "r"(shared), "r"(bytes), "r"(static_cast<uint32_t>(wanted))
-      : "memory");
+// `bytes` contiguous bytes from shared to global memory; both addresses and the count are multiples of 16.
+__device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes, uint64_t l2_policy) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(global),
+               "r"(shared), "r"(bytes), "l"(l2_policy)
+               : "memory");
 }
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -250,6 +209,11 @@ __device__ __forceinline__ float exp2_movable(float x) {
 // x, which the compiler keeps in a register instead of computing it again wherever it is needed.
 __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));
+  return x;
+}
+
+__device__ __forceinline__ char const* opaque(char const* x) {
+  asm volatile("" : "+l"(x));
   return x;
 }
 

@@ -99,58 +99,70 @@ public:
   __device__ __forceinline__ Producer(KernelParams const& p, CUtensorMap const& q_map,
                                       typename C::SharedStorage& shared, int warp)
       : p_(p), q_map_(q_map), shared_(shared), barriers_(shared), warp_(warp),
-        gather_(threadIdx.x % C::kGatherThreads) {}
+        keys_(ptx::opaque(ptx::shared_address(&shared.keys[0][0]))), gather_(threadIdx.x % C::kGatherThreads) {}
 
   __device__ __forceinline__ void run() {
-    for (WorkList work(p_); !work.done(); work.next()) {
-      Unit const u = work.unit();
-      if (u.tiles == 0) continue;
-      if (warp_ == 0) load_q(u);
-      char const* const base = p_.kv + u.b * p_.kv_stride_b;
-      int index = load_index(u, 0);
-#pragma unroll 1
-      for (int t = 0; t < u.tiles; ++t) {
-        // Looked at no earlier than here, a tile after it was asked for.
-        bool const valid = static_cast<unsigned>(index) < static_cast<unsigned>(u.visible);
-        gather_.point(valid ? index : -1, base, p_.kv_stride_s);
-        index = load_index(u, t + 1);
-        load_tile(t % 2, __ballot_sync(0xffffffffu, valid));
-      }
+    if (warp_ < 2) {
+      gather_halves<true>();
+    } else {
+      gather_halves<false>();
     }
   }
 
 private:
+  // The two buffers in turn, each with code of its own: all offsets of the copies are constants, so that none waits for
+  // the one before to have read its address register.
+  template <bool kOwners>
+  __device__ __forceinline__ void gather_halves() {
+    for (WorkList work(p_); !work.done(); work.next()) {
+      Unit const u = work.unit();
+      if (u.tiles == 0) continue;
+      if (kOwners && warp_ == 0) load_q(u);
+      // Looked at two tiles after they were asked for: they queue up behind the copies in flight.
+      int even = load_index(u, 0);
+      int odd = load_index(u, 1);
+#pragma unroll 1
+      for (int t = 0; t < u.tiles; t += 2) {
+        gather_half<kOwners, 0>(u, t, even);
+        if (t + 1 < u.tiles) gather_half<kOwners, 1>(u, t + 1, odd);
+      }
+    }
+  }
+
   // Of the row of tile t that this lane loads for its warp; -1 past the query's length.
   __device__ __forceinline__ int load_index(Unit const& u, int t) const {
     int const slot = t * C::kTileKeys + gather_.row_to_load();
     return slot < u.length ? __ldg(p_.indices + static_cast<int64_t>(u.row) * p_.topk + slot) : -1;
   }
 
-  // `valid`: a bit for each row that this warp's lanes loaded.
-  __device__ __forceinline__ void load_tile(int buffer, uint32_t valid) {
-    bool const owners_half = warp_ < 2;
-    int const half = owners_half ? buffer : 1 - buffer;
-    barriers::mbarrier_wait(barriers_.keys_empty(buffer, half), parity_before(buffer),
+  // Half of tile t. `index`: what load_index said of it; then, asked for, of the next tile in this buffer.
+  template <bool kOwners, int kBuffer>
+  __device__ __forceinline__ void gather_half(Unit const& u, int t, int& index) {
+    constexpr int kHalf = kOwners ? kBuffer : 1 - kBuffer;
+    bool const is_valid = static_cast<unsigned>(index) < static_cast<unsigned>(u.visible);
+    gather_.point(is_valid ? index : -1, p_.kv + u.b * p_.kv_stride_b, p_.kv_stride_s);
+    // A bit for each row that this warp's lanes loaded.
+    uint32_t const valid = __ballot_sync(0xffffffffu, is_valid);
+    index = load_index(u, t + 2);
+    gather_.settle();
+    barriers::mbarrier_wait<barriers::Waiting::kPolling>(barriers_.keys_empty(kBuffer, kHalf), parity_before(kBuffer),
                             "sparse_attention: a free half of a tile");
-    if (C::kKeyPanels > 0 && owners_half) {
-      copy_panels<C::kKeyPanels>(buffer, 4 * C::kQuarterPanels);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      copy_panels<C::kQuarterPanels>(buffer, (2 * half + i) * C::kQuarterPanels);
-      ptx::copy_async_commit();
-    }
-    if (owners_half && threadIdx.x % 32 == 0) shared_.valid[buffer][warp_] = valid;
+    if (C::kKeyPanels > 0 && kOwners) copy_panels<kBuffer, 4 * C::kQuarterPanels, C::kKeyPanels>();
+    copy_panels<kBuffer, 2 * kHalf * C::kQuarterPanels, C::kQuarterPanels>();
+    ptx::copy_async_commit();
+    copy_panels<kBuffer, (2 * kHalf + 1) * C::kQuarterPanels, C::kQuarterPanels>();
+    ptx::copy_async_commit();
+    if (kOwners && threadIdx.x % 32 == 0) shared_.valid[kBuffer][warp_] = valid;
     ptx::copy_async_wait<1>();
-    hand_over(barriers_.keys_full(buffer, 2 * half));
+    hand_over(barriers_.keys_full(kBuffer, 2 * kHalf));
     ptx::copy_async_wait<0>();
-    hand_over(barriers_.keys_full(buffer, 2 * half + 1));
+    hand_over(barriers_.keys_full(kBuffer, 2 * kHalf + 1));
   }
 
-  template <int kCount>
-  __device__ __forceinline__ void copy_panels(int buffer, int first) const {
-    uint32_t const shared = ptx::shared_address(&shared_.keys[buffer][0]) + first * C::kPanelBytes;
-    gather_.template copy<kCount>(shared, first * gather::kPanelBytesPerRow);
+  template <int kBuffer, int kFirst, int kCount>
+  __device__ __forceinline__ void copy_panels() const {
+    gather_.template copy<kCount>(keys_ + kBuffer * C::kTileBytes + kFirst * C::kPanelBytes,
+                                  kFirst * gather::kPanelBytesPerRow);
   }
 
   // What this warp copied and waited for.
@@ -161,7 +173,7 @@ private:
   }
 
   __device__ __forceinline__ void load_q(Unit const& u) {
-    barriers::mbarrier_wait(barriers_.q_empty, parity_before(kQ), "sparse_attention: room for Q");
+    barriers::mbarrier_wait<barriers::Waiting::kPolling>(barriers_.q_empty, parity_before(kQ), "sparse_attention: room for Q");
     if (threadIdx.x % 32 == 0) {
       barriers::mbarrier_arrive_expect_bytes(barriers_.q_full, C::kSharedPanels * C::kPanelBytes);
 #pragma unroll 1
@@ -185,6 +197,7 @@ private:
   typename C::SharedStorage& shared_;
   Barriers<C> const barriers_;
   int const warp_;
+  uint32_t const keys_;
   gather::RowGather<C::kTileKeys, C::kGatherThreads> gather_;
   static constexpr int kQ = 2;
   uint32_t rounds_ = 0;  // bit b: parity of the tiles gathered into buffer b; bit kQ: of the units whose Q was loaded
@@ -215,7 +228,7 @@ public:
       multiply_keys(scores);
       while (true) {
         begin(out);
-        finish_tile<false>(out, scores, u.tiles <= 2);
+        finish_tile(out, scores, u.tiles <= 2);
         own_tiles(out, 2, u.tiles);
         Unit next;
         bool const more = next_unit(work, next);
@@ -267,13 +280,21 @@ private:
     softmax_.begin();
   }
 
-  // Its tiles from `t` on, each behind one of the other's.
+  // Its tiles from `t` on, each behind one of the other's: the tensor cores multiply that one's probabilities with its
+  // values between the two halves of this one's scores. Its half goes back at once, and without having waited for the half
+  // of this tile that the other consumer gives back in the same way.
   __device__ __forceinline__ void own_tiles(float (&out)[wgmma::kValueAccumulators], int t, int tiles) {
 #pragma unroll 1
     for (; t < tiles; t += 2) {
       float scores[wgmma::kAccumulators];
-      multiply_keys(scores);
-      finish_tile<true>(out, scores, t + 2 >= tiles);
+      multiply_keys_of_own_half(scores);
+      take_offsets(out);
+      multiply_values_of_other(out);
+      multiply_keys_of_quarter(scores, 2 * kOther);
+      wgmma::wait<1>();
+      release(barriers_.keys_empty(kOther, kMe));
+      multiply_keys_of_quarter(scores, 2 * kOther + 1);
+      finish_tile(out, scores, t + 2 >= tiles);
     }
   }
 
@@ -285,20 +306,12 @@ private:
     release(barriers_.keys_empty(kOther, kMe));
   }
 
-  // The tile of this consumer whose scores are being multiplied, behind the other's before it (kBehindOther): while the
-  // tensor cores multiply the probabilities of that one with its values, this one's scores become probabilities.
-  // `last`: of this unit.
-  template <bool kBehindOther>
+  // The tile of this consumer whose scores are being multiplied. `last`: of this unit.
   __device__ __forceinline__ void finish_tile(float (&out)[wgmma::kValueAccumulators],
                                               float (&scores)[wgmma::kAccumulators], bool last) {
-    if constexpr (kBehindOther) {
-      take_offsets(out);
-      multiply_values_of_other(out);
-      wgmma::wait<1>();
-    } else {
-      wgmma::wait<0>();
-    }
+    wgmma::wait<0>();
     wgmma::pin(scores);
+    wgmma::pin(out);
     if (last) release(barriers_.q_empty);
     uint32_t probabilities[C::kTileSteps][4];
     softmax_.exponentiate(scores, probabilities);
@@ -306,11 +319,6 @@ private:
     softmax_.publish(probabilities, raised);
     // Each of the writing threads has fenced.
     release(barriers_.probabilities_full(kMe));
-    if constexpr (kBehindOther) {
-      wgmma::wait<0>();
-      wgmma::pin(out);
-      release(barriers_.keys_empty(kOther, kMe));
-    }
     if (raised) softmax_.rescale(out);
     multiply_values(out, probabilities);
     wgmma::wait<0>();
@@ -321,32 +329,37 @@ private:
   // scores = Q K^T of this consumer's tile, in the order in which its columns land: those that it frees itself first. A
   // group of WGMMAs a quarter.
   __device__ __forceinline__ void multiply_keys(float (&scores)[wgmma::kAccumulators]) {
+    multiply_keys_of_own_half(scores);
+    multiply_keys_of_quarter(scores, 2 * kOther);
+    multiply_keys_of_quarter(scores, 2 * kOther + 1);
+  }
+
+  __device__ __forceinline__ void multiply_keys_of_own_half(float (&scores)[wgmma::kAccumulators]) {
     constexpr int mine = 2 * kMe;
-    constexpr int others = 2 * kOther;
+    keys_round_ ^= 1;
     wait_keys(mine);
-    multiply_quarter<true>(scores, mine);
+    // Those with a register operand first: a fence behind them waits until they have read it.
     if constexpr (C::kRegPanels > 0) {
       wgmma::Descriptor const keys(uniform(keys_ + kMe * C::kTileBytes + C::kSharedPanels * C::kPanelBytes));
+      wgmma::fence();
 #pragma unroll
       for (int step = 0; step < C::kPanelSteps; ++step) {
-        wgmma::mma_rs<typename C::Element>(scores, q_panel_[step], keys.at(step * 32), true);
+        wgmma::mma_rs<typename C::Element>(scores, q_panel_[step], keys.at(step * 32), step > 0);
       }
     }
+    multiply_quarter<C::kRegPanels == 0>(scores, mine);
     wgmma::commit();
-    wait_keys(mine + 1);
-    multiply_quarter<false>(scores, mine + 1);
+    multiply_keys_of_quarter(scores, mine + 1);
+  }
+
+  __device__ __forceinline__ void multiply_keys_of_quarter(float (&scores)[wgmma::kAccumulators], int quarter) {
+    wait_keys(quarter);
+    multiply_quarter<false>(scores, quarter);
     wgmma::commit();
-    wait_keys(others);
-    multiply_quarter<false>(scores, others);
-    wgmma::commit();
-    wait_keys(others + 1);
-    multiply_quarter<false>(scores, others + 1);
-    wgmma::commit();
-    keys_round_ ^= 1;
   }
 
   __device__ __forceinline__ void wait_keys(int quarter) const {
-    barriers::mbarrier_wait(barriers_.keys_full(kMe, quarter), keys_round_, "sparse_attention: a quarter of the keys");
+    barriers::mbarrier_wait<barriers::Waiting::kPolling>(barriers_.keys_full(kMe, quarter), keys_round_, "sparse_attention: a quarter of the keys");
   }
 
   template <bool kFirst>
@@ -366,7 +379,7 @@ private:
   // for the scores in flight: ptxas would else see an output that WGMMAs may be writing, and wait each time (C7517). All
   // four warps wait where one has raised its own: PTX leaves a wait undefined that not the whole warpgroup executes.
   __device__ __forceinline__ void take_offsets(float (&out)[wgmma::kValueAccumulators]) {
-    barriers::mbarrier_wait(barriers_.probabilities_full(kOther), other_round_,
+    barriers::mbarrier_wait<barriers::Waiting::kPolling>(barriers_.probabilities_full(kOther), other_round_,
                             "sparse_attention: probabilities of the other consumer");
     other_round_ ^= 1;
     if (softmax_.take_offsets()) {
@@ -400,7 +413,7 @@ private:
   }
 
   __device__ __forceinline__ void wait_q() {
-    barriers::mbarrier_wait(barriers_.q_full, q_round_, "sparse_attention: Q");
+    barriers::mbarrier_wait<barriers::Waiting::kPolling>(barriers_.q_full, q_round_, "sparse_attention: Q");
     q_round_ ^= 1;
   }
 
@@ -440,7 +453,7 @@ private:
   Softmax<C> softmax_;
   Epilogue<C> epilogue_;
   int const warp_;
-  uint32_t keys_round_ = 0;   // parity of this consumer's tiles
+  uint32_t keys_round_ = 1;   // parity of this consumer's tile
   uint32_t other_round_ = 0;  // and of the other's
   uint32_t q_round_ = 0;
   uint32_t q_panel_[C::kRegPanels ? C::kPanelSteps : 1][4];
