@@ -113,10 +113,9 @@ __device__ __forceinline__ void turn_fragments_back(half2 (&lo)[4], half2 (&hi)[
   }
 }
 
-// The same in three shears, which are fewer instructions and turn exactly but for rounding: x += y tan(a/2), y -= x sin(a),
-// x += y tan(a/2). Rounding grows with the tangent, so that this is for angles up to a quarter turn or little more. From step
-// kWideSteps on angles of a step from parent to parent are no larger, for bases that the host tells apart
-// (`shears_suffice`). `cos` holds the tangents.
+// The same in three shears, which are fewer instructions: x += y tan(a/2), y -= x sin(a), x += y tan(a/2). Rounding grows
+// with the tangent, so that this is for angles up to a quarter turn or little more. From fragment kWideSteps on angles from
+// parent to parent are no larger, for bases that the host tells apart (`shears_suffice`). `cos` holds the tangents.
 inline constexpr int kWideSteps = 1;
 
 __device__ __forceinline__ Turns shears(Turns const& turns) {

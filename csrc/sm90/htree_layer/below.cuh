@@ -4,8 +4,9 @@
 // few ranks of its own (`Args::turn_period`), before what rounding adds up to matters.
 //
 // A parent stays for two rounds of the loop: in the first its products with the query are formed, in the second its scores
-// become exponentials and its values are added. So a round works on two parents, and what one of them waits for, products of
-// eight steps one after the other or exponentials, passes under instructions of the other and under the query's turning.
+// become exponentials and its values are added. So a round works on two parents, and what one of them waits for, products
+// one after the other or exponentials, passes under instructions of the other and under the query's turning. Whether a
+// maximum rises is asked first: what follows that branch is one block of instructions.
 #pragma once
 
 #include "consumer.cuh"
@@ -21,8 +22,8 @@ class BelowConsumer : public Consumer<Cfg> {
   using Base::groups_;
   using Base::kHalf;
   using Base::kK;
-  using Base::kSteps;
   using Base::kSlack;
+  using Base::kSteps;
   using Base::kValueTiles;
   using Base::lane_;
   using Base::max_;
@@ -36,8 +37,9 @@ class BelowConsumer : public Consumer<Cfg> {
   using Scales = typename Base::Scales;
 
 public:
-  __device__ explicit BelowConsumer(Args const& args)
+  __device__ BelowConsumer(Args const& args, Ring<Cfg> const& ring)
       : Base(args),
+        shared_(ring.stages - Cfg::kRingOffset),
         key_lane_(ptx::opaque(lane_offset(Cfg::kKeyRowBytes, lane_ / 16, lane_ / 8 % 2))),
         value_lane_(ptx::opaque(lane_offset(Cfg::kValueRowBytes, lane_ / 8 % 2, lane_ / 16))),
         scale_lane_(ptx::opaque(tq_ * 8)),
@@ -56,10 +58,10 @@ public:
 #pragma unroll
       for (int kk = 0; kk < kSteps; ++kk) {
         auto const& x = reinterpret_cast<uint32_t const(&)[4]>(q_[kk]);
-        saved_query()[kk * 32] = {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
-                                  __uint_as_float(x[3])};
+        ptx::store_shared_16B(saved_query() + kk * 512, {x[0], x[1], x[2], x[3]});
       }
     }
+    fetch_turns(0);
   }
 
   __device__ void run(Ring<Cfg> const& ring) {
@@ -77,13 +79,13 @@ public:
   }
 
 private:
-  // Stages without a parent of this query that pass by before a parent is finished without another one beside it: the
-  // producer fills only so many more until it needs the stage that is kept.
+  // Values are read a round late, so that the stage of the parent that waits is kept while others pass by. After so many
+  // without a parent of this query the one that waits is finished alone: the producer cannot fill the stage that is kept,
+  // and the one that is waited for must not be that.
   static constexpr int kPatience = Cfg::kStages / 2;
   static constexpr uint32_t kNone = ~0u;  // is no address
   static_assert(kPatience >= 1 && kPatience + 2 <= Cfg::kStages);
 
-  // A stage is released when the values of its last parent have been added, in the round of a parent behind it.
   template <bool kBottom>
   __device__ __forceinline__ void add_all(Ring<Cfg> const& ring) {
     RingPosition<Cfg::kStages> at;
@@ -192,11 +194,8 @@ private:
     return (lane_address ^ (kk % 4 << 5)) + kk / 4 * 128;
   }
 
-  // Beside O there are no registers for the query as it is: it waits where the state was read and will be written.
-  __device__ __forceinline__ float4* saved_query() const {
-    static_assert(!Cfg::kReadsValues || kSteps <= kValueTiles);
-    return args_.state_out + Base::state_row() * kValueTiles * 32 + lane_;
-  }
+  // Beside O there are no registers for the query as it is: each thread leaves its part in shared memory.
+  __device__ __forceinline__ uint32_t saved_query() const { return shared_ + warp_ * (kSteps * 512) + lane_ * 16; }
 
   // The query as the parent at hand sees it.
   __device__ __forceinline__ auto& turned() {
@@ -213,6 +212,20 @@ private:
     return *reinterpret_cast<rope::Turns const*>(&x);
   }
 
+  // The turns of the rank at hand are fetched while the ranks before it pass.
+  __device__ __forceinline__ uint32_t fetched_turns() const {
+    return shared_ + Cfg::kTurnOffset + warp_ * Cfg::kTurnBytes;
+  }
+
+  // Those of the rank that many further.
+  __device__ __forceinline__ void fetch_turns(int ranks) const {
+    int const position = position_ - ranks * kSiblings;
+    if (position >= 0 && lane_ < kK / 8) {
+      ptx::copy_async_16B(fetched_turns() + lane_ * 16, args_.fragment_turns + (position * (kK / 8) + lane_), 0);
+    }
+    ptx::copy_async_commit();
+  }
+
   // A split query: on by so many periods, which are others' to sum.
   __device__ __forceinline__ void skip(int periods) {
     position_ -= periods * args_.turn_period * kSiblings;
@@ -221,19 +234,24 @@ private:
 
   __device__ __forceinline__ void begin_turning() {
     if (Base::split() && left_ == 0) skip(Cfg::kConsumers - 1);
+    ptx::copy_async_wait<0>();
+    __syncwarp();
     if constexpr (Cfg::kReadsValues) {
 #pragma unroll
       for (int kk = 0; kk < kSteps; ++kk) {
-        float4 const x = saved_query()[kk * 32];
+        uint4 const x = ptx::load_shared_16B(saved_query() + kk * 512);
         auto& words = reinterpret_cast<uint32_t(&)[4]>(q_[kk]);
-        words[0] = __float_as_uint(x.x), words[1] = __float_as_uint(x.y);
-        words[2] = __float_as_uint(x.z), words[3] = __float_as_uint(x.w);
+        words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
       }
     }
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
-      rope::turn_fragments(turned()[kk], turned()[kk + kHalf], q_[kk], q_[kk + kHalf], turns(position_, kk));
+      uint4 const x = ptx::load_shared_16B(fetched_turns() + (kk * 4 + tq_) * 16);
+      rope::turn_fragments(turned()[kk], turned()[kk + kHalf], q_[kk], q_[kk + kHalf],
+                           reinterpret_cast<rope::Turns const&>(x));
     }
+    __syncwarp();
+    fetch_turns(args_.turn_period * (Base::split() ? Cfg::kConsumers : 1));
     left_ = args_.turn_period;
   }
 
@@ -286,7 +304,8 @@ private:
     return fmaf(products[tile][e], fabsf(e % 2 ? scale.y : scale.x), -max_[e / 2]);
   }
 
-  // Exponents of the scores, and the largest of this thread's. A maximum may rise where that exceeds kSlack.
+  // Exponents of the scores of the parent that waits, and the largest of this thread's: a maximum rises where that exceeds
+  // kSlack.
   __device__ __forceinline__ float exponents(Scales const& scales, float const (&products)[2][4],
                                              float (&x)[2][4]) const {
     float largest[2];
@@ -299,7 +318,8 @@ private:
     return fmaxf(largest[0], largest[1]);
   }
 
-  // Where a score exceeds a maximum by more than kSlack: raises it, rescales what was summed, and says the exponents again.
+  // Where a score exceeds a maximum by more than kSlack: raises it, rescales what was summed up to then, and computes the
+  // exponents again. A vote among the heads of one query has led here: whatever it decides follows from this query's data.
   __device__ __forceinline__ void raise_maxima(uint32_t slot, float (&products)[2][4], float (&x)[2][4]) {
     Base::apply(load_scales(slot), products);
 #pragma unroll
@@ -324,18 +344,8 @@ private:
     }
   }
 
-  // A round of a values pass: products with the keys in `slot`, in place of those of the parent that `waiting` holds, whose
-  // values are added to O; the query turns on to the next rank.
-  template <bool kBottom>
-  __device__ __forceinline__ void add(uint32_t waiting, uint32_t slot, float (&products)[2][4]) {
-    Scales const scales = load_scales(waiting);
-    if constexpr (!kBottom) {
-      Base::mask(products, closed_);
-      closed_ = args_.closed[cursor_];
-    }
-    float x[2][4];
-    if (__any_sync(kFullWarp, exponents(scales, products, x) > kSlack)) raise_maxima(waiting, products, x);
-    uint32_t p[4];
+  // P of a parent, rounded to the dtype, in A fragments, and its sums.
+  __device__ __forceinline__ void exponentiate(float const (&x)[2][4], uint32_t (&p)[4]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float y[4];
@@ -345,12 +355,27 @@ private:
       p[i] = Pairs<typename Cfg::Element>::pack(y[0], y[1]);
       p[2 + i] = Pairs<typename Cfg::Element>::pack(y[2], y[3]);
     }
+  }
+
+  // A round of a values pass: products with the keys in `slot`, in place of those of the parent that `waiting` holds, whose
+  // values are added to O; the query turns on to the next rank.
+  template <bool kBottom>
+  __device__ __forceinline__ void add(uint32_t waiting, uint32_t slot, float (&products)[2][4]) {
+    Scales const scales = load_scales(waiting);
+    if constexpr (!kBottom) {
+      Base::mask(products, closed_);
+      closed_ = args_.closed[cursor_];
+    }
+    uint32_t keys[2][4];
+    load_keys(keys[0], slot, 0);
+    float x[2][4];
+    if (__any_sync(kFullWarp, exponents(scales, products, x) > kSlack)) raise_maxima(waiting, products, x);
+    uint32_t p[4];
+    exponentiate(x, p);
     // One block of instructions, and the compiler interleaves them: products of the one parent, of the other, and turns.
     constexpr int kValueSteps = kValueTiles / 2;
     clear(products, 0.0f);
-    uint32_t keys[2][4];
     uint32_t values[2][4];
-    load_keys(keys[0], slot, 0);
     load_values(values[0], waiting, 0);
 #pragma unroll
     for (int i = 0; i < (kSteps > kValueSteps ? kSteps : kValueSteps); ++i) {
@@ -363,18 +388,21 @@ private:
     advance();
   }
 
-  // The same with no parent behind it. Only the last parent of all has children behind the query.
+  // The same, bit for bit, with no parent behind it: where that happens is a matter of the neighbours. Only the last parent
+  // of all has children behind the query.
   template <bool kBottom>
   __device__ __forceinline__ void add_last(uint32_t waiting, float (&products)[2][4]) {
-    Base::apply(load_scales(waiting), products);
     if constexpr (!kBottom) Base::mask(products, closed_);
-    uint32_t p[1][4];
-    Base::template exponentials<1>(products, p, kBottom && was_last() ? Base::behind(Base::rightmost()) : 0u);
+    if (kBottom && was_last()) Base::mask(products, Base::behind(Base::rightmost()));
+    float x[2][4];
+    if (__any_sync(kFullWarp, exponents(load_scales(waiting), products, x) > kSlack)) raise_maxima(waiting, products, x);
+    uint32_t p[4];
+    exponentiate(x, p);
 #pragma unroll
     for (int i = 0; i < kValueTiles / 2; ++i) {
       uint32_t values[4];
       load_values(values, waiting, i);
-      multiply_values(p[0], values, i);
+      multiply_values(p, values, i);
     }
   }
 
@@ -405,6 +433,7 @@ private:
     for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
+        // The maximum of importance is known, and this takes no more instructions than a copy.
         bool const known = Cfg::kPass == Pass::kImportance;
         scored.scores[tile][e] = known ? below_maximum(scales, products, tile, e) : products[tile][e];
       }
@@ -463,11 +492,12 @@ private:
     }
   }
 
+  uint32_t const shared_;
   uint32_t const key_lane_;
   uint32_t const value_lane_;
   uint32_t const scale_lane_;
   int const column_;
-  uint32_t closed_ = 0;  // candidates of the parent that waits that are no leaves
+  uint32_t closed_ = 0;  // of the parent that waits, candidates that are no leaves
   int left_ = -1;  // ranks until turning begins anew; -1: until it begins
   half2 turned_[Cfg::kReadsValues ? 1 : kSteps][4];
   rope::Turns step_[kHalf];  // by kSiblings; shears from kWideSteps on

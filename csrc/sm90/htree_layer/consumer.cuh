@@ -313,16 +313,13 @@ protected:
   }
 
   // P of some parents, rounded to the dtype, in A fragments; sums and O are rescaled where a maximum rises. That is rare,
-  // so exponentials are computed as if it did not. So they are as if all candidates were leaves where few parents have others
-  // (`dead`, of one parent).
+  // so exponentials are computed as if it did not.
   template <int kParents>
-  __device__ __forceinline__ void exponentials(float (&raw)[2 * kParents][4], uint32_t (&p)[kParents][4],
-                                               uint32_t dead = 0) {
+  __device__ __forceinline__ void exponentials(float const (&raw)[2 * kParents][4], uint32_t (&p)[kParents][4]) {
     bool const rises = maximum_rises<kParents>(raw);
     float sum[2] = {sum_[0], sum_[1]};
     exponentiate<kParents>(raw, p, sum);
-    if (rises || dead != 0) {
-      if constexpr (kParents == 1) mask(raw, dead);
+    if (rises) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float const largest = quad_max(row_max<kParents>(raw, i));

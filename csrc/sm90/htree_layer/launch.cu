@@ -262,7 +262,7 @@ void gather(ForwardParams const& p, Plan const& plan, int l, std::int64_t begin,
   packing::tree_pack(args, p.dtype, stream);
 }
 
-// Ranks that a query turns through before it begins anew. Rounding adds up to 0.39 of the error that rounding bf16
+// Ranks that a query turns through before it begins anew. Rounding adds up to 0.40 of the error that rounding bf16
 // operands makes, and 1.32 of that of fp16 ones (tests/test_turning.py).
 constexpr int kTurnPeriod = 8;
 constexpr int kTurnPeriodHalf = 1;
