@@ -39,6 +39,21 @@ def turn_fragments_back(lo, hi, angles):
     return half(lo * c + across), half(half(hi * c) - lo * s)
 
 
+def shear_fragments_back(lo, hi, angles):
+    c, s = half(np.cos(angles)), half(np.sin(angles))
+    tangent = half(s / (1 + c))
+    lo = half(hi * tangent + lo)
+    hi = half(hi - lo * s)
+    return half(hi * tangent + lo), hi
+
+
+def turn_to_the_next(lo, hi, angles):
+    wide = 16 * int(constant("csrc/device/rope.cuh", "kWideSteps"))
+    near = turn_fragments_back(lo[:, :wide], hi[:, :wide], angles[:wide])
+    far = shear_fragments_back(lo[:, wide:], hi[:, wide:], angles[wide:])
+    return tuple(np.concatenate(parts, 1) for parts in zip(near, far))
+
+
 def error_ratio(dtype, period, K=128, base=10000.0, rows=400):
     """Root mean square error of scores over a period, in that of a baseline whose rotated q and k are rounded."""
     rng = np.random.default_rng(0)
@@ -54,24 +69,31 @@ def error_ratio(dtype, period, K=128, base=10000.0, rows=400):
             errors.append((np.concatenate([lo, hi], 1) * half(key)).sum(1) - exact)
             rounded_key = rounded(turned(k, (16 * rank + child) * frequency), dtype)
             baseline.append((rounded(turned(q, position * frequency), dtype) * rounded_key).sum(1) - exact)
-            lo, hi = turn_fragments_back(lo, hi, 16 * frequency)
+            lo, hi = turn_to_the_next(lo, hi, 16 * frequency)
     return float(np.sqrt(np.mean(np.square(errors)) / np.mean(np.square(baseline))))
 
 
-def period_of(name):
-    text = (ROOT / "csrc/sm90/htree_layer/launch.cu").read_text()
-    return int(re.search(rf"constexpr int {name} = (\d+);", text)[1])
+def constant(path, name):
+    return float(re.search(rf"constexpr \w+ {name} = ([\d.]+);", (ROOT / path).read_text())[1])
 
 
-@pytest.mark.parametrize("base", [100.0, 10000.0, 5e5])
+def period_of(dtype, K=128, base=10000.0):
+    """As launch.cu chooses it: shears are for angles up to a limit, beyond the wide steps."""
+    launch = "csrc/sm90/htree_layer/launch.cu"
+    widest = 16 * base ** (-32.0 * constant("csrc/device/rope.cuh", "kWideSteps") / K)
+    often = dtype == torch.float16 or widest > constant(launch, "kMostAngle")
+    return int(constant(launch, "kTurnPeriodHalf" if often else "kTurnPeriod"))
+
+
+@pytest.mark.parametrize("base", [100.0, 8000.0, 10000.0, 5e5])
 @pytest.mark.parametrize("K", [64, 128])
 def test_turning_in_place_stays_below_the_rounding_of_operands(K, base):
-    assert error_ratio(torch.bfloat16, period_of("kTurnPeriod"), K, base) < 0.5
-    assert error_ratio(torch.float16, period_of("kTurnPeriodHalf"), K, base) < 1.6
+    assert error_ratio(torch.bfloat16, period_of(torch.bfloat16, K, base), K, base) < 0.5
+    assert error_ratio(torch.float16, period_of(torch.float16, K, base), K, base) < 1.6
 
 
 def test_beginning_anew_is_needed():
-    assert error_ratio(torch.float16, period_of("kTurnPeriod")) > 2
+    assert error_ratio(torch.float16, period_of(torch.bfloat16)) > 2
 
 
 if __name__ == "__main__":

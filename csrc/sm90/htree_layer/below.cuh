@@ -2,6 +2,11 @@
 // mma.sync. A rank has a RoPE position of its own, so the query turns from parent to parent: in place, by the sixteen
 // positions between them, with turns that stay in registers. It begins anew from the query itself and the table every
 // few ranks of its own (`Args::turn_period`), before what rounding adds up to matters.
+//
+// A parent stays for two rounds of the loop: in the first its products with the query are formed, in the second its scores
+// become exponentials and its values are added. So a round works on two parents, and what one of them waits for, products
+// one after the other or exponentials, passes under instructions of the other and under the query's turning. Whether a
+// maximum rises is asked first: what follows that branch is one block of instructions.
 #pragma once
 
 #include "consumer.cuh"
@@ -17,55 +22,127 @@ class BelowConsumer : public Consumer<Cfg> {
   using Base::groups_;
   using Base::kHalf;
   using Base::kK;
+  using Base::kSlack;
   using Base::kSteps;
   using Base::kValueTiles;
   using Base::lane_;
+  using Base::max_;
   using Base::o_;
   using Base::position_;
   using Base::q_;
+  using Base::sum_;
   using Base::tq_;
+  using Base::unit_;
   using Base::warp_;
+  using Scales = typename Base::Scales;
 
 public:
-  __device__ explicit BelowConsumer(Args const& args)
+  __device__ BelowConsumer(Args const& args, Ring<Cfg> const& ring)
       : Base(args),
+        shared_(ring.stages - Cfg::kRingOffset),
         key_lane_(ptx::opaque(lane_offset(Cfg::kKeyRowBytes, lane_ / 16, lane_ / 8 % 2))),
-        value_lane_(ptx::opaque(lane_offset(Cfg::kValueRowBytes, lane_ / 8 % 2, lane_ / 16))) {
+        value_lane_(ptx::opaque(lane_offset(Cfg::kValueRowBytes, lane_ / 8 % 2, lane_ / 16))),
+        scale_lane_(ptx::opaque(tq_ * 8)),
+        column_(static_cast<int>(ptx::opaque(Base::column()))) {
     if (!active_) return;
     // Where there is a second parent, the table reaches so far.
     if (position_ >= kSiblings) {
 #pragma unroll
-      for (int kk = 0; kk < kHalf; ++kk) step_[kk] = turns(kSiblings, kk);
+      for (int kk = 0; kk < kHalf; ++kk) {
+        step_[kk] = turns(kSiblings, kk);
+        if (kk >= rope::kWideSteps) step_[kk] = rope::shears(step_[kk]);
+      }
     }
     if (Base::split()) skip(warp_);
     if constexpr (Cfg::kReadsValues) {
-      fetch_closed();
 #pragma unroll
       for (int kk = 0; kk < kSteps; ++kk) {
         auto const& x = reinterpret_cast<uint32_t const(&)[4]>(q_[kk]);
-        saved_query()[kk * 32] = {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
-                                  __uint_as_float(x[3])};
+        ptx::store_shared_16B(saved_query() + kk * 512, {x[0], x[1], x[2], x[3]});
       }
     }
+    fetch_turns(0);
   }
 
   __device__ void run(Ring<Cfg> const& ring) {
-    if (Cfg::kReadsValues && args_.layer == 0) {
-      walk<true>(ring);
-    } else {
-      walk<false>(ring);
-    }
     if constexpr (Cfg::kReadsValues) {
+      if (args_.layer == 0) {
+        add_all<true>(ring);
+      } else {
+        add_all<false>(ring);
+      }
       if (*args_.spoilt != 0) spoil();
+    } else {
+      score_all(ring);
     }
     Base::finish(ring);
   }
 
 private:
+  // Values are read a round late, so that the stage of the parent that waits is kept while others pass by. After so many
+  // without a parent of this query the one that waits is finished alone: the producer cannot fill the stage that is kept,
+  // and the one that is waited for must not be that.
+  static constexpr int kPatience = Cfg::kStages / 2;
+  static constexpr uint32_t kNone = ~0u;  // is no address
+  static_assert(kPatience >= 1 && kPatience + 2 <= Cfg::kStages);
+
   template <bool kBottom>
-  __device__ __forceinline__ void walk(Ring<Cfg> const& ring) {
+  __device__ __forceinline__ void add_all(Ring<Cfg> const& ring) {
     RingPosition<Cfg::kStages> at;
     Ring<Cfg> const own(ptx::opaque(ring.stages));
+    float products[2][4];      // of the parent that waits
+    uint32_t waiting = kNone;  // its slot
+    uint32_t kept = kNone;     // its stage, when others have followed
+    int patience = kPatience;
+    clear(products, -Base::kInfinity);
+#pragma unroll 1
+    for (int groups = groups_;; --groups) {
+      bool const over = groups <= 0;
+      uint32_t stage = 0;
+      uint32_t mine = 0;
+      if (!over) {
+        own.barriers.wait_full(at, "htree_layer consumer: full");
+        stage = own.stage(at.slot);
+        mine = active_ ? ptx::load_shared_4B(own.mask(stage, warp_)) : 0u;
+        at = at.ahead(1);
+      }
+      if (mine == 0) {
+        if (!over) release(stage);
+        patience -= 1;
+        if (kept != kNone && (over || patience == 0)) {
+          add_last<kBottom>(waiting, products);
+          release(kept);
+          clear(products, -Base::kInfinity);
+          waiting = kept = kNone;
+        }
+        if (over) break;
+        continue;
+      }
+      uint32_t slot = slot_of(stage, mine);
+#pragma unroll 1
+      do {
+        if (left_ <= 0) begin_turning();
+        mine &= mine - 1;
+        uint32_t const next = slot_of(stage, mine);
+        // Where none waits its scores are -infinity: it has no weight, whatever the scales and values.
+        add<kBottom>(waiting != kNone ? waiting : slot, slot, products);
+        if (kept != kNone) release(kept);
+        kept = kNone;
+        waiting = slot;
+        slot = next;
+      } while (mine != 0);
+      kept = stage;
+      patience = kPatience;
+    }
+  }
+
+  __device__ __forceinline__ void score_all(Ring<Cfg> const& ring) {
+    RingPosition<Cfg::kStages> at;
+    Ring<Cfg> const own(ptx::opaque(ring.stages));
+    Scored scored;
+    clear(scored.scores, -Base::kInfinity);
+    scored.scales = {{{1.0f, 1.0f}, {1.0f, 1.0f}}};
+    scored.cursor = cursor_;  // what is written there before there is a parent, is written again
 #pragma unroll 1
     for (int groups = groups_; groups > 0; --groups) {
       own.barriers.wait_full(at, "htree_layer consumer: full");
@@ -77,12 +154,25 @@ private:
         if (left_ <= 0) begin_turning();
         mine &= mine - 1;
         uint32_t const next = slot_of(stage, mine);
-        parent<kBottom>(slot);
+        score(slot, scored);
         slot = next;
       }
-      __syncwarp();
-      if (lane_ == 0) barriers::mbarrier_arrive(stage + Cfg::kEmptyOffset);
+      release(stage);
       at = at.ahead(1);
+    }
+    if (left_ >= 0) account_last(scored);  // there was a parent
+  }
+
+  __device__ __forceinline__ void release(uint32_t stage) const {
+    __syncwarp();
+    if (lane_ == 0) barriers::mbarrier_arrive(stage + Cfg::kEmptyOffset);
+  }
+
+  static __device__ __forceinline__ void clear(float (&products)[2][4], float value) {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) products[tile][e] = value;
     }
   }
 
@@ -104,11 +194,8 @@ private:
     return (lane_address ^ (kk % 4 << 5)) + kk / 4 * 128;
   }
 
-  // Beside O there are no registers for the query as it is: it waits where the state was read and will be written.
-  __device__ __forceinline__ float4* saved_query() const {
-    static_assert(!Cfg::kReadsValues || kSteps <= kValueTiles);
-    return args_.state_out + Base::state_row() * kValueTiles * 32 + lane_;
-  }
+  // Beside O there are no registers for the query as it is: each thread leaves its part in shared memory.
+  __device__ __forceinline__ uint32_t saved_query() const { return shared_ + warp_ * (kSteps * 512) + lane_ * 16; }
 
   // The query as the parent at hand sees it.
   __device__ __forceinline__ auto& turned() {
@@ -125,6 +212,20 @@ private:
     return *reinterpret_cast<rope::Turns const*>(&x);
   }
 
+  // The turns of the rank at hand are fetched while the ranks before it pass.
+  __device__ __forceinline__ uint32_t fetched_turns() const {
+    return shared_ + Cfg::kTurnOffset + warp_ * Cfg::kTurnBytes;
+  }
+
+  // Those of the rank that many further.
+  __device__ __forceinline__ void fetch_turns(int ranks) const {
+    int const position = position_ - ranks * kSiblings;
+    if (position >= 0 && lane_ < kK / 8) {
+      ptx::copy_async_16B(fetched_turns() + lane_ * 16, args_.fragment_turns + (position * (kK / 8) + lane_), 0);
+    }
+    ptx::copy_async_commit();
+  }
+
   // A split query: on by so many periods, which are others' to sum.
   __device__ __forceinline__ void skip(int periods) {
     position_ -= periods * args_.turn_period * kSiblings;
@@ -132,84 +233,246 @@ private:
   }
 
   __device__ __forceinline__ void begin_turning() {
-    if (Base::split() && left_ == 0) {
-      skip(Cfg::kConsumers - 1);
-      if constexpr (Cfg::kReadsValues) fetch_closed();
-    }
+    if (Base::split() && left_ == 0) skip(Cfg::kConsumers - 1);
+    ptx::copy_async_wait<0>();
+    __syncwarp();
     if constexpr (Cfg::kReadsValues) {
 #pragma unroll
       for (int kk = 0; kk < kSteps; ++kk) {
-        float4 const x = saved_query()[kk * 32];
+        uint4 const x = ptx::load_shared_16B(saved_query() + kk * 512);
         auto& words = reinterpret_cast<uint32_t(&)[4]>(q_[kk]);
-        words[0] = __float_as_uint(x.x), words[1] = __float_as_uint(x.y);
-        words[2] = __float_as_uint(x.z), words[3] = __float_as_uint(x.w);
+        words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
       }
     }
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
-      rope::turn_fragments(turned()[kk], turned()[kk + kHalf], q_[kk], q_[kk + kHalf], turns(position_, kk));
+      uint4 const x = ptx::load_shared_16B(fetched_turns() + (kk * 4 + tq_) * 16);
+      rope::turn_fragments(turned()[kk], turned()[kk + kHalf], q_[kk], q_[kk + kHalf],
+                           reinterpret_cast<rope::Turns const&>(x));
     }
+    __syncwarp();
+    fetch_turns(args_.turn_period * (Base::split() ? Cfg::kConsumers : 1));
     left_ = args_.turn_period;
   }
 
-  // On to the next rank.
-  __device__ __forceinline__ void turn() {
-#pragma unroll
-    for (int kk = 0; kk < kHalf; ++kk) rope::turn_fragments_back(turned()[kk], turned()[kk + kHalf], step_[kk]);
-  }
-
-  // Scores of the parent at hand, in two chains of products, whose latency is long; then the query turns to the next.
-  __device__ __forceinline__ void scores(uint32_t slot, float (&raw)[2][4]) {
-    float upper[2][4];
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) raw[tile][e] = upper[tile][e] = 0.0f;
-    }
-    uint32_t const keys = slot + key_lane_;
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      int const kk = i / 2 + i % 2 * kHalf;
-      uint32_t b[4];
-      ptx::load_matrix_x4(b, chunks_of(keys, kk) + Cfg::kKeyOffset);
-      auto const& a = reinterpret_cast<uint32_t const(&)[4]>(turned()[kk]);
-      float(&to)[2][4] = i % 2 ? upper : raw;
-      ptx::mma_fp16(to[0], a, b[0], b[1]);
-      ptx::mma_fp16(to[1], a, b[2], b[3]);
-    }
-    turn();
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) raw[tile][e] += upper[tile][e];
-    }
-    Base::apply(Base::load_scales(slot + Cfg::kScaleOffset), raw);
-  }
-
-  // Which candidates of the parent at hand are closed, in a layer that selects.
-  __device__ __forceinline__ void fetch_closed() {
-    if (args_.layer > 0 && position_ >= 0) closed_ = args_.closed[cursor_];
-  }
-
-  template <bool kBottom>
-  __device__ __forceinline__ void parent(uint32_t slot) {
-    bool const last = position_ < kSiblings;
-    float raw[2][4];
-    scores(slot, raw);
-    if constexpr (Cfg::kReadsValues) {
-      if constexpr (!kBottom) Base::mask(raw, closed_);
-      uint32_t p[1][4];
-      Base::template exponentials<1>(raw, p, kBottom && last ? Base::behind(Base::rightmost()) : 0u);
-      add_values(slot, p[0]);
-    } else if constexpr (Cfg::kPass == Pass::kNormaliser) {
-      Base::add_to_normaliser(raw, last);
+  // Turns steps kk and kk + kHalf to the next rank.
+  __device__ __forceinline__ void turn(int kk) {
+    if (kk < rope::kWideSteps) {
+      rope::turn_fragments_back(turned()[kk], turned()[kk + kHalf], step_[kk]);
     } else {
-      Base::weigh(raw, 0, true);
+      rope::shear_fragments_back(turned()[kk], turned()[kk + kHalf], step_[kk]);
     }
+  }
+
+  __device__ __forceinline__ void advance() {
     position_ -= kSiblings;
     cursor_ += 1;
     left_ -= 1;
-    if constexpr (Cfg::kReadsValues && !kBottom) fetch_closed();
+  }
+
+  // Step i of the products with the parent's keys; the two that turn together come one after the other.
+  static __device__ __forceinline__ int key_step(int i) { return i / 2 + i % 2 * kHalf; }
+
+  __device__ __forceinline__ void load_keys(uint32_t (&b)[4], uint32_t slot, int i) const {
+    ptx::load_matrix_x4(b, chunks_of(slot + key_lane_, key_step(i)) + Cfg::kKeyOffset);
+  }
+
+  __device__ __forceinline__ void multiply_keys(float (&products)[2][4], uint32_t const (&b)[4], int i) {
+    auto const& a = reinterpret_cast<uint32_t const(&)[4]>(turned()[key_step(i)]);
+    ptx::mma_fp16(products[0], a, b[0], b[1]);
+    ptx::mma_fp16(products[1], a, b[2], b[3]);
+  }
+
+  __device__ __forceinline__ Scales load_scales(uint32_t slot) const {
+    uint32_t const scales = slot + scale_lane_;
+    return {ptx::load_shared_8B(scales + Cfg::kScaleOffset), ptx::load_shared_8B(scales + Cfg::kScaleOffset + 32)};
+  }
+
+  __device__ __forceinline__ void load_values(uint32_t (&b)[4], uint32_t slot, int i) const {
+    ptx::load_matrix_x4_transposed(b, chunks_of(slot + value_lane_, i) + Cfg::kValueOffset);
+  }
+
+  __device__ __forceinline__ void multiply_values(uint32_t const (&p)[4], uint32_t const (&b)[4], int i) {
+    Pairs<typename Cfg::Element>::mma(o_[2 * i], p, b[0], b[1]);
+    Pairs<typename Cfg::Element>::mma(o_[2 * i + 1], p, b[2], b[3]);
+  }
+
+  // A score less the maximum, raw: rounded once, since products with scales are exact.
+  __device__ __forceinline__ float below_maximum(Scales const& scales, float const (&products)[2][4], int tile,
+                                                 int e) const {
+    float2 const scale = scales.tile[tile];
+    return fmaf(products[tile][e], fabsf(e % 2 ? scale.y : scale.x), -max_[e / 2]);
+  }
+
+  // Exponents of the scores of the parent that waits, and the largest of this thread's: a maximum rises where that exceeds
+  // kSlack.
+  __device__ __forceinline__ float exponents(Scales const& scales, float const (&products)[2][4],
+                                             float (&x)[2][4]) const {
+    float largest[2];
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[tile][e] = below_maximum(scales, products, tile, e) * unit_[e / 2];
+      largest[tile] = fmaxf(fmaxf(x[tile][0], x[tile][1]), fmaxf(x[tile][2], x[tile][3]));
+    }
+    return fmaxf(largest[0], largest[1]);
+  }
+
+  // Where a score exceeds a maximum by more than kSlack: raises it, rescales what was summed up to then, and computes the
+  // exponents again. A vote among the heads of one query has led here: whatever it decides follows from this query's data.
+  __device__ __forceinline__ void raise_maxima(uint32_t slot, float (&products)[2][4], float (&x)[2][4]) {
+    Base::apply(load_scales(slot), products);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float const largest = quad_max(Base::template row_max<1>(products, i));
+      float const factor = Base::exponent(i, largest) > kSlack ? Base::raise(i, largest) : 1.0f;
+      sum_[i] *= factor;
+#pragma unroll
+      for (int tile = 0; tile < kValueTiles; ++tile) {
+        o_[tile][2 * i] *= factor;
+        o_[tile][2 * i + 1] *= factor;
+      }
+    }
+    exponents_of(products, x);
+  }
+
+  __device__ __forceinline__ void exponents_of(float const (&raw)[2][4], float (&x)[2][4]) const {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[tile][e] = Base::exponent(e / 2, raw[tile][e]);
+    }
+  }
+
+  // P of a parent, rounded to the dtype, in A fragments, and its sums.
+  __device__ __forceinline__ void exponentiate(float const (&x)[2][4], uint32_t (&p)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float y[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) y[e] = ptx::exp2_movable(x[e / 2][2 * i + e % 2]);
+      sum_[i] += (y[0] + y[1]) + (y[2] + y[3]);
+      p[i] = Pairs<typename Cfg::Element>::pack(y[0], y[1]);
+      p[2 + i] = Pairs<typename Cfg::Element>::pack(y[2], y[3]);
+    }
+  }
+
+  // A round of a values pass: products with the keys in `slot`, in place of those of the parent that `waiting` holds, whose
+  // values are added to O; the query turns on to the next rank.
+  template <bool kBottom>
+  __device__ __forceinline__ void add(uint32_t waiting, uint32_t slot, float (&products)[2][4]) {
+    Scales const scales = load_scales(waiting);
+    if constexpr (!kBottom) {
+      Base::mask(products, closed_);
+      closed_ = args_.closed[cursor_];
+    }
+    uint32_t keys[2][4];
+    load_keys(keys[0], slot, 0);
+    float x[2][4];
+    if (__any_sync(kFullWarp, exponents(scales, products, x) > kSlack)) raise_maxima(waiting, products, x);
+    uint32_t p[4];
+    exponentiate(x, p);
+    // One block of instructions, and the compiler interleaves them: products of the one parent, of the other, and turns.
+    constexpr int kValueSteps = kValueTiles / 2;
+    clear(products, 0.0f);
+    uint32_t values[2][4];
+    load_values(values[0], waiting, 0);
+#pragma unroll
+    for (int i = 0; i < (kSteps > kValueSteps ? kSteps : kValueSteps); ++i) {
+      if (i + 1 < kValueSteps) load_values(values[(i + 1) % 2], waiting, i + 1);
+      if (i + 1 < kSteps) load_keys(keys[(i + 1) % 2], slot, i + 1);
+      if (i < kSteps) multiply_keys(products, keys[i % 2], i);
+      if (i < kValueSteps) multiply_values(p, values[i % 2], i);
+      if (i < kSteps && i % 2 == 1) turn(i / 2);
+    }
+    advance();
+  }
+
+  // The same, bit for bit, with no parent behind it: where that happens is a matter of the neighbours. Only the last parent
+  // of all has children behind the query.
+  template <bool kBottom>
+  __device__ __forceinline__ void add_last(uint32_t waiting, float (&products)[2][4]) {
+    if constexpr (!kBottom) Base::mask(products, closed_);
+    if (kBottom && was_last()) Base::mask(products, Base::behind(Base::rightmost()));
+    float x[2][4];
+    if (__any_sync(kFullWarp, exponents(load_scales(waiting), products, x) > kSlack)) raise_maxima(waiting, products, x);
+    uint32_t p[4];
+    exponentiate(x, p);
+#pragma unroll
+    for (int i = 0; i < kValueTiles / 2; ++i) {
+      uint32_t values[4];
+      load_values(values, waiting, i);
+      multiply_values(p, values, i);
+    }
+  }
+
+  // Whether the parent that waits is the query's last.
+  __device__ __forceinline__ bool was_last() const { return position_ < 0; }
+
+  // What is known of the parent that waits, in a scoring pass.
+  struct Scored {
+    float scores[2][4];  // normaliser: products, which the scales have not met; importance: less the maximum
+    Scales scales;
+    int cursor;
+  };
+
+  // A round of a scoring pass.
+  __device__ __forceinline__ void score(uint32_t slot, Scored& scored) {
+    account(scored);
+    Scales const scales = load_scales(slot);
+    float products[2][4];
+    clear(products, 0.0f);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      uint32_t keys[4];
+      load_keys(keys, slot, i);
+      multiply_keys(products, keys, i);
+      if (i % 2 == 1) turn(i / 2);
+    }
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        // The maximum of importance is known, and this takes no more instructions than a copy.
+        bool const known = Cfg::kPass == Pass::kImportance;
+        scored.scores[tile][e] = known ? below_maximum(scales, products, tile, e) : products[tile][e];
+      }
+    }
+    scored.scales = scales;
+    scored.cursor = cursor_;
+    advance();
+  }
+
+  __device__ __forceinline__ void account(Scored& scored) {
+    float x[2][4];
+    if constexpr (Cfg::kPass == Pass::kNormaliser) {
+      if (__any_sync(kFullWarp, exponents(scored.scales, scored.scores, x) > kSlack)) {
+        Base::apply(scored.scales, scored.scores);
+        Base::template raise_own<1>(scored.scores);
+        exponents_of(scored.scores, x);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        sum_[i] += (ptx::exp2_movable(x[0][2 * i]) + ptx::exp2_movable(x[0][2 * i + 1])) +
+                   (ptx::exp2_movable(x[1][2 * i]) + ptx::exp2_movable(x[1][2 * i + 1]));
+      }
+    } else {
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[tile][e] = Base::weight(e / 2, scored.scores[tile][e]);
+      }
+      Base::add_columns(x, scored.cursor, true, column_);
+    }
+  }
+
+  __device__ __forceinline__ void account_last(Scored& scored) {
+    if constexpr (Cfg::kPass == Pass::kNormaliser) {
+      Base::apply(scored.scales, scored.scores);
+      Base::add_to_normaliser(scored.scores, was_last());
+    } else {
+      account(scored);
+    }
   }
 
   // See Base::spoil.
@@ -229,28 +492,15 @@ private:
     }
   }
 
-  // O += P V, each fragment of V loaded a step ahead.
-  __device__ __forceinline__ void add_values(uint32_t slot, uint32_t const (&p)[4]) {
-    uint32_t const values = slot + value_lane_;
-    uint32_t b[2][4];
-    ptx::load_matrix_x4_transposed(b[0], chunks_of(values, 0) + Cfg::kValueOffset);
-#pragma unroll
-    for (int step = 0; step < kValueTiles / 2; ++step) {
-      uint32_t(&now)[4] = b[step % 2];
-      if (step + 1 < kValueTiles / 2) {
-        ptx::load_matrix_x4_transposed(b[(step + 1) % 2], chunks_of(values, step + 1) + Cfg::kValueOffset);
-      }
-      Pairs<typename Cfg::Element>::mma(o_[2 * step], p, now[0], now[1]);
-      Pairs<typename Cfg::Element>::mma(o_[2 * step + 1], p, now[2], now[3]);
-    }
-  }
-
+  uint32_t const shared_;
   uint32_t const key_lane_;
   uint32_t const value_lane_;
-  uint32_t closed_ = 0;
+  uint32_t const scale_lane_;
+  int const column_;
+  uint32_t closed_ = 0;  // of the parent that waits, candidates that are no leaves
   int left_ = -1;  // ranks until turning begins anew; -1: until it begins
   half2 turned_[Cfg::kReadsValues ? 1 : kSteps][4];
-  rope::Turns step_[kHalf];
+  rope::Turns step_[kHalf];  // by kSiblings; shears from kWideSteps on
 };
 
 }  // namespace htree_cuda::layer

@@ -14,8 +14,9 @@
 //   one query     a call with a single query has one block of it a head, and splits it: the consumers take turns, a
 //                 `turn_period` of ranks each, with running states of their own, which are merged in the end
 //   registers     160 a consumer thread, 32 a producer thread: 3 * 128 * 160 + 128 * 32 = 65536
-//   shared memory 224 KB: kFirst: the queries, as WGMMA reads them; else as many stages as fit. At K = V = 128 these are 6
-//                 (24 parents), and 5 in values passes of kFirst
+//   shared memory 224 KB: kFirst: the queries, as WGMMA reads them; kBelow: the turns from which queries begin anew, and in
+//                 values passes the queries; else as many stages as fit. At K = V = 128 these are 5 (20 parents) in
+//                 values passes, and in others 6 of kFirst and 12 of kBelow
 #pragma once
 
 #include <cuda_bf16.h>
@@ -83,15 +84,19 @@ struct Config {
   static constexpr int kEmptyOffset = 8;
   static constexpr int kMaskOffset = 16;
   static_assert(kMaskOffset + 4 * kConsumers <= kScaleOffset);
-  // kFirst: the turned queries, for each warpgroup panels of 64 rows, the heads of its four queries.
+  // kFirst: the turned queries, for each warpgroup panels of 64 rows, the heads of its four queries. kBelow: each query as
+  // it is, in fragments, where it does not stay in registers; then the turns from which it begins anew, for each.
   static constexpr int kQueryPanelBytes = 64 * 128;
-  static constexpr int kQueryBytes = kWalk == Walk::kFirst ? kK / 64 * kQueryPanelBytes : 0;
-  static constexpr int kFit = (224 * 1024 - kConsumers / 4 * kQueryBytes) / kStageBytes;
+  static constexpr int kQueryBytes = kWalk == Walk::kFirst || kReadsValues ? kK / 64 * kQueryPanelBytes : 0;
+  static constexpr int kTurnBytes = kWalk == Walk::kFirst ? 0 : kK / 8 * 16;
+  static constexpr int kTurnOffset = kConsumers / 4 * kQueryBytes;
+  static constexpr int kRingOffset = kTurnOffset + kConsumers * kTurnBytes;
+  static constexpr int kFit = (224 * 1024 - kRingOffset) / kStageBytes;
   static constexpr int kStages = kFit < 12 ? kFit : 12;
   static constexpr int kAlignment = 1024;
-  static constexpr int kRingOffset = kConsumers / 4 * kQueryBytes;
   static constexpr int kSharedBytes = kAlignment + kRingOffset + kStages * kStageBytes;
   static_assert(kStages >= 3 && kSharedBytes <= 232448);
+  static_assert(kRingOffset % (kWalk == Walk::kFirst ? 1024 : 256) == 0);
 
   // Where a query is split, the ring is reused in the end, but for the barriers in it: 16 bytes for every consumer and head
   // in the first stage, and O as fragments, the same number of consumers a stage.

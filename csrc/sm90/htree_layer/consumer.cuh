@@ -247,9 +247,9 @@ protected:
     normalise<1>(raw);
   }
 
-  // Running sums of this thread's columns alone; merged in the end.
+  // Maxima and running sums are of this thread's columns alone; merged in the end.
   template <int kParents>
-  __device__ __forceinline__ void normalise(float const (&raw)[2 * kParents][4]) {
+  __device__ __forceinline__ void raise_own(float const (&raw)[2 * kParents][4]) {
     float const largest[2] = {row_max<kParents>(raw, 0), row_max<kParents>(raw, 1)};
     bool const raises[2] = {exponent(0, largest[0]) > kSlack, exponent(1, largest[1]) > kSlack};
     if (raises[0] || raises[1]) {
@@ -258,6 +258,11 @@ protected:
         if (raises[i]) sum_[i] *= raise(i, largest[i]);
       }
     }
+  }
+
+  template <int kParents>
+  __device__ __forceinline__ void normalise(float const (&raw)[2 * kParents][4]) {
+    raise_own<kParents>(raw);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -268,19 +273,32 @@ protected:
     }
   }
 
-  // exp(s - lse_g)
-  __device__ __forceinline__ float weight(int i, float raw) const {
-    return ptx::exp2_movable(fmaf(raw - max_[i], unit_[i], -log_sum_[i]));
+  // exp(s - lse_g), of the score less the normaliser's maximum, raw.
+  __device__ __forceinline__ float weight(int i, float below_maximum) const {
+    return ptx::exp2_movable(fmaf(below_maximum, unit_[i], -log_sum_[i]));
   }
+
+  // The importance of a parent's children.
+  __device__ __forceinline__ void weigh(float const (&raw)[2][4], int cursor, bool taken) {
+    float weights[2][4];
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) weights[tile][e] = weight(e / 2, raw[tile][e] - max_[e / 2]);
+    }
+    add_columns(weights, cursor, taken, column());
+  }
+
+  // The child whose column sum this thread holds in the end.
+  __device__ __forceinline__ int column() const { return (lane_ & 16) / 2 + 2 * tq_ + (lane_ & 8) / 8; }
 
   // Column sums over the heads, by a butterfly that halves what is sent: first two columns of four, then one of two. Of a
   // parent that the query takes they are written.
-  __device__ __forceinline__ void weigh(float const (&raw)[2][4], int ahead, bool taken) {
+  __device__ __forceinline__ void add_columns(float const (&weights)[2][4], int cursor, bool taken,
+                                              int column_summed) {
     float column[4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      column[c] = weight(0, raw[c / 2][c % 2]) + weight(1, raw[c / 2][2 + c % 2]);
-    }
+    for (int c = 0; c < 4; ++c) column[c] = weights[c / 2][c % 2] + weights[c / 2][2 + c % 2];
     bool const second = lane_ & 16;
     float a = second ? column[2] : column[0];
     float b = second ? column[3] : column[1];
@@ -290,23 +308,18 @@ protected:
     float sum = odd ? b : a;
     sum += __shfl_xor_sync(kFullWarp, odd ? a : b, 8);
     sum += __shfl_xor_sync(kFullWarp, sum, 4);
-    if (taken && (lane_ & 4) == 0) {
-      int const c = (second ? 8 : 0) + 2 * tq_ + (odd ? 1 : 0);
-      args_.importance[static_cast<std::int64_t>(cursor_ + ahead) * kSiblings + c] = sum;
-    }
+    ptx::store_global_if(taken && (lane_ & 4) == 0,
+                         args_.importance + static_cast<std::int64_t>(cursor) * kSiblings + column_summed, sum);
   }
 
   // P of some parents, rounded to the dtype, in A fragments; sums and O are rescaled where a maximum rises. That is rare,
-  // so exponentials are computed as if it did not. So they are as if all candidates were leaves where few parents have others
-  // (`dead`, of one parent).
+  // so exponentials are computed as if it did not.
   template <int kParents>
-  __device__ __forceinline__ void exponentials(float (&raw)[2 * kParents][4], uint32_t (&p)[kParents][4],
-                                               uint32_t dead = 0) {
+  __device__ __forceinline__ void exponentials(float const (&raw)[2 * kParents][4], uint32_t (&p)[kParents][4]) {
     bool const rises = maximum_rises<kParents>(raw);
     float sum[2] = {sum_[0], sum_[1]};
     exponentiate<kParents>(raw, p, sum);
-    if (rises || dead != 0) {
-      if constexpr (kParents == 1) mask(raw, dead);
+    if (rises) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float const largest = quad_max(row_max<kParents>(raw, i));

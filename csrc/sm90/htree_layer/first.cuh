@@ -196,7 +196,7 @@ private:
     for (int slot = 0; slot < kParents; ++slot) Base::apply(scales[slot], of_parent(raw, slot));
     if constexpr (Cfg::kPass == Pass::kImportance) {
 #pragma unroll
-      for (int slot = 0; slot < kParents; ++slot) Base::weigh(of_parent(raw, slot), slot, mine >> slot & 1u);
+      for (int slot = 0; slot < kParents; ++slot) Base::weigh(of_parent(raw, slot), cursor_ + slot, mine >> slot & 1u);
     } else if (mine == (1u << kParents) - 1 && position_ >= kParents * kSiblings) {
       Base::template normalise<kParents>(raw);
     } else {

@@ -27,7 +27,11 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) htree_layer_kernel(const __g
     if (warp == Cfg::kConsumers) produce<Cfg>(args, ring);
   } else {
     ptx::raise_registers<Cfg::kConsumerRegisters>();
-    std::conditional_t<Cfg::kWalk == Walk::kFirst, FirstConsumer<Cfg>, BelowConsumer<Cfg>>(args).run(ring);
+    if constexpr (Cfg::kWalk == Walk::kFirst) {
+      FirstConsumer<Cfg>(args).run(ring);
+    } else {
+      BelowConsumer<Cfg>(args, ring).run(ring);
+    }
   }
 }
 

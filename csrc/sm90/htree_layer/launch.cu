@@ -262,10 +262,11 @@ void gather(ForwardParams const& p, Plan const& plan, int l, std::int64_t begin,
   packing::tree_pack(args, p.dtype, stream);
 }
 
-// Ranks that a query turns through before it begins anew. Rounding adds up to 0.39 of the error that rounding bf16
+// Ranks that a query turns through before it begins anew. Rounding adds up to 0.40 of the error that rounding bf16
 // operands makes, and 1.32 of that of fp16 ones (tests/test_turning.py).
 constexpr int kTurnPeriod = 8;
 constexpr int kTurnPeriodHalf = 1;
+constexpr double kMostAngle = 1.75;  // of a shear from parent to parent; the tangent of its half is 1.2
 
 // A scale of zero is the smallest: rows of q become zeros.
 rope::ScoreScale score_scale(double scale) {
@@ -273,6 +274,11 @@ rope::ScoreScale score_scale(double scale) {
   double const mantissa = std::frexp(scale * 1.4426950408889634, &exponent);  // in [0.5, 1)
   if (mantissa == 0.0) return {1.0f, -1000};
   return {static_cast<float>(2.0 * mantissa), exponent - 1};
+}
+
+// Whether angles from parent to parent are within what rope::shear_fragments_back is for, beyond its wide steps.
+bool shears_suffice(double base, int K) {
+  return kSiblings * std::pow(base, -32.0 * rope::kWideSteps / K) <= kMostAngle;
 }
 
 layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
@@ -291,7 +297,8 @@ layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
   args.G = static_cast<int>(p.G);
   args.scale = score_scale(p.scale);
   args.strict_causal = p.strict_causal;
-  args.turn_period = p.dtype == DType::kFloat16 ? kTurnPeriodHalf : kTurnPeriod;
+  bool const often = p.dtype == DType::kFloat16 || !shears_suffice(p.rope_base, static_cast<int>(p.K));
+  args.turn_period = often ? kTurnPeriodHalf : kTurnPeriod;
   args.split = p.T_q == 1;
   args.layers = plan.layers;
   args.top_k = static_cast<int>(p.top_k);

@@ -2,7 +2,10 @@
 //
 //   barrier        arrives                        waits           makes visible / frees
 //   full[stage]    producer, once, and the bytes   12 consumers    four parents and their masks
-//   empty[stage]   each consumer warp, once        producer        the stage may be overwritten
+//   empty[stage]   each consumer warp, once;       producer        the stage may be overwritten
+//                  values: after a later stage
+//                  has begun, see below.cuh and
+//                  first.cuh
 //   kQueryBarrier  the warps of a warpgroup        the same        kFirst: its queries, before the first product
 //                  (named barriers)
 //   kMergeBarrier  12 consumers (named barrier)    the same        a split query, after the last stage: the ring is free;
