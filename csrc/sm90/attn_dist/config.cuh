@@ -112,7 +112,8 @@ struct Config {
     alignas(1024) uint8_t ring[kStages][kStageBytes];                            // K tiles; Q on its way to registers
     alignas(1024) uint8_t q_panel[kConsumers][kSharedPanels ? kPanelBytes : 16];  // the ninth panel of Q
     alignas(16) float sums[kConsumers][kWarps][kSumRows][kSumStride];
-    uint32_t valid[kValidTiles][kWarps];  // slots of a tile that count, a bit each: RowGather::lane_of(slot) of warp_of(slot)
+    // Slots of a tile that count, a bit each: RowGather::lane_of(slot) of word warp_of(slot).
+    uint32_t valid[kValidTiles][kWarps];
     alignas(16) float staging[kConsumers][kTileKeys];  // sums over 64 heads on their way to global memory
     uint64_t full[kStages];
     uint64_t empty[kStages];

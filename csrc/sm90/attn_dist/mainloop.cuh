@@ -74,7 +74,8 @@ public:
         bool const is_valid = static_cast<unsigned>(index) < static_cast<unsigned>(g.visible);
         copy.point(is_valid ? index : -1, k, p_.k_stride_s);
         uint32_t const valid = __ballot_sync(0xffffffffu, is_valid);
-        if (thread_ % 32 == 0) ptx::store_shared_4B(valid_ + 4 * (tile % C::kValidTiles * C::kWarps + thread_ / 32), valid);
+        uint32_t const word = tile % C::kValidTiles * C::kWarps + thread_ / 32;
+        if (thread_ % 32 == 0) ptx::store_shared_4B(valid_ + 4 * word, valid);
         ++tile;
         index = upcoming;
         upcoming = next_index();
@@ -231,7 +232,7 @@ private:
   __device__ __forceinline__ void pipelined_tiles(int count) {
     float even[wgmma::kAccumulators];
     float odd[wgmma::kAccumulators];
-    ready_ = false;  // Q came between
+    landed_ = room_ = false;  // Q came between
     multiply<false, kMasked>(even, odd);
 #pragma unroll 1
     for (; count > 2; count -= 2) {
@@ -257,7 +258,7 @@ private:
         at_ = at_.ahead(C::kTileStages);
         continue;
       }
-      ready_ = false;
+      landed_ = false;
       multiply<false, kMasked>(acc, acc);
       finish<kMasked>(acc);
     }
@@ -279,11 +280,11 @@ private:
     for (int st = 0; st < C::kTileStages; ++st) {
       k[st] = wgmma::Descriptor(stages_ + at_.ahead(st).slot * C::kStageBytes);
     }
-    if (!ready_) {
+    if (!landed_) {
 #pragma unroll
       for (int st = 0; st < C::kTileStages; ++st) ring_.wait_full(at_.ahead(st), "attn_dist: K");
-      if (kOverlap) epilogue_.wait_room();
     }
+    if (kOverlap && !room_) epilogue_.wait_room();
     RingPosition<C::kStages> const after = at_.ahead(C::kTileStages);
     wgmma::fence();
 #pragma unroll
@@ -300,9 +301,10 @@ private:
       if constexpr (kOverlap) steps<kMasked, 0>(panel, last);
     }
     if (C::kSplit == Split::kHeads) {
-      ready_ = epilogue_.test_room();
+      landed_ = true;
 #pragma unroll
-      for (int st = 0; st < C::kTileStages; ++st) ready_ &= ring_.test_full(after.ahead(st));
+      for (int st = 0; st < C::kTileStages; ++st) landed_ &= ring_.test_full(after.ahead(st));
+      room_ = epilogue_.test_room();
     }
     previous_slot_ = at_.ahead(C::kTileStages - 1).slot;
     at_ = after;
@@ -364,7 +366,8 @@ private:
   Epilogue<C> epilogue_;
   RingPosition<C::kStages> at_;
   uint32_t previous_slot_ = 0;
-  bool ready_ = false;  // the next tile has landed, and there is room for the sums of this one
+  bool landed_ = false;  // the next tile
+  bool room_ = false;    // for the sums of the tile before it
   uint32_t q_[C::kRegPanels * C::kPanelSteps][4];
 };
 

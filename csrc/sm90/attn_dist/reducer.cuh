@@ -1,6 +1,6 @@
 // The warpgroup that adds what the consumers leave: of each tile and consumer 64 columns of 32 sums over two heads each, in
-// the order of the warps. Invalid slots, which the producer tells, become zero, and the sums go to global memory by bulk copies, 32 a warp (by
-// plain stores where rows of `out` are not multiples of 16 bytes). None of it holds up a WGMMA.
+// the order of the warps. Invalid slots, which the producer tells, become zero, and the sums go to global memory by bulk
+// copies, 32 a warp (by plain stores where rows of `out` are not multiples of 16 bytes). None of it holds up a WGMMA.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,10 @@ template <class C>
 class Reducer {
 public:
   __device__ __forceinline__ Reducer(KernelParams const& p, typename C::SharedStorage& shared, int warp)
-      : p_(p), consumer_(warp / kWarpsEach), column_(threadIdx.x % C::kTileKeys), barriers_(sum_barriers<C>(shared, consumer_)),
-        sums_(ptx::shared_address(&shared.sums[consumer_][0][0][column_])),
-        valid_(ptx::shared_address(&shared.valid[0][0])), staging_(ptx::shared_address(&shared.staging[consumer_][0])) {}
+      : p_(p), consumer_(warp / kWarpsEach), column_(threadIdx.x % C::kTileKeys),
+        barriers_(sum_barriers<C>(shared, consumer_)), sums_(ptx::shared_address(&shared.sums[consumer_][0][0][column_])),
+        valid_(ptx::shared_address(&shared.valid[0][0])),
+        staging_(ptx::shared_address(&shared.staging[consumer_][0])) {}
 
   __device__ __forceinline__ void run() {
     uint32_t tile = 0;  // of all that the producer gathers

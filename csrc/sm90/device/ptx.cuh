@@ -105,6 +105,18 @@ __device__ __forceinline__ void store_shared_16B(uint32_t address, uint4 value) 
                : "memory");
 }
 
+// Where `wanted`, without a branch.
+__device__ __forceinline__ void store_global_if(bool wanted, float* address, float value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %2, 0;\n"
+      "@wanted st.global.f32 [%0], %1;\n"
+      "}\n" ::"l"(address),
+      "f"(value), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+}
+
 // ---- asynchronous copies -----------------------------------------------------------------------------------------
 
 // 16 bytes from global to shared memory, past L1; where `sign` is negative nothing is read and zeros are written.

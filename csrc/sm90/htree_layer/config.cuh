@@ -87,7 +87,7 @@ struct Config {
   // kFirst: the turned queries, for each warpgroup panels of 64 rows, the heads of its four queries. kBelow: each query as
   // it is, in fragments, where it does not stay in registers; then the turns from which it begins anew, for each.
   static constexpr int kQueryPanelBytes = 64 * 128;
-  static constexpr int kQueryBytes = kWalk == Walk::kFirst || kReadsValues ? kK / 64 * kQueryPanelBytes : 0;
+  static constexpr int kQueryBytes = kReadsValues ? kK / 64 * kQueryPanelBytes : 0;
   static constexpr int kTurnBytes = kWalk == Walk::kFirst ? 0 : kK / 8 * 16;
   static constexpr int kTurnOffset = kConsumers / 4 * kQueryBytes;
   static constexpr int kRingOffset = kTurnOffset + kConsumers * kTurnBytes;

@@ -312,38 +312,7 @@ protected:
                          args_.importance + static_cast<std::int64_t>(cursor) * kSiblings + column_summed, sum);
   }
 
-  // P of some parents, rounded to the dtype, in A fragments; sums and O are rescaled where a maximum rises. That is rare,
-  // so exponentials are computed as if it did not.
-  template <int kParents>
-  __device__ __forceinline__ void exponentials(float const (&raw)[2 * kParents][4], uint32_t (&p)[kParents][4]) {
-    bool const rises = maximum_rises<kParents>(raw);
-    float sum[2] = {sum_[0], sum_[1]};
-    exponentiate<kParents>(raw, p, sum);
-    if (rises) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float const largest = quad_max(row_max<kParents>(raw, i));
-        float const factor = exponent(i, largest) > kSlack ? raise(i, largest) : 1.0f;
-        sum[i] = sum_[i] * factor;
-#pragma unroll
-        for (int tile = 0; tile < kValueTiles; ++tile) {
-          o_[tile][2 * i] *= factor;
-          o_[tile][2 * i + 1] *= factor;
-        }
-      }
-      exponentiate<kParents>(raw, p, sum);
-    }
-    sum_[0] = sum[0];
-    sum_[1] = sum[1];
-  }
-
-  // A vote among the heads of one query: whatever it decides follows from this query's data.
-  template <int kParents>
-  __device__ __forceinline__ bool maximum_rises(float const (&raw)[2 * kParents][4]) const {
-    return __any_sync(kFullWarp, exponent(0, row_max<kParents>(raw, 0)) > kSlack ||
-                                     exponent(1, row_max<kParents>(raw, 1)) > kSlack);
-  }
-
+  // P of some parents, rounded to the dtype, in A fragments.
   template <int kParents>
   __device__ __forceinline__ void exponentiate(float const (&raw)[2 * kParents][4], uint32_t (&p)[kParents][4],
                                                float (&sum)[2]) const {

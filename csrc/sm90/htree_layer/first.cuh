@@ -1,8 +1,8 @@
 // Walk::kFirst: a warpgroup computes the scores of its four queries against four parents at once by WGMMA, 64 heads by 64
 // keys, and adds P V likewise, 64 heads by V columns; keys and values are where the bulk copy put them. All queries see the
 // same parents, so nothing is read twice. What is between the two products belongs to a warp and its query alone; scores
-// of parents that it does not take are ignored, and their P is zero. The queries wait in shared memory: beside O and the
-// scores there are no registers for them.
+// of parents that it does not take are ignored, and their P is zero. In values passes the queries wait in shared memory:
+// beside O and the scores there are no registers for them.
 #pragma once
 
 #include <type_traits>
@@ -22,10 +22,14 @@ class FirstConsumer : public Consumer<Cfg> {
   using Base::kSteps;
   using Base::kValueTiles;
   using Base::lane_;
+  using Base::max_;
   using Base::o_;
   using Base::position_;
   using Base::q_;
+  using Base::sum_;
+  using Base::unit_;
   using Base::warp_;
+  using Scales = typename Base::Scales;
   static constexpr int kParents = Cfg::kStageSlots;
   static_assert(kParents * kSiblings == 64 && wgmma::kAccumulators == 8 * kParents && wgmma::kDepth == kSiblings);
 
@@ -33,65 +37,71 @@ public:
   __device__ explicit FirstConsumer(Args const& args) : Base(args) {}
 
   __device__ void run(Ring<Cfg> const& ring) {
-    store_queries(queries_of(ring));
-    wgmma::Descriptor const queries(queries_of(ring));
     if constexpr (Cfg::kReadsValues) {
-      add_all(ring, queries);
+      store_queries(queries_of(ring));
+      add_all(ring, wgmma::Descriptor(queries_of(ring)));
       if (*args_.spoilt != 0) spoil();
     } else {
-      score_all(ring, queries);
+      score_all(ring);
     }
     Base::finish(ring);
   }
 
 private:
+  // A group of parents whose scores are under way.
+  struct Begun {
+    float raw[2 * kParents][4];
+    uint32_t stage;
+    uint32_t mine;  // a bit for each parent that the query takes
+  };
+
   // Two groups at a time: the scores of the second are under way while those of the first are considered.
-  __device__ __forceinline__ void score_all(Ring<Cfg> const& ring, wgmma::Descriptor const& queries) {
-    RingPosition<Cfg::kStages> begun, at;
+  __device__ __forceinline__ void score_all(Ring<Cfg> const& ring) {
+    RingPosition<Cfg::kStages> at;
     int group = 0;
     for (; group + 1 < groups_; group += 2) {
-      float first[2 * kParents][4], second[2 * kParents][4];
-      multiply_keys(first, ring, queries, begun);
-      multiply_keys(second, ring, queries, begun);
-      consider<1>(first, ring, at);
-      consider<0>(second, ring, at);
+      Begun first, second;
+      begin(first, ring, at);
+      multiply_keys(first);
+      begin(second, ring, at);
+      multiply_keys(second);
+      consider<1>(first);
+      consider<0>(second);
     }
     if (group < groups_) {
-      float last[2 * kParents][4];
-      multiply_keys(last, ring, queries, begun);
-      consider<0>(last, ring, at);
+      Begun last;
+      begin(last, ring, at);
+      multiply_keys(last);
+      consider<0>(last);
     }
   }
 
   __device__ __forceinline__ void add_all(Ring<Cfg> const& ring, wgmma::Descriptor const& queries) {
-    RingPosition<Cfg::kStages> begun, at;
-    uint32_t held = 0;  // empty barrier of the stage whose values are being multiplied
+    RingPosition<Cfg::kStages> at;
+    uint32_t held = 0;  // the stage whose values are being multiplied
     fetch_closed();
     for (int group = 0; group < groups_; ++group) {
-      float raw[2 * kParents][4];
-      uint32_t const stage = multiply_keys(raw, ring, queries, begun);
-      uint32_t const mine = taken(ring, at);
+      Begun begun;
+      begin(begun, ring, at);
       Scales scales[kParents];
-      load_scales(scales, stage);
+      load_scales(scales, begun.stage);
+      multiply_keys(begun, queries);
       wgmma::wait<0>();
-      wgmma::pin(products(raw));
+      wgmma::pin(products(begun.raw));
       wgmma::pin(out());
       if (group > 0) release(held);
-      held = ring.barriers.empty_at(at.slot);
+      held = begun.stage;
       uint32_t p[kParents][4] = {};
-      if (mine != 0) probabilities(raw, scales, mine, p);
-      multiply_values(p, stage);
+      if (begun.mine != 0) probabilities(begun.raw, scales, begun.mine, p);
+      multiply_values(p, begun.stage);
       position_ -= kParents * kSiblings;
       cursor_ += kParents;
       fetch_closed();
-      at = at.ahead(1);
     }
     wgmma::wait<0>();
     wgmma::pin(out());
     if (groups_ > 0) release(held);
   }
-
-  using Scales = typename Base::Scales;
 
   __device__ __forceinline__ auto& out() { return reinterpret_cast<float(&)[4 * kValueTiles]>(o_); }
 
@@ -103,11 +113,6 @@ private:
     return reinterpret_cast<float(&)[2][4]>(raw[2 * slot]);
   }
 
-  // A bit for each parent of the stage that the query takes.
-  __device__ __forceinline__ uint32_t taken(Ring<Cfg> const& ring, RingPosition<Cfg::kStages> const& at) const {
-    return active_ ? ptx::load_shared_4B(ring.mask(ring.stage(at.slot), warp_)) : 0u;
-  }
-
   __device__ __forceinline__ void load_scales(Scales (&scales)[kParents], uint32_t stage) const {
 #pragma unroll
     for (int slot = 0; slot < kParents; ++slot) {
@@ -115,19 +120,18 @@ private:
     }
   }
 
-  __device__ __forceinline__ void release(uint32_t empty) const {
+  __device__ __forceinline__ void release(uint32_t stage) const {
     __syncwarp();
-    if (lane_ == 0) barriers::mbarrier_arrive(empty);
+    if (lane_ == 0) barriers::mbarrier_arrive(stage + Cfg::kEmptyOffset);
   }
 
-  // Of the parents of the group at hand, those up to the query's own; the others are not written.
+  // Of the parents of the group at hand, those up to the query's own; the others are not written. Lane i asks for that of
+  // parent i % 4: a value that is the same in all lanes would go to a uniform register, and wait for it here.
   __device__ __forceinline__ void fetch_closed() {
     if constexpr (Cfg::kReadsValues) {
       if (!active_ || args_.layer == 0) return;
-#pragma unroll
-      for (int slot = 0; slot < kParents; ++slot) {
-        if (position_ >= slot * kSiblings) closed_[slot] = args_.closed[cursor_ + slot];
-      }
+      int const slot = lane_ % kParents;
+      if (position_ >= slot * kSiblings) closed_ = args_.closed[cursor_ + slot];
     }
   }
 
@@ -149,23 +153,38 @@ private:
     barriers::named_sync(Cfg::kQueryBarrier + warp_ / 4, 128);
   }
 
-  // Begins the scores of the next group's parents, once it is there; returns where the stage is.
-  __device__ __forceinline__ uint32_t multiply_keys(float (&raw)[2 * kParents][4], Ring<Cfg> const& ring,
-                                                    wgmma::Descriptor const& queries,
-                                                    RingPosition<Cfg::kStages>& begun) const {
-    ring.barriers.wait_full(begun, "htree_layer consumer: full");
+  // Waits for the next group. What is needed besides products is read before they begin: they take all of shared memory's
+  // bandwidth.
+  __device__ __forceinline__ void begin(Begun& begun, Ring<Cfg> const& ring, RingPosition<Cfg::kStages>& at) const {
+    ring.barriers.wait_full(at, "htree_layer consumer: full");
     // Through a shuffle, which tells the compiler that it is uniform: descriptors live in uniform registers.
-    uint32_t const stage = __shfl_sync(kFullWarp, ring.stage(begun.slot), 0);
-    wgmma::Descriptor const keys(stage + Cfg::kKeyOffset);
+    begun.stage = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
+    begun.mine = active_ ? ptx::load_shared_4B(ring.mask(begun.stage, warp_)) : 0u;
+    at = at.ahead(1);
+  }
+
+  // Begins the scores; the queries in shared memory.
+  __device__ __forceinline__ void multiply_keys(Begun& begun, wgmma::Descriptor const& queries) const {
+    wgmma::Descriptor const keys(begun.stage + Cfg::kKeyOffset);
     wgmma::fence();
 #pragma unroll
     for (int kk = 0; kk < kSteps; ++kk) {
-      wgmma::mma_ss<cutlass::half_t>(products(raw), queries.at(kk / 4 * Cfg::kQueryPanelBytes + kk % 4 * 32),
+      wgmma::mma_ss<cutlass::half_t>(products(begun.raw), queries.at(kk / 4 * Cfg::kQueryPanelBytes + kk % 4 * 32),
                                      keys.at(kk / 4 * Cfg::kPanelBytes + kk % 4 * 32), kk > 0);
     }
     wgmma::commit();
-    begun = begun.ahead(1);
-    return stage;
+  }
+
+  // The same, this warp's query in registers.
+  __device__ __forceinline__ void multiply_keys(Begun& begun) const {
+    wgmma::Descriptor const keys(begun.stage + Cfg::kKeyOffset);
+    wgmma::fence();
+#pragma unroll
+    for (int kk = 0; kk < kSteps; ++kk) {
+      wgmma::mma_rs<cutlass::half_t>(products(begun.raw), reinterpret_cast<uint32_t const(&)[4]>(q_[kk]),
+                                     keys.at(kk / 4 * Cfg::kPanelBytes + kk % 4 * 32), kk > 0);
+    }
+    wgmma::commit();
   }
 
   // O += P V, complete when the next stage's scores are.
@@ -182,46 +201,130 @@ private:
     wgmma::commit();
   }
 
-  // The scores of the group at hand, once at most kPending later products are not complete.
+  // The scores of a group, once at most kPending later products are not complete.
   template <int kPending>
-  __device__ __forceinline__ void consider(float (&raw)[2 * kParents][4], Ring<Cfg> const& ring,
-                                           RingPosition<Cfg::kStages>& at) {
-    uint32_t const mine = taken(ring, at);
+  __device__ __forceinline__ void consider(Begun& begun) {
+    auto& raw = begun.raw;
     Scales scales[kParents];
-    load_scales(scales, ring.stage(at.slot));
+    load_scales(scales, begun.stage);
     wgmma::wait<kPending>();
     wgmma::pin(products(raw));
-    release(ring.barriers.empty_at(at.slot));
-#pragma unroll
-    for (int slot = 0; slot < kParents; ++slot) Base::apply(scales[slot], of_parent(raw, slot));
-    if constexpr (Cfg::kPass == Pass::kImportance) {
-#pragma unroll
-      for (int slot = 0; slot < kParents; ++slot) Base::weigh(of_parent(raw, slot), cursor_ + slot, mine >> slot & 1u);
-    } else if (mine == (1u << kParents) - 1 && position_ >= kParents * kSiblings) {
-      Base::template normalise<kParents>(raw);
+    release(begun.stage);
+    bool const whole = begun.mine == (1u << kParents) - 1 && position_ >= kParents * kSiblings;
+    if (Cfg::kPass == Pass::kNormaliser && whole) {
+      normalise(raw, scales);
     } else {
 #pragma unroll
       for (int slot = 0; slot < kParents; ++slot) {
-        bool const last = position_ < (slot + 1) * kSiblings;
-        if (mine >> slot & 1u) Base::add_to_normaliser(of_parent(raw, slot), last);
+        Base::apply(scales[slot], of_parent(raw, slot));
+        bool const taken = begun.mine >> slot & 1u;
+        if constexpr (Cfg::kPass == Pass::kImportance) {
+          Base::weigh(of_parent(raw, slot), cursor_ + slot, taken);
+        } else if (taken) {
+          Base::add_to_normaliser(of_parent(raw, slot), position_ < (slot + 1) * kSiblings);
+        }
       }
     }
     position_ -= kParents * kSiblings;
     cursor_ += kParents;
-    at = at.ahead(1);
   }
 
-  __device__ __forceinline__ void probabilities(float (&raw)[2 * kParents][4], Scales const (&scales)[kParents],
-                                                uint32_t mine, uint32_t (&p)[kParents][4]) {
+  // Exponentials of a parent's children, not of those that are `dead`.
+  __device__ __forceinline__ void exponentials(float const (&raw)[2][4], Scales const& scales, uint32_t dead,
+                                               float (&x)[2][4]) const {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      float2 const scale = scales.tile[tile];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        // Less the maximum while raw, rounded once, since products with scales are exact.
+        x[tile][e] = fmaf(raw[tile][e], fabsf(e % 2 ? scale.y : scale.x), -max_[e / 2]) * unit_[e / 2];
+      }
+    }
+    Base::mask(x, dead);
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[tile][e] = ptx::exp2_movable(x[tile][e]);
+    }
+  }
+
+  // What exponentials of a group may sum up to in a thread before the maximum is raised: none is larger then.
+  static constexpr float kMost = 256.0f;  // 2^kSlack
+
+  // The scores of a whole group in the normaliser; maxima and sums are of this thread's columns alone.
+  __device__ __forceinline__ void normalise(float (&raw)[2 * kParents][4], Scales const (&scales)[kParents]) {
+    float sum[2] = {};
 #pragma unroll
     for (int slot = 0; slot < kParents; ++slot) {
-      Base::apply(scales[slot], of_parent(raw, slot));
-      bool const last = position_ < (slot + 1) * kSiblings;
-      uint32_t dead = args_.layer > 0 ? closed_[slot] : last ? Base::behind(Base::rightmost()) : 0u;
-      if ((mine >> slot & 1u) == 0) dead = 0xffffu;
-      Base::mask(of_parent(raw, slot), dead);
+      float x[2][4];
+      exponentials(of_parent(raw, slot), scales[slot], 0, x);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) sum[i] += (x[0][2 * i] + x[0][2 * i + 1]) + (x[1][2 * i] + x[1][2 * i + 1]);
     }
-    Base::template exponentials<kParents>(raw, p);
+    if (sum[0] > kMost || sum[1] > kMost) {
+#pragma unroll
+      for (int slot = 0; slot < kParents; ++slot) Base::apply(scales[slot], of_parent(raw, slot));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        sum_[i] *= Base::raise(i, fmaxf(max_[i], Base::template row_max<kParents>(raw, i)));
+        sum[i] = 0.0f;
+#pragma unroll
+        for (int tile = 0; tile < 2 * kParents; ++tile) {
+          sum[i] += ptx::exp2_movable(Base::exponent(i, raw[tile][2 * i])) +
+                    ptx::exp2_movable(Base::exponent(i, raw[tile][2 * i + 1]));
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sum_[i] += sum[i];
+  }
+
+  // P of a group, rounded to the dtype, in A fragments; sums and O are rescaled where a maximum rises. That is rare, so it
+  // shows in the sums of exponentials that are computed as if it did not.
+  __device__ __forceinline__ void probabilities(float (&raw)[2 * kParents][4], Scales const (&scales)[kParents],
+                                                uint32_t mine, uint32_t (&p)[kParents][4]) {
+    using Element = typename Cfg::Element;
+    uint32_t dead[kParents];
+    float sum[2] = {};
+#pragma unroll
+    for (int slot = 0; slot < kParents; ++slot) {
+      bool const last = position_ < (slot + 1) * kSiblings;
+      dead[slot] = last ? Base::behind(Base::rightmost()) : 0u;
+      if (args_.layer > 0) dead[slot] = __shfl_sync(kFullWarp, closed_, slot);
+      if ((mine >> slot & 1u) == 0) dead[slot] = 0xffffu;
+      float x[2][4];
+      exponentials(of_parent(raw, slot), scales[slot], dead[slot], x);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        sum[i] += (x[0][2 * i] + x[0][2 * i + 1]) + (x[1][2 * i] + x[1][2 * i + 1]);
+        p[slot][i] = Pairs<Element>::pack(x[0][2 * i], x[0][2 * i + 1]);
+        p[slot][2 + i] = Pairs<Element>::pack(x[1][2 * i], x[1][2 * i + 1]);
+      }
+    }
+    // A vote among the heads of one query: whatever it decides follows from this query's data.
+    if (__any_sync(kFullWarp, sum[0] > kMost || sum[1] > kMost)) {
+#pragma unroll
+      for (int slot = 0; slot < kParents; ++slot) {
+        Base::apply(scales[slot], of_parent(raw, slot));
+        Base::mask(of_parent(raw, slot), dead[slot]);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float const largest = quad_max(Base::template row_max<kParents>(raw, i));
+        float const factor = Base::raise(i, fmaxf(max_[i], largest));
+        sum_[i] *= factor;
+        sum[i] = 0.0f;
+#pragma unroll
+        for (int tile = 0; tile < kValueTiles; ++tile) {
+          o_[tile][2 * i] *= factor;
+          o_[tile][2 * i + 1] *= factor;
+        }
+      }
+      Base::template exponentiate<kParents>(raw, p, sum);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sum_[i] += sum[i];
   }
 
   // See Base::spoil.
@@ -236,7 +339,7 @@ private:
     }
   }
 
-  uint32_t closed_[kParents] = {};
+  uint32_t closed_ = 0;  // candidates that are no leaves, of parent lane % 4 of the group at hand
 };
 
 }  // namespace htree_cuda::layer

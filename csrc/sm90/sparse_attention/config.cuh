@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "../device/barriers.cuh"
 #include "../device/gather.cuh"
 #include "../device/slots.cuh"
 #include "../device/wgmma.cuh"
@@ -41,6 +42,11 @@ struct KernelParams {
   float lse_scale;           // from base 2
   bool causal;
 };
+
+// Waits are polled: the registers that suspension takes would spill.
+__device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity, char const* name) {
+  barriers::mbarrier_wait<barriers::Waiting::kPolling>(barrier, parity, name);
+}
 
 template <class Element_, int kHeadDim_>
 struct Config {

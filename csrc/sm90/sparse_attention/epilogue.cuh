@@ -33,7 +33,7 @@ public:
       if (lane() % 4 == 0) ptx::store_shared_4B(sum_address(me_, row + 8 * i), __float_as_uint(sum[i]));
     }
     barriers::mbarrier_arrive(meeting_);
-    barriers::mbarrier_wait<barriers::Waiting::kPolling>(meeting_, unit_parity_, "sparse_attention: the other consumer's sums");
+    wait_for(meeting_, unit_parity_, "sparse_attention: the other consumer's sums");
     float inverse[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -145,7 +145,7 @@ private:
     uint32_t const valid = __ballot_sync(0xffffffffu, is_valid);
     index = load_index(u, t + 2);
     gather_.settle();
-    barriers::mbarrier_wait<barriers::Waiting::kPolling>(barriers_.keys_empty(kBuffer, kHalf), parity_before(kBuffer),
+    wait_for(barriers_.keys_empty(kBuffer, kHalf), parity_before(kBuffer),
                             "sparse_attention: a free half of a tile");
     if (C::kKeyPanels > 0 && kOwners) copy_panels<kBuffer, 4 * C::kQuarterPanels, C::kKeyPanels>();
     copy_panels<kBuffer, 2 * kHalf * C::kQuarterPanels, C::kQuarterPanels>();
@@ -173,7 +173,7 @@ private:
   }
 
   __device__ __forceinline__ void load_q(Unit const& u) {
-    barriers::mbarrier_wait<barriers::Waiting::kPolling>(barriers_.q_empty, parity_before(kQ), "sparse_attention: room for Q");
+    wait_for(barriers_.q_empty, parity_before(kQ), "sparse_attention: room for Q");
     if (threadIdx.x % 32 == 0) {
       barriers::mbarrier_arrive_expect_bytes(barriers_.q_full, C::kSharedPanels * C::kPanelBytes);
 #pragma unroll 1
@@ -359,7 +359,7 @@ private:
   }
 
   __device__ __forceinline__ void wait_keys(int quarter) const {
-    barriers::mbarrier_wait<barriers::Waiting::kPolling>(barriers_.keys_full(kMe, quarter), keys_round_, "sparse_attention: a quarter of the keys");
+    wait_for(barriers_.keys_full(kMe, quarter), keys_round_, "sparse_attention: a quarter of the keys");
   }
 
   template <bool kFirst>
@@ -379,7 +379,7 @@ private:
   // for the scores in flight: ptxas would else see an output that WGMMAs may be writing, and wait each time (C7517). All
   // four warps wait where one has raised its own: PTX leaves a wait undefined that not the whole warpgroup executes.
   __device__ __forceinline__ void take_offsets(float (&out)[wgmma::kValueAccumulators]) {
-    barriers::mbarrier_wait<barriers::Waiting::kPolling>(barriers_.probabilities_full(kOther), other_round_,
+    wait_for(barriers_.probabilities_full(kOther), other_round_,
                             "sparse_attention: probabilities of the other consumer");
     other_round_ ^= 1;
     if (softmax_.take_offsets()) {
@@ -413,7 +413,7 @@ private:
   }
 
   __device__ __forceinline__ void wait_q() {
-    barriers::mbarrier_wait<barriers::Waiting::kPolling>(barriers_.q_full, q_round_, "sparse_attention: Q");
+    wait_for(barriers_.q_full, q_round_, "sparse_attention: Q");
     q_round_ ^= 1;
   }
 
