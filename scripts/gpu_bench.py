@@ -17,6 +17,8 @@ from gpu_common import BINARIES, RESULTS, benchmark_names, ensure_built, machine
 
 LIMIT_S = 420
 
+SHAPES = ["--inputs", "iid,local", "--lengths", "16384,65536,131072,262144", "--dense-up-to", "65536"]
+
 # Calls of `python -m htree_cuda bench`, each writing benchmarks/results/<name>.json.
 PYTHON_BENCHMARKS = {
     "forward_gpu": [
@@ -30,6 +32,11 @@ PYTHON_BENCHMARKS = {
         "--plot",
         str(RESULTS / "forward_gpu.png"),
     ],
+    # More heads, smaller groups, smaller dimensions, and the last queries of two million tokens.
+    "forward_gpu_h64_kv4": ["forward", "--heads", "64", "--kv-heads", "4", *SHAPES],
+    "forward_gpu_g8": ["forward", "--heads", "8", *SHAPES],
+    "forward_gpu_d64": ["forward", "--dim", "64", *SHAPES],
+    "forward_gpu_2m": ["forward", "--lengths", "2097152", "--queries", "131072", "--inputs", "iid,local"],
     "forward_gpu_torch": ["forward", "--backend", "torch", "--lengths", "8192,16384,32768"],
     "attn_dist_gpu": ["attn_dist"],
 }

@@ -32,7 +32,7 @@ SANITIZERS_AT_ONCE = 4
 SANITIZER_ERROR = 86  # exit status of compute-sanitizer where it has something to report
 # Reports that are known and wrong (docs/sanitizers.md). The tests themselves have to pass all the same.
 ONE_LANE = "racecheck does not count what a warp did before one of its lanes arrives at an mbarrier for it"
-HALF_STORES = "initcheck sees the first 32 of the 64 bytes that a bulk store writes"
+HALF_STORES = "initcheck sees the first 32 bytes of what a bulk store writes"
 EXPLAINED = {
     ("initcheck", "tests/test_attn_dist_gpu.py"): HALF_STORES,
     ("racecheck", "tests/test_attn_dist_gpu.py"): ONE_LANE,

@@ -208,6 +208,14 @@ def test_one_query_of_a_long_sequence_needs_little_workspace():
 
 
 @pytest.mark.hardware
+def test_two_million_tokens():
+    """Without overflow: the last queries of 2^21 + 5."""
+    T = (1 << 21) + 5
+    host, device = inputs(T, 13, G=2, seed=21)
+    check(host, device, 512, picks=(0, 12))
+
+
+@pytest.mark.hardware
 def test_every_node_selected_is_dense_attention():
     """Queries before max_top_nodes select everything: the same bits whether or not a layer lies above."""
     _, (q, k, v) = inputs(8200, 8200, G=2, K=64, V=64)
@@ -517,6 +525,25 @@ def test_streams_and_threads():
         t.join()
     for result in results.values():
         same_bits(result, expected)
+
+
+@pytest.mark.hardware
+def test_second_device():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+    _, first = inputs(3000, 500, G=4, K=64, V=64)
+    second = [x.to("cuda:1") for x in first]
+    results = []
+    for tensors in (first, second):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out, lse, selection = run(leaves, top_k_per_layer=16)
+        (out.float().square().sum() + lse.sum()).backward()
+        assert torch.cuda.current_device() == 0
+        assert {x.device for x in (out, lse, selection, *(x.grad for x in leaves))} == {tensors[0].device}
+        results.append([x.detach().cpu() for x in (out, lse, selection, *(x.grad for x in leaves))])
+    same_bits(*results)
+    with pytest.raises(ValueError, match="device"):
+        run((first[0], second[1], second[2]), top_k_per_layer=16)
 
 
 @pytest.mark.hardware

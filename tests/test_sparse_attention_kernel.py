@@ -407,3 +407,16 @@ def test_capture_and_replay():
         out.fill_(math.nan)
         graph.replay()
         assert torch.equal(out.cpu(), first[0]) and torch.equal(lse.cpu(), first[1])
+
+
+@pytest.mark.hardware
+def test_second_device():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+    x = problem(65, 200, s_q=20, s_kv=500, seed=13)
+    tensors = [t.to("cuda:0") for t in (x.q, x.kv, x.indices)]
+    expected = htree_cuda.sparse_attention(*tensors)
+    results = htree_cuda.sparse_attention(*(t.to("cuda:1") for t in tensors))
+    assert torch.cuda.current_device() == 0
+    for got, wanted in zip(results, expected, strict=True):
+        assert got.device == torch.device("cuda:1") and torch.equal(got.cpu(), wanted.cpu())
