@@ -130,7 +130,7 @@ def sparse_table(report: dict) -> str:
     )
 
 
-def forward_gpu() -> str:
+def forward_gpu(phases: bool = True) -> str:
     report = load("forward_gpu")
     if report is None:
         return NOT_MEASURED
@@ -162,7 +162,7 @@ def forward_gpu() -> str:
         "peak beyond inputs, MB",
     ]
     text = f"{shape} ({_gpu(report)}); faster than dense from T = ({where}):\n\n" + markdown(header, rows)
-    profiled = [f for f in report["figures"] if "phases_ms" in f]
+    profiled = [f for f in report["figures"] if "phases_ms" in f and phases]
     names = list(dict.fromkeys(name for f in profiled for name in f["phases_ms"]))
     if names:
         phase_rows = [
@@ -170,6 +170,36 @@ def forward_gpu() -> str:
         ]
         text += "\n\nBy phase, ms of one profiled call:\n\n" + markdown(["T", "inputs", *names], phase_rows)
     return text
+
+
+SHAPES = {
+    "H 16, H_kv 1, K = V = 128": "forward_gpu",
+    "H 64, H_kv 4": "forward_gpu_h64_kv4",
+    "H 8, H_kv 1": "forward_gpu_g8",
+    "K = V = 64": "forward_gpu_d64",
+}
+
+
+def forward_shapes() -> str:
+    """Median milliseconds of other heads and dimensions, iid / local; and the last queries of two million tokens."""
+    reports = {name: load(file) for name, file in SHAPES.items()}
+    long = load("forward_gpu_2m")
+    if long is None or None in reports.values():
+        return NOT_MEASURED
+    lengths = [16384, 65536, 131072, 262144]
+    times = {name: {(f["T"], f["inputs"]): f["ms"] for f in report["figures"]} for name, report in reports.items()}
+    rows = [
+        [name, *(" / ".join(f"{found[T, kind]:.2f}" for kind in ("iid", "local")) for T in lengths)]
+        for name, found in times.items()
+    ]
+    last = " / ".join(f"{f['ms']:.0f}" for f in long["figures"])
+    f = long["figures"][0]
+    return (
+        f"Median, ms, iid / local ({_gpu(long)}):\n\n"
+        + markdown(["", *(f"{T // 1024}K" for T in lengths)], rows)
+        + f"\n\nThe last {f['T_q']:,} queries of {f['T']:,} tokens: {last} ms, "
+        + f"{f['peak_bytes'] / 1e6:,.0f} MB beyond inputs."
+    )
 
 
 def first_run() -> str:
@@ -261,6 +291,39 @@ def training_short() -> str:
     return f"{_study(report)}, " + training_table(report)
 
 
+def training_gpu() -> str:
+    text, recall = load("train_gpu_text"), load("train_gpu_recall")
+    if text is None or recall is None:
+        return NOT_MEASURED
+    runs = {
+        (name, run["arm"]): run["final"]
+        for name, report in (("text", text), ("recall", recall))
+        for run in report["tasks"][name]["runs"]
+    }
+    speed = {(found["T"], found["arm"]): found["tokens_per_s"] for found in text["throughput"]}
+    lengths = sorted({T for T, _ in speed})
+    dense = runs["text", "dense"]["loss"]
+    rows = [
+        [
+            arm,
+            f"{runs['text', arm]['loss']:.3f}",
+            f"{100 * (runs['text', arm]['loss'] / dense - 1):+.1f}%",
+            f"{runs['recall', arm]['accuracy']:.1%}" if ("recall", arm) in runs else "",
+            *(f"{speed[T, arm]:,}" for T in lengths),
+        ]
+        for arm in ("dense", "htree", "window")
+    ]
+    tree = text["tasks"]["text"]["tree"]
+    chance = recall["tasks"]["recall"]["data"]["chance"]
+    header = ["arm", "text: held-out loss", "to dense", f"recall (chance {chance:.1%})"]
+    header += [f"tokens/s, T {T:,}" for T in lengths]
+    return (
+        f"GPU preset, {len(text['seeds'])} seed ({_gpu(text)}): T = {tree['T']:,}, {tree['layers']} layers, "
+        f"{tree['candidates_mean']:.0f} candidates a query on average, the width of the window; the last query visits "
+        f"{tree['share_last']:.1%} of T. {runs['text', 'dense']['step']:,} steps.\n\n" + markdown(header, rows)
+    )
+
+
 def measured() -> str:
     """The README's short version of every result."""
     parts = []
@@ -276,7 +339,7 @@ def measured() -> str:
     if report is not None:
         parts.append("**attn_dist** ([docs/attn_dist.md](docs/attn_dist.md)): " + sparse_table(report))
     if load("forward_gpu") is not None:
-        parts.append("**forward**: " + forward_gpu())
+        parts.append("**forward**: " + forward_gpu(phases=False))
     parts.append("**forward**: " + forward_cpu())
     report = load("gpu_tests")
     if report is not None:
@@ -298,11 +361,13 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "sparse_attention": sparse_attention,
     "forward_cpu": forward_cpu,
     "forward_gpu": forward_gpu,
+    "forward_shapes": forward_shapes,
     "first_run": first_run,
     "indexer_distillation": indexer_distillation,
     "measured": measured,
     "training": training,
     "training_short": training_short,
+    "training_gpu": training_gpu,
 }
 
 
