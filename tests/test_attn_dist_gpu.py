@@ -7,6 +7,7 @@ the unrounded inputs beside the baseline (at most twice), and equal bits whereve
 from __future__ import annotations
 
 import math
+import random
 import sys
 import threading
 
@@ -495,6 +496,30 @@ def test_streams_and_threads():
         thread.join()
     for out, truth in zip(results, expected, strict=True):
         same_bits(out, truth)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("seed", range(16))
+def test_random_problems(seed):
+    """Heads, slots, lengths of nothing, the causal rule, silent heads, hostile indices and batches, all together."""
+    r = random.Random(seed)
+    batch = r.choice([(), (2,)])
+    s_q, h_q = r.choice([1, 2, 3, 5, 9]), r.choice([1, 5, 16, 63, 64, 65, 100, 128, 129, 192])
+    topk, s_kv = r.choice([1, 3, 4, 63, 64, 65, 127, 128, 129, 200, 256, 321]), r.choice([1, 7, 64, 300, 900])
+    q, k, indices, lse = problem(
+        s_q, h_q, s_kv, topk, r.choice([576, 128]), seed=seed, batch=batch, bad=r.random() < 0.6
+    )
+    options = {}
+    if r.random() < 0.6:
+        lengths = torch.randint(0, topk + 1, (*batch, s_q), generator=torch.Generator().manual_seed(seed))
+        lengths[..., 0] *= r.choice([0, 1])
+        options["topk_length"] = lengths.to(DEVICE, torch.int32)
+    if r.random() < 0.4:
+        options |= {"q_start": r.choice([0, 3, 200]), "k_stride": r.choice([1, 4])}
+    if r.random() < 0.3:
+        lse.view(-1)[::3] = math.inf
+        lse.view(-1)[1::5] = -math.inf
+    check(q, k, indices, lse, **options)
 
 
 @pytest.mark.hardware
