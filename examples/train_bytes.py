@@ -103,6 +103,7 @@ class Preset:
     n_keys: int
     n_values: int
     n_filler: int
+    n_rounds: int
     autocast: bool
 
     @property
@@ -133,19 +134,20 @@ PRESETS = {
             (Stage(32, 64, 100), Stage(64, 32, 40), Stage(128, 16, 40), Stage(256, 8, 40), Stage(512, 8, 120)),
             lr=4e-3, eval_every=20, eval_batches=8,
         ),
-        n_keys=8, n_values=8, n_filler=1, autocast=False,
+        n_keys=8, n_values=8, n_filler=1, n_rounds=1, autocast=False,
     ),
     "gpu": Preset(
-        name="gpu", d_model=512, n_layers=4, n_heads=8, n_kv_heads=1, head_dim=64, qk_norm=True,
+        name="gpu", d_model=512, n_layers=4, n_heads=8, n_kv_heads=2, head_dim=64, qk_norm=True,
         rope_base=1e6, compression_rate=16, top_k=64,
         text=Task((Stage(32768, 1, 1200),), lr=1e-3, eval_every=100, eval_batches=16),
         recall=Task(
             (
-                Stage(512, 64, 400), Stage(2048, 16, 200), Stage(8192, 4, 200), Stage(32768, 1, 400),
+                Stage(512, 64, 150), Stage(2048, 16, 150), Stage(4096, 8, 150), Stage(8192, 4, 250),
+                Stage(16384, 2, 300), Stage(32768, 1, 400),
             ),
-            lr=1e-3, eval_every=100, eval_batches=16,
+            lr=3e-4, eval_every=100, eval_batches=16,
         ),
-        n_keys=8, n_values=8, n_filler=1, autocast=True,
+        n_keys=8, n_values=8, n_filler=1, n_rounds=8, autocast=True,
     ),
 }  # fmt: skip
 
@@ -273,7 +275,8 @@ class Text:
 
 
 class Recall:
-    """Token ids: pairs (key * n_values + value), then queries (one a key), then values (targets only), then filler."""
+    """Token ids: pairs (key * n_values + value), then queries (one a key), then values (targets only), then filler.
+    A sequence ends with n_rounds rounds of queries, each asking for every key once, in random order."""
 
     def __init__(self, preset: Preset):
         self.preset = preset
@@ -282,7 +285,7 @@ class Recall:
 
     def distance(self, T: int) -> int:
         """The least number of tokens between a pair and its query."""
-        return T - T // 4 - self.preset.n_keys
+        return T - T // 4 - self.preset.n_rounds * self.preset.n_keys
 
     def batch(self, part: str, stage: Stage, seed: int, step: int) -> tuple[Tensor, Tensor]:
         p, g = self.preset, generator(seed, step, part == "train")
@@ -297,9 +300,9 @@ class Recall:
         ).argsort(1)
         value = torch.randint(0, p.n_values, (B, p.n_keys), generator=g)
         tokens.scatter_(1, place, torch.arange(p.n_keys) * p.n_values + value)
-        asked = torch.rand(B, p.n_keys, generator=g).argsort(1)
-        tokens[:, -p.n_keys :] = queries + asked
-        targets[:, -p.n_keys :] = values + value.gather(1, asked)
+        asked = torch.rand(B, p.n_rounds, p.n_keys, generator=g).argsort(2).flatten(1)
+        tokens[:, -asked.shape[1] :] = queries + asked
+        targets[:, -asked.shape[1] :] = values + value.gather(1, asked)
         return tokens, targets
 
 
@@ -476,6 +479,16 @@ def draw(report: dict, path: Path) -> None:
     plt.close(fig)
 
 
+def logged(log: Path, report: dict) -> dict:
+    """What an earlier call logged, if it ran the same sources on the same machine with the same preset: tasks, arms and
+    seeds may be run one call after the other."""
+    if not log.exists():
+        return {}
+    earlier, now = json.loads(log.read_text()), json.loads(json.dumps(report))
+    same = set(now) - {"date", "tasks"}
+    return earlier if all(earlier.get(name) == now[name] for name in same) else {}
+
+
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -505,11 +518,15 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(args.device or ("cuda" if args.preset == "gpu" else "cpu"))
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / f"train_{preset.name}.json"
-    report = {**identity(device.type), "preset": dataclasses.asdict(preset), "seeds": args.seeds, "tasks": {}}
+    report = {**identity(device.type), "preset": dataclasses.asdict(preset), "tasks": {}}
+    kept = logged(log, report)
+    report |= {name: kept[name] for name in ("tasks", "throughput") if name in kept}
     for name in args.task:
         data = Text() if name == "text" else Recall(preset)
         tree = preset.tree(getattr(preset, name).stages[-1].T)
-        report["tasks"][name] = {"data": data.about, "tree": tree, "window": preset.window(tree["T"]), "runs": []}
+        about = {"data": data.about, "tree": tree, "window": preset.window(tree["T"])}
+        runs = report["tasks"].get(name, {}).get("runs", [])
+        report["tasks"][name] = {**about, "runs": runs}
         print(
             f"{name}: T {tree['T']:,}, {tree['layers']} layers, {tree['candidates_mean']:.1f} candidates a query on "
             f"average: {100 * tree['share_mean']:.1f}% of the tokens before it; the last query visits "
@@ -522,7 +539,8 @@ def main(argv: list[str] | None = None) -> int:
                 path = args.out / f"{run.name}.pt"
                 run.resume(path)
                 run.train(path)
-                report["tasks"][name]["runs"].append(run.result())
+                runs[:] = [old for old in runs if (old["arm"], old["seed"]) != (arm, seed)] + [run.result()]
+                runs.sort(key=lambda run: (run["seed"], ARMS.index(run["arm"])))
                 log.write_text(json.dumps(report, indent=1) + "\n")
     if args.throughput:
         report["throughput"] = throughput(preset, args.throughput, device, args.backend)

@@ -239,12 +239,14 @@ def _spread(values: list[float], form: str) -> str:
 
 
 def training_table(report: dict) -> str:
-    """One row an arm; mean (least .. greatest) over the seeds."""
+    """One row an arm; mean (least .. greatest) over the seeds, and tokens per second where they were measured."""
     tasks = report["tasks"]
     finals = {
         name: {arm: [run["final"] for run in task["runs"] if run["arm"] == arm] for arm in ("dense", "htree", "window")}
         for name, task in tasks.items()
     }
+    speed = {(found["T"], found["arm"]): found["tokens_per_s"] for found in report.get("throughput", [])}
+    lengths = sorted({T for T, _ in speed})
     dense = statistics.fmean(final["loss"] for final in finals["text"]["dense"])
     rows = []
     for arm in ("dense", "htree", "window"):
@@ -254,13 +256,16 @@ def training_table(report: dict) -> str:
             _spread(losses, ".3f"),
             f"{100 * (statistics.fmean(losses) / dense - 1):+.1f}%",
             _spread([final["accuracy"] for final in finals["recall"][arm]], ".1%"),
+            *(f"{speed[T, arm]:,}" for T in lengths),
         ])  # fmt: skip
     text, recall = tasks["text"], tasks["recall"]
     header = [
-        "arm", "text: held-out loss, nats per byte", "to dense", f"recall (chance {recall['data']['chance']:.1%})"
+        "arm", "text: held-out loss, nats per byte", "to dense", f"recall (chance {recall['data']['chance']:.1%})",
+        *(f"tokens/s, T {T:,}" for T in lengths),
     ]  # fmt: skip
+    seeds = {run["seed"] for task in tasks.values() for run in task["runs"]}
     return (
-        f"{len(report['seeds'])} seeds, mean (least .. greatest). Text at T = {text['tree']['T']:,}, recall at T = "
+        f"{len(seeds)} seeds, mean (least .. greatest). Text at T = {text['tree']['T']:,}, recall at T = "
         f"{recall['tree']['T']:,}, {text['tree']['layers']} and {recall['tree']['layers']} layers; a query visits "
         f"{text['tree']['candidates_mean']:.0f} and {recall['tree']['candidates_mean']:.0f} candidates on average, the "
         f"width of the window; the last one {text['tree']['share_last']:.1%} and {recall['tree']['share_last']:.1%} "
@@ -272,18 +277,21 @@ def _study(report: dict) -> str:
     return f"CPU preset ({report['cores']} CPU cores, {_cpu(report)})"
 
 
-def training() -> str:
-    report = load("train_cpu")
-    preset = report["preset"]
+def _protocol(preset: dict) -> str:
     stages = ", ".join(f"{s['T']:,} x {s['batch']} ({s['steps']})" for s in preset["recall"]["stages"])
     text = preset["text"]["stages"][0]
     return (
-        f"{_study(report)}: d_model {preset['d_model']}, {preset['n_layers']} blocks, {preset['n_heads']} "
-        f"query heads on {preset['n_kv_heads']} KV head of {preset['head_dim']}, compression_rate "
-        f"{preset['compression_rate']}, top_k {preset['top_k']}. Text: {text['steps']} steps of {text['batch']} x "
-        f"{text['T']:,} bytes. Recall: {preset['n_keys']} keys, {preset['n_values']} values, kinds of filler: "
-        f"{preset['n_filler']}; stages T x batch (steps): {stages}.\n\n" + training_table(report)
+        f"d_model {preset['d_model']}, {preset['n_layers']} blocks, {preset['n_heads']} query heads on "
+        f"{preset['n_kv_heads']} KV head{'s' if preset['n_kv_heads'] > 1 else ''} of {preset['head_dim']}, "
+        f"compression_rate {preset['compression_rate']}, top_k {preset['top_k']}. Text: {text['steps']:,} steps of "
+        f"{text['batch']} x {text['T']:,} bytes. Recall: {preset['n_keys']} keys, {preset['n_values']} values, kinds "
+        f"of filler: {preset['n_filler']}; stages T x batch (steps): {stages}."
     )
+
+
+def training() -> str:
+    report = load("train_cpu")
+    return f"{_study(report)}: {_protocol(report['preset'])}\n\n" + training_table(report)
 
 
 def training_short() -> str:
@@ -292,36 +300,10 @@ def training_short() -> str:
 
 
 def training_gpu() -> str:
-    text, recall = load("train_gpu_text"), load("train_gpu_recall")
-    if text is None or recall is None:
+    report = load("train_gpu")
+    if report is None:
         return NOT_MEASURED
-    runs = {
-        (name, run["arm"]): run["final"]
-        for name, report in (("text", text), ("recall", recall))
-        for run in report["tasks"][name]["runs"]
-    }
-    speed = {(found["T"], found["arm"]): found["tokens_per_s"] for found in text["throughput"]}
-    lengths = sorted({T for T, _ in speed})
-    dense = runs["text", "dense"]["loss"]
-    rows = [
-        [
-            arm,
-            f"{runs['text', arm]['loss']:.3f}",
-            f"{100 * (runs['text', arm]['loss'] / dense - 1):+.1f}%",
-            f"{runs['recall', arm]['accuracy']:.1%}" if ("recall", arm) in runs else "",
-            *(f"{speed[T, arm]:,}" for T in lengths),
-        ]
-        for arm in ("dense", "htree", "window")
-    ]
-    tree = text["tasks"]["text"]["tree"]
-    chance = recall["tasks"]["recall"]["data"]["chance"]
-    header = ["arm", "text: held-out loss", "to dense", f"recall (chance {chance:.1%})"]
-    header += [f"tokens/s, T {T:,}" for T in lengths]
-    return (
-        f"GPU preset, {len(text['seeds'])} seed ({_gpu(text)}): T = {tree['T']:,}, {tree['layers']} layers, "
-        f"{tree['candidates_mean']:.0f} candidates a query on average, the width of the window; the last query visits "
-        f"{tree['share_last']:.1%} of T. {runs['text', 'dense']['step']:,} steps.\n\n" + markdown(header, rows)
-    )
+    return f"GPU preset ({_gpu(report)}): {_protocol(report['preset'])}\n\n" + training_table(report)
 
 
 def measured() -> str:

@@ -153,3 +153,29 @@ def test_the_command_writes_log_and_picture(monkeypatch, tmp_path, capsys):
     assert "step" not in capsys.readouterr().out
     again = json.loads((tmp_path / "train_cpu.json").read_text())
     assert again["tasks"] == report["tasks"]
+
+
+def test_calls_for_some_runs_share_a_log(monkeypatch, tmp_path):
+    monkeypatch.setitem(PRESETS, "cpu", TINY)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    log = "train_cpu.json"
+    example.main(["--out", str(whole), "--seeds", "0,1"])
+    example.main(["--out", str(parts), "--task", "recall", "--arms", "window,htree", "--seeds", "0,1"])
+    example.main(["--out", str(parts), "--task", "text", "--seeds", "1", "--throughput", "24"])
+    example.main(["--out", str(parts), "--arms", "dense,htree,window", "--seeds", "0,1"])
+
+    def results(folder) -> dict:
+        tasks = json.loads((folder / log).read_text())["tasks"]
+        return {
+            name: (task["window"], [(run["arm"], run["seed"], run["log"]) for run in task["runs"]])
+            for name, task in tasks.items()
+        }
+
+    assert results(parts) == results(whole)
+    assert len(json.loads((parts / log).read_text())["throughput"]) == len(example.ARMS)
+    monkeypatch.setitem(PRESETS, "cpu", dataclasses.replace(TINY, n_values=4))
+    for checkpoint in parts.glob("*.pt"):
+        checkpoint.unlink()
+    example.main(["--out", str(parts), "--task", "recall", "--arms", "htree"])
+    report = json.loads((parts / log).read_text())
+    assert list(report["tasks"]) == ["recall"] and len(report["tasks"]["recall"]["runs"]) == 1, "another preset's log"
