@@ -83,7 +83,6 @@ struct Config {
   static constexpr int kSharedPanels = kPanels - kRegPanels;
   static_assert(kSharedPanels <= 1);
   static constexpr int kPanelSteps = kPanelCols / wgmma::kDepth;
-  static constexpr int kSteps = kPanels * kPanelSteps;  // WGMMAs a tile
 
   // ---- threads and registers ----
   static constexpr int kConsumers = 2;  // warpgroups; then one that gathers and one that adds what they leave

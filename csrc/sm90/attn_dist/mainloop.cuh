@@ -5,8 +5,8 @@
 //   name          who arrives                           who waits           what becomes visible, or free
 //   full[slot]    4 producer warps, one lane each,      the consumers it    the stage's K rows (cp.async, fenced by each
 //                 after every lane waited for its own   is meant for; the   writing thread) or Q panels (TMA); all stages
-//                 copies and fenced them; TMA bytes     producer, before    before it are full or have been (hand_over)
-//                 where the stage is Q                  the next stage
+//                 copies and fenced them; TMA bytes     producer, behind    before it are full or have been (hand_over,
+//                 where the stage is Q                  Q                   tile)
 //   empty[slot]   8 units: a warp gives one where both  the producer        the slot may be rewritten: the WGMMAs (K) or
 //                 consumers read the stage, two where                       ldmatrix (Q) that read it have finished
 //                 only its own does
@@ -29,6 +29,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 
 #include "../device/barriers.cuh"
 #include "../device/gather.cuh"
@@ -49,18 +50,19 @@ public:
   __device__ __forceinline__ Producer(KernelParams const& p, CUtensorMap const& q_map,
                                       typename C::SharedStorage& shared, RingBarriers<C::kStages> ring)
       : p_(p), q_map_(q_map), ring_(ring), thread_(threadIdx.x % 128),
-        stages_(ptx::shared_address(&shared.ring[0][0])), valid_(ptx::shared_address(&shared.valid[0][0])) {}
+        stages_(ptx::opaque(ptx::shared_address(&shared.ring[0][0]))),
+        valid_(ptx::shared_address(&shared.valid[0][thread_ / 32])) {}
 
   __device__ __forceinline__ void run() {
-    Gather<C> copy(thread_);
-    uint32_t tile = 0;
+    Gather<C> gather(thread_);
+    uint32_t words = 0;  // where the tile's valid bits go
     for (WorkRange work(p_); !work.done(); work.next()) {
       Segment const g = work.segment();
       if (g.live == 0) continue;
-      int const* const indices = p_.indices + static_cast<int64_t>(g.row) * p_.topk;
-      char const* const k = p_.k + g.b * p_.k_stride_b;
+      int const* const indices = ptx::opaque(p_.indices + static_cast<int64_t>(g.row) * p_.topk);
+      char const* const rows = ptx::opaque(gather.chunk_of(p_.k + g.b * p_.k_stride_b));
       // Asked for two tiles before they are looked at: under way, they queue up behind the copies of more than a tile.
-      int slot = g.tile * C::kTileKeys + copy.row_to_load();
+      int slot = g.tile * C::kTileKeys + gather.row_to_load();
       int const end = min(g.length, (g.tile + g.live) * C::kTileKeys);
       auto const next_index = [&] {
         int const index = slot < end ? __ldcs(indices + slot) : -1;
@@ -69,22 +71,30 @@ public:
       };
       int index = next_index();
       int upcoming = next_index();
-      load_q(g);
-      for (int t = 0; t < g.live; ++t) {
+      auto const point = [&] {
         bool const is_valid = static_cast<unsigned>(index) < static_cast<unsigned>(g.visible);
-        copy.point(is_valid ? index : -1, k, p_.k_stride_s);
         uint32_t const valid = __ballot_sync(0xffffffffu, is_valid);
-        uint32_t const word = tile % C::kValidTiles * C::kWarps + thread_ / 32;
-        if (thread_ % 32 == 0) ptx::store_shared_4B(valid_ + 4 * word, valid);
-        ++tile;
+        gather.point(is_valid ? index : -1, rows, p_.k_stride_s);
+        if (thread_ % 32 == 0) ptx::store_shared_4B(valid_ + words, valid);
+        words = (words + kTileWords) % (C::kValidTiles * kTileWords);
         index = upcoming;
         upcoming = next_index();
-#pragma unroll
-        for (int st = 0; st < C::kTileStages; ++st) {
-          ring_.wait_empty(at_, "attn_dist: a free stage for K");
-          copy.template copy<C::kStagePanels>(stages_ + at_.slot * C::kStageBytes, st * C::kStageCols * 2);
-          issued();
+      };
+      load_q(g);
+      int left = g.live;
+#pragma unroll 1
+      for (; left > max(g.live - kFirstTiles, 0); --left) {
+        point();
+        first_tile(gather);
+      }
+      if (left > 0) {
+#pragma unroll 1
+        for (; left > 0; --left) {
+          point();
+          next_tile(gather);
+          at_ = at_.ahead(C::kTileStages);
         }
+        oldest_ = at_.behind(C::kCopyLag);
       }
     }
     while (pending_ > 0) hand_over<0>();
@@ -113,6 +123,52 @@ private:
     }
   }
 
+  static constexpr uint32_t kTileWords = 4 * C::kWarps;
+
+  // One of a segment's first tiles: what is handed over is Q, or comes behind it, or nothing was issued yet.
+  static constexpr int kFirstTiles = C::kCopyLag / C::kTileStages + 1;
+  __device__ __forceinline__ void first_tile(Gather<C> const& gather) {
+#pragma unroll
+    for (int st = 0; st < C::kTileStages; ++st) {
+      ring_.wait_empty(at_, "attn_dist: a free stage for K");
+      gather.template copy<C::kStagePanels>(stages_ + at_.slot * C::kStageBytes, st * C::kStageCols * 2);
+      issued();
+    }
+  }
+
+  // Any other, with code for each place that it can have in the ring, so that all addresses are constants: its first
+  // stage is a multiple of kStep, at least kBegin and below kEnd.
+  static constexpr int kStep = std::gcd(C::kStages, C::kTileStages);
+  template <int kBegin = 0, int kEnd = C::kStages>
+  __device__ __forceinline__ void next_tile(Gather<C> const& gather) {
+    if constexpr (kEnd - kBegin == kStep) {
+      tile<kBegin>(gather);
+    } else {
+      constexpr int kMiddle = kBegin + (kEnd - kBegin) / kStep / 2 * kStep;
+      if (at_.slot < kMiddle) {
+        next_tile<kBegin, kMiddle>(gather);
+      } else {
+        next_tile<kMiddle, kEnd>(gather);
+      }
+    }
+  }
+
+  // One whose first stage is kFirst. It hands over stages that these warps filled, behind others that they filled: each
+  // warp does so in the order of the ring, and that order is the barriers'.
+  template <int kFirst>
+  __device__ __forceinline__ void tile(Gather<C> const& gather) {
+#pragma unroll
+    for (int st = 0; st < C::kTileStages; ++st) {
+      RingPosition<C::kStages> const at{static_cast<uint32_t>(kFirst + st) % C::kStages,
+                                        kFirst + st < C::kStages ? at_.parity : at_.parity ^ 1u};
+      ring_.wait_empty(at, "attn_dist: a free stage for K");
+      gather.template copy<C::kStagePanels>(stages_ + at.slot * C::kStageBytes, st * C::kStageCols * 2);
+      ptx::copy_async_commit();
+      ptx::copy_async_wait<C::kCopyLag>();
+      arrive(at.behind(C::kCopyLag));
+    }
+  }
+
   // The stage at `at_` is on its way; the one issued kCopyLag stages ago goes to the consumers.
   __device__ __forceinline__ void issued() {
     ptx::copy_async_commit();
@@ -124,14 +180,18 @@ private:
   template <int kInFlight>
   __device__ __forceinline__ void hand_over() {
     ptx::copy_async_wait<kInFlight>();
-    ptx::fence_proxy_async_shared();
     // In the order of the ring: a barrier tells only the parity of its phase, so a consumer that passes over a stage of
     // the other one relies on it being complete when a later one is.
     ring_.wait_full(oldest_.behind(1), "attn_dist: the stage before");
-    __syncwarp();
-    if (thread_ % 32 == 0) barriers::mbarrier_arrive(ring_.full_at(oldest_.slot));
+    arrive(oldest_);
     oldest_ = oldest_.ahead(1);
     --pending_;
+  }
+
+  __device__ __forceinline__ void arrive(RingPosition<C::kStages> at) const {
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (thread_ % 32 == 0) barriers::mbarrier_arrive(ring_.full_at(at.slot));
   }
 
   KernelParams const& p_;
@@ -152,7 +212,8 @@ public:
   __device__ __forceinline__ Consumer(KernelParams const& p, typename C::SharedStorage& shared,
                                       RingBarriers<C::kStages> ring, int warpgroup, int warp)
       : p_(p), ring_(ring), warpgroup_(warpgroup), warp_(warp), stages_(ptx::shared_address(&shared.ring[0][0])),
-        q_panel_(ptx::shared_address(&shared.q_panel[warpgroup][0])), epilogue_(p, shared, warpgroup, warp) {}
+        keys_(stages_), q_panel_(ptx::shared_address(&shared.q_panel[warpgroup][0])),
+        epilogue_(p, shared, warpgroup, warp) {}
 
   __device__ __forceinline__ void run() {
     for (WorkRange work(p_); !work.done(); work.next()) {
@@ -163,7 +224,8 @@ public:
       bool const silent_heads = epilogue_.begin(g, group);
       load_q();
       // After this meeting the ninth panel is written.
-      bool const masked = barriers::named_sync_or(kConsumerBarrier + warpgroup_, 128, silent_heads);
+      // Uniform, so that the ring's arithmetic behind this branch stays in uniform registers.
+      bool const masked = uniform(barriers::named_sync_or(kConsumerBarrier + warpgroup_, 128, silent_heads));
       if (masked) {
         tiles<true>(g.live);
       } else {
@@ -252,16 +314,17 @@ private:
   template <bool kMasked>
   __device__ __forceinline__ void alternate_tiles(int live) {
     float acc[wgmma::kAccumulators];
+    if (warpgroup_ == 1) at_ = at_.ahead(C::kTileStages);
+    int t = warpgroup_;
 #pragma unroll 1
-    for (int t = 0; t < live; ++t) {
-      if (t % 2 != warpgroup_) {
-        at_ = at_.ahead(C::kTileStages);
-        continue;
-      }
+    for (; t < live; t += C::kConsumers) {
       landed_ = false;
       multiply<false, kMasked>(acc, acc);
+      at_ = at_.ahead(C::kTileStages);
       finish<kMasked>(acc);
     }
+    // To the end of the segment.
+    if (t > live) at_ = at_.behind(C::kTileStages);
   }
 
   // Issues the WGMMAs of the tile at `at_` into `next`, and among them the epilogue of the tile in `last`.
@@ -278,7 +341,8 @@ private:
     wgmma::Descriptor k[C::kTileStages];
 #pragma unroll
     for (int st = 0; st < C::kTileStages; ++st) {
-      k[st] = wgmma::Descriptor(stages_ + at_.ahead(st).slot * C::kStageBytes);
+      k[st] = keys_;
+      k[st].low += at_.ahead(st).slot * (C::kStageBytes / 16);
     }
     if (!landed_) {
 #pragma unroll
@@ -291,7 +355,7 @@ private:
     for (int panel = 0; panel < C::kPanels; ++panel) {
       int const st = panel / C::kStagePanels;
       multiply_panel(next, panel, k[st]);
-      if (panel > 0 || kOverlap) wgmma::wait<1>();
+      if (kOverlap || (panel > 0 && panel % C::kStagePanels == 0)) wgmma::wait<1>();
       if (panel == 0 && kOverlap) {
         release(previous_slot_, C::kKeyUnits);
         wgmma::pin(last);
@@ -362,7 +426,9 @@ private:
   KernelParams const& p_;
   RingBarriers<C::kStages> const ring_;
   int const warpgroup_, warp_;
-  uint32_t const stages_, q_panel_;
+  uint32_t const stages_;
+  wgmma::Descriptor const keys_;  // of the first stage
+  uint32_t const q_panel_;
   Epilogue<C> epilogue_;
   RingPosition<C::kStages> at_;
   uint32_t previous_slot_ = 0;

@@ -43,14 +43,19 @@ public:
   static __device__ __forceinline__ int warp_of(int row) { return row % kRowStep / 4; }
   static __device__ __forceinline__ int lane_of(int row) { return row % 4 + row / kRowStep * 4; }
 
-  // From the row numbers that the lanes loaded (negative: zeros) to this thread's chunks of the first panel.
+  // This thread's chunk of the row at `row`.
+  __device__ __forceinline__ char const* chunk_of(char const* row) const {
+    return row + thread_ % kChunksPerRow * kChunkBytes;
+  }
+
+  // From the row numbers that the lanes loaded (negative: zeros) to this thread's chunks of the first panel. `base`:
+  // chunk_of(row 0).
   __device__ __forceinline__ void point(int number, char const* base, uint64_t row_stride) {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       sign_[i] = __shfl_sync(0xffffffffu, number, thread_ % 32 / kChunksPerRow + 4 * i);
       // Row 0 stands in for an invalid one; it is not read.
-      source_[i] = base + thread_ % kChunksPerRow * kChunkBytes +
-                   static_cast<uint64_t>(static_cast<uint32_t>(max(sign_[i], 0))) * row_stride;
+      source_[i] = base + static_cast<uint64_t>(static_cast<uint32_t>(max(sign_[i], 0))) * row_stride;
     }
   }
 

@@ -17,6 +17,7 @@ struct RingPosition {
   // The position `steps` further; at most one round.
   __device__ __forceinline__ RingPosition ahead(uint32_t steps) const {
     uint32_t const next = slot + steps;
+    if constexpr ((kStages & (kStages - 1)) == 0) return {next % kStages, parity ^ next / kStages};
     bool const wraps = next >= kStages;
     return {wraps ? next - kStages : next, wraps ? parity ^ 1u : parity};
   }

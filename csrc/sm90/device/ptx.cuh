@@ -224,7 +224,8 @@ __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   return x;
 }
 
-__device__ __forceinline__ char const* opaque(char const* x) {
+template <class T>
+__device__ __forceinline__ T const* opaque(T const* x) {
   asm volatile("" : "+l"(x));
   return x;
 }

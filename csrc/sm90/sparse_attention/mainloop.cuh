@@ -140,7 +140,7 @@ private:
   __device__ __forceinline__ void gather_half(Unit const& u, int t, int& index) {
     constexpr int kHalf = kOwners ? kBuffer : 1 - kBuffer;
     bool const is_valid = static_cast<unsigned>(index) < static_cast<unsigned>(u.visible);
-    gather_.point(is_valid ? index : -1, p_.kv + u.b * p_.kv_stride_b, p_.kv_stride_s);
+    gather_.point(is_valid ? index : -1, gather_.chunk_of(p_.kv + u.b * p_.kv_stride_b), p_.kv_stride_s);
     // A bit for each row that this warp's lanes loaded.
     uint32_t const valid = __ballot_sync(0xffffffffu, is_valid);
     index = load_index(u, t + 2);
