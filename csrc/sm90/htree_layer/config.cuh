@@ -108,6 +108,7 @@ struct Config {
   static_assert(!kReadsValues || kStages * kMergePerStage >= kConsumers);
   static constexpr int kMergeBarrier = 1;
   static constexpr int kQueryBarrier = 2;  // and one more for each further warpgroup
+  static constexpr int kTurnBarrier = kQueryBarrier + kConsumers / 4;  // likewise
 };
 
 // Everything a launch reads and writes. Rows are queries of the launch: row = block * 12 + warp. Where a query is split,

@@ -278,24 +278,12 @@ protected:
     return ptx::exp2_movable(fmaf(below_maximum, unit_[i], -log_sum_[i]));
   }
 
-  // The importance of a parent's children.
-  __device__ __forceinline__ void weigh(float const (&raw)[2][4], int cursor, bool taken) {
-    float weights[2][4];
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) weights[tile][e] = weight(e / 2, raw[tile][e] - max_[e / 2]);
-    }
-    add_columns(weights, cursor, taken, column());
-  }
-
   // The child whose column sum this thread holds in the end.
   __device__ __forceinline__ int column() const { return (lane_ & 16) / 2 + 2 * tq_ + (lane_ & 8) / 8; }
 
-  // Column sums over the heads, by a butterfly that halves what is sent: first two columns of four, then one of two. Of a
-  // parent that the query takes they are written.
-  __device__ __forceinline__ void add_columns(float const (&weights)[2][4], int cursor, bool taken,
-                                              int column_summed) {
+  // The importance of a parent's children: column sums over the heads, by a butterfly that halves what is sent, first two
+  // columns of four, then one of two.
+  __device__ __forceinline__ void add_columns(float const (&weights)[2][4], int cursor, int column_summed) {
     float column[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) column[c] = weights[c / 2][c % 2] + weights[c / 2][2 + c % 2];
@@ -308,7 +296,7 @@ protected:
     float sum = odd ? b : a;
     sum += __shfl_xor_sync(kFullWarp, odd ? a : b, 8);
     sum += __shfl_xor_sync(kFullWarp, sum, 4);
-    ptx::store_global_if(taken && (lane_ & 4) == 0,
+    ptx::store_global_if((lane_ & 4) == 0,
                          args_.importance + static_cast<std::int64_t>(cursor) * kSiblings + column_summed, sum);
   }
 
