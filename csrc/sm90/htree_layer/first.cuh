@@ -32,6 +32,8 @@ class FirstConsumer : public Consumer<Cfg> {
   using Base::warp_;
   using Scales = typename Base::Scales;
   static constexpr int kParents = Cfg::kStageSlots;
+  static constexpr int kHalfGroup = kParents / 2;
+  static constexpr int kWords = kParents / 2;  // of 16 bits for each parent
   static_assert(kParents * kSiblings == 64 && wgmma::kAccumulators == 8 * kParents && wgmma::kDepth == kSiblings);
 
 public:
@@ -82,42 +84,50 @@ private:
     }
   }
 
-  // The warpgroups take turns at the tensor cores, so that the exponentials of some are beside the products of others: all
-  // would multiply at the same time otherwise, and then all exponentiate. A turn is P V of one group and the scores of the
-  // next; it ends when P V is complete, so that the next one begins under the scores.
+  // While P V of a group is multiplied the exponentials of the next begin. The warpgroups take turns at the tensor
+  // cores, so that the exponentials of some are beside the products of others: all would multiply at the same time
+  // otherwise, and then all exponentiate. A turn is the scores of a group and P V of the one before; it ends when the
+  // scores are there.
   __device__ __forceinline__ void add_all(Ring<Cfg> const& ring, wgmma::Descriptor const& queries) {
     if (groups_ == 0) return;
     RingPosition<Cfg::kStages> at;
     // The stage whose values are multiplied; before there are scores, those of the first by a P of zeros.
     uint32_t held = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
     uint32_t p[kParents][4] = {};
-    ring.barriers.wait_full(at, "htree_layer consumer: full");
+    uint32_t const zero = static_cast<uint32_t>(args_.layer) >> 31;  // which the compiler does not know
     fetch_closed();
     for (int group = 0; group < groups_; ++group) {
-      if (group > 0 || !first_in_turn()) await_turn();
-      multiply_values(p, held);
       Begun begun;
       begin(begun, ring, at);
+      if (group > 0 || !first_in_turn()) await_turn();
       multiply_keys(begun, queries);
-      wgmma::wait<1>();
-      wgmma::pin(out());
-      if (group > 0) release(held);
-      pass_turn();
-      held = begun.stage;
+      multiply_values(p, held);
       Scales scales[kParents];
-      load_scales(scales, held);
-      uint32_t dead[kParents / 2];
+      load_scales(scales, begun.stage);
+      uint32_t dead[kWords];
       find_dead(begun.mine, dead);
       position_ -= kParents * kSiblings;
       cursor_ += kParents;
       fetch_closed();
-      wgmma::wait<0>();
+      wgmma::wait<1>();
       wgmma::pin(products(begun.raw));
-      if (begun.mine != 0) {
-        probabilities(begun, scales, dead, p);
-      } else {
-        clear(p);
-      }
+      pass_turn();
+      float sum[2] = {};
+      uint32_t early[kHalfGroup][4] = {};
+      // A block of its own, or ptxas puts it behind the wait.
+      if (begun.mine != 0) exponentiate<0>(begun.raw, scales, dead, early, sum);
+      wgmma::wait<0>();
+      wgmma::pin(out());
+      wgmma::pin(reinterpret_cast<uint32_t(&)[4 * kParents]>(p));
+      if (group > 0) release(held);
+      held = begun.stage;
+      // No mere copies: ptxas would merge both registers, and serialises products whose operands are written while others
+      // are under way (C7513).
+#pragma unroll
+      for (int i = 0; i < 4 * kHalfGroup; ++i) p[i / 4][i % 4] = early[i / 4][i % 4] | zero;
+      auto& late = reinterpret_cast<uint32_t(&)[kHalfGroup][4]>(p[kHalfGroup]);
+      exponentiate<kHalfGroup>(begun.raw, scales, dead, late, sum);
+      rescale(begun, dead, p, sum);
     }
     await_turn();
     multiply_values(p, held);
@@ -125,11 +135,6 @@ private:
     wgmma::wait<0>();
     wgmma::pin(out());
     release(held);
-  }
-
-  static __device__ __forceinline__ void clear(uint32_t (&p)[kParents][4]) {
-#pragma unroll
-    for (int i = 0; i < 4 * kParents; ++i) p[i / 4][i % 4] = 0;
   }
 
   // At the barrier of the warpgroup whose turn comes: it waits, the one before arrives.
@@ -164,13 +169,13 @@ private:
     if (lane_ == 0) barriers::mbarrier_arrive(stage + Cfg::kEmptyOffset);
   }
 
-  // Of the parents of the group at hand, those up to the query's own; the others are not written. Lane i asks for those of
-  // parents 2 (i % 2) and the next: a value that is the same in all lanes would go to a uniform register, and wait for it
-  // here.
+  // Of the parents of the group at hand, those up to the query's own; the others are not written. Lane i asks for those
+  // of parents 2 (i % 2) and the next: a value that is the same in all lanes would go to a uniform register, and wait
+  // for it here.
   __device__ __forceinline__ void fetch_closed() {
     if constexpr (Cfg::kReadsValues) {
       if (!active_ || args_.layer == 0) return;
-      int const slot = lane_ % (kParents / 2) * 2;
+      int const slot = lane_ % kWords * 2;
       std::uint16_t const* const closed = args_.closed + cursor_ + slot;
       if (position_ >= (slot + 1) * kSiblings) {
         closed_ = *reinterpret_cast<uint32_t const*>(closed);
@@ -269,8 +274,8 @@ private:
     cursor_ += kParents;
   }
 
-  // Of twice kTiles tiles those that are this lane's, the upper ones where `lanes` is set in its number: summed with the
-  // lane that keeps the others.
+  // Of twice kTiles tiles those that are this lane's, the upper ones where `lanes` is set in its number, summed with
+  // those of the lane that keeps the others.
   template <int kTiles>
   __device__ __forceinline__ void halve(float (&sums)[2 * kParents][2], int lanes) const {
     bool const upper = lane_ & lanes;
@@ -378,9 +383,9 @@ private:
 
   // Candidates that take no part in P, in the order of this thread's columns: bit 16 (slot % 2) + 8 tile + e of word
   // slot / 2.
-  __device__ __forceinline__ void find_dead(uint32_t mine, uint32_t (&dead)[kParents / 2]) const {
+  __device__ __forceinline__ void find_dead(uint32_t mine, uint32_t (&dead)[kWords]) const {
 #pragma unroll
-    for (int i = 0; i < kParents / 2; ++i) dead[i] = __shfl_sync(kFullWarp, closed_, (lane_ & ~1) + i);
+    for (int i = 0; i < kWords; ++i) dead[i] = __shfl_sync(kFullWarp, closed_, (lane_ & ~1) + i);
     if (!whole(mine)) {
 #pragma unroll
       for (int slot = 0; slot < kParents; ++slot) {
@@ -390,27 +395,33 @@ private:
       }
     }
 #pragma unroll
-    for (int i = 0; i < kParents / 2; ++i) dead[i] >>= 2 * tq_;
+    for (int i = 0; i < kWords; ++i) dead[i] >>= 2 * tq_;
   }
 
-  // P of a group, rounded to the dtype, in A fragments; sums and O are rescaled where a maximum rises. That is rare, so it
-  // shows in the sums of exponentials that are computed as if it did not.
-  __device__ __forceinline__ void probabilities(Begun& begun, Scales const (&scales)[kParents],
-                                                uint32_t (&dead)[kParents / 2], uint32_t (&p)[kParents][4]) {
+  // P of half a group from parent kBegin on, rounded to the dtype, in A fragments, and its sums.
+  template <int kBegin>
+  __device__ __forceinline__ void exponentiate(float (&raw)[2 * kParents][4], Scales const (&scales)[kParents],
+                                               uint32_t const (&dead)[kWords], uint32_t (&p)[kHalfGroup][4],
+                                               float (&sum)[2]) const {
     using Element = typename Cfg::Element;
-    auto& raw = begun.raw;
-    float sum[2] = {};
 #pragma unroll
-    for (int slot = 0; slot < kParents; ++slot) {
+    for (int slot = kBegin; slot < kBegin + kHalfGroup; ++slot) {
       float x[2][4];
       exponentials(of_parent(raw, slot), scales[slot], dead[slot / 2] >> slot % 2 * kSiblings, x);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         sum[i] += (x[0][2 * i] + x[0][2 * i + 1]) + (x[1][2 * i] + x[1][2 * i + 1]);
-        p[slot][i] = Pairs<Element>::pack(x[0][2 * i], x[0][2 * i + 1]);
-        p[slot][2 + i] = Pairs<Element>::pack(x[1][2 * i], x[1][2 * i + 1]);
+        p[slot - kBegin][i] = Pairs<Element>::pack(x[0][2 * i], x[0][2 * i + 1]);
+        p[slot - kBegin][2 + i] = Pairs<Element>::pack(x[1][2 * i], x[1][2 * i + 1]);
       }
     }
+  }
+
+  // Adds the sums of a group. Where a maximum rises P is computed again, and sums and O are rescaled: that is rare, so
+  // it shows in the sums of exponentials that are computed as if it did not.
+  __device__ __forceinline__ void rescale(Begun& begun, uint32_t (&dead)[kWords], uint32_t (&p)[kParents][4],
+                                          float (&sum)[2]) {
+    auto& raw = begun.raw;
     // A vote among the heads of one query: whatever it decides follows from this query's data.
     if (__any_sync(kFullWarp, sum[0] > kMost || sum[1] > kMost)) {
       // Through a shuffle: otherwise the outcome of every test above would be kept until here.

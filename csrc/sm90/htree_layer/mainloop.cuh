@@ -8,7 +8,7 @@
 //                  first.cuh
 //   kQueryBarrier  the warps of a warpgroup        the same        kFirst: its queries, before the first product
 //                  (named barriers)
-//   kTurnBarrier   the warpgroup before            the next       kFirst, values: the tensor cores
+//   kTurnBarrier   the warpgroup before            the next        kFirst, values: the tensor cores
 //   kMergeBarrier  12 consumers (named barrier)    the same        a split query, after the last stage: the ring is free;
 //                                                                  maxima and sums; O
 //
