@@ -67,7 +67,7 @@ struct Args {
   int layers;
   int top_k;
   float const* importance;         // [rows, width]
-  std::int64_t width;              // a multiple of 16
+  std::int64_t width;              // a multiple of 32
   std::int32_t const* parents_in;  // [rows, top_k] selected in the layer above, ascending; read below the first layer
   std::int32_t* nodes;             // [rows, top_k] selected here, ascending, padded with -1
   std::uint16_t* closed;           // [rows, width / 16] bit c: candidate 16 j + c is selected or does not exist

@@ -117,6 +117,17 @@ __device__ __forceinline__ void store_global_if(bool wanted, float* address, flo
       : "memory");
 }
 
+__device__ __forceinline__ void store_global_8B_if(bool wanted, float* address, float2 value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %3, 0;\n"
+      "@wanted st.global.v2.f32 [%0], {%1, %2};\n"
+      "}\n" ::"l"(address),
+      "f"(value.x), "f"(value.y), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+}
+
 // ---- asynchronous copies -----------------------------------------------------------------------------------------
 
 // 16 bytes from global to shared memory, past L1; where `sign` is negative nothing is read and zeros are written.

@@ -127,9 +127,9 @@ __device__ __forceinline__ void wait() {
 }
 
 // Ties the values of `acc` to this place in the program: the compiler knows nothing of the asynchronous writes, and
-// without this may read an accumulator above the wait that completes it.
-template <int kCount>
-__device__ __forceinline__ void pin(float (&acc)[kCount]) {
+// without this may read an accumulator above the wait that completes it. Operands likewise, which are read until then.
+template <class T, int kCount>
+__device__ __forceinline__ void pin(T (&acc)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     cute::warpgroup_fence_operand(acc[i]);

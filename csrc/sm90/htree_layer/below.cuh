@@ -462,7 +462,7 @@ private:
 #pragma unroll
         for (int e = 0; e < 4; ++e) x[tile][e] = Base::weight(e / 2, scored.scores[tile][e]);
       }
-      Base::add_columns(x, scored.cursor, true, column_);
+      Base::add_columns(x, scored.cursor, column_);
     }
   }
 

@@ -14,9 +14,9 @@
 //   one query     a call with a single query has one block of it a head, and splits it: the consumers take turns, a
 //                 `turn_period` of ranks each, with running states of their own, which are merged in the end
 //   registers     160 a consumer thread, 32 a producer thread: 3 * 128 * 160 + 128 * 32 = 65536
-//   shared memory 224 KB: kFirst: the queries, as WGMMA reads them; kBelow: the turns from which queries begin anew, and in
-//                 values passes the queries; else as many stages as fit. At K = V = 128 these are 5 (20 parents) in
-//                 values passes, and in others 6 of kFirst and 12 of kBelow
+//   shared memory 224 KB: in values passes the queries, kFirst: as WGMMA reads them; kBelow: also the turns from which
+//                 queries begin anew; else as many stages as fit. At K = V = 128 these are 5 (20 parents) in values passes
+//                 and 12 in others
 #pragma once
 
 #include <cuda_bf16.h>
@@ -84,8 +84,8 @@ struct Config {
   static constexpr int kEmptyOffset = 8;
   static constexpr int kMaskOffset = 16;
   static_assert(kMaskOffset + 4 * kConsumers <= kScaleOffset);
-  // kFirst: the turned queries, for each warpgroup panels of 64 rows, the heads of its four queries. kBelow: each query as
-  // it is, in fragments, where it does not stay in registers; then the turns from which it begins anew, for each.
+  // Values: kFirst: the turned queries, for each warpgroup panels of 64 rows, the heads of its four queries; kBelow: each
+  // query as it is, in fragments. kBelow: then the turns from which it begins anew, for each.
   static constexpr int kQueryPanelBytes = 64 * 128;
   static constexpr int kQueryBytes = kReadsValues ? kK / 64 * kQueryPanelBytes : 0;
   static constexpr int kTurnBytes = kWalk == Walk::kFirst ? 0 : kK / 8 * 16;

@@ -41,13 +41,15 @@ protected:
         tq_(lane_ % 4),
         warp_(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
     QueryBlock const block(args.blocks, blockIdx.x);
+    QueryWords words;
+    fetch_query(block, words);  // under way while all else is found out
     groups_ = (stream_count<Cfg>(args, block) + Cfg::kStageSlots - 1) / Cfg::kStageSlots;
     std::int64_t const t = args.blocks.q_start + block.first + query();
     active_ = block.first + query() < args.blocks.T_q && works<Cfg>(args, t);
     position_ = active_ ? candidates(t, args.layer, args.layers, args.top_k).n - 1 : 0;
     cursor_ = static_cast<int>(row() * (args.width / kSiblings));
     if (active_) {
-      load_query(block);
+      turn_query(words);
       begin_state();
     } else {
 #pragma unroll
@@ -71,22 +73,22 @@ protected:
     return args_.q_half ? Pairs<__half>::unpack(x) : Pairs<__nv_bfloat16>::unpack(x);
   }
 
-  // q, normalised to fp16, in A fragments; rows of heads beyond G are zero. Walk::kFirst: turned by n - 1, in float32 and
-  // rounded once.
-  __device__ __forceinline__ void load_query(QueryBlock const& block) {
+  // q in A fragments: the pair of elements 16 kk + 8 part + 2 tq of row i is words[i][kk][part].
+  using QueryWords = uint32_t[2][kSteps][2];
+
+  // Rows of heads beyond G are zero.
+  __device__ __forceinline__ void fetch_query(QueryBlock const& block, QueryWords& words) const {
     std::int64_t const b = block.bh / args_.H_kv;
     std::int64_t const h_kv = block.bh % args_.H_kv;
     std::uint16_t const* const base = static_cast<std::uint16_t const*>(args_.q) + b * args_.q_stride_b +
                                       (block.first + query()) * args_.q_stride_t +
                                       h_kv * args_.G * args_.q_stride_h + 2 * tq_;
-    // All loads first: one latency, not one after the other.
-    uint32_t words[2][kSteps][2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       std::uint16_t const* const head = base + head_row(i) * args_.q_stride_h;
 #pragma unroll
       for (int part = 0; part < 2 * kSteps; ++part) words[i][part / 2][part % 2] = 0;
-      if (head_row(i) >= args_.G) continue;
+      if (head_row(i) >= args_.G || block.first + query() >= args_.blocks.T_q) continue;
       if (args_.q_pairs) {
 #pragma unroll
         for (int part = 0; part < 2 * kSteps; ++part) {
@@ -100,6 +102,10 @@ protected:
         }
       }
     }
+  }
+
+  // What was fetched, normalised to fp16. Walk::kFirst: turned by n - 1, in float32 and rounded once.
+  __device__ __forceinline__ void turn_query(QueryWords const& words) {
     float factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -278,24 +284,12 @@ protected:
     return ptx::exp2_movable(fmaf(below_maximum, unit_[i], -log_sum_[i]));
   }
 
-  // The importance of a parent's children.
-  __device__ __forceinline__ void weigh(float const (&raw)[2][4], int cursor, bool taken) {
-    float weights[2][4];
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) weights[tile][e] = weight(e / 2, raw[tile][e] - max_[e / 2]);
-    }
-    add_columns(weights, cursor, taken, column());
-  }
-
   // The child whose column sum this thread holds in the end.
   __device__ __forceinline__ int column() const { return (lane_ & 16) / 2 + 2 * tq_ + (lane_ & 8) / 8; }
 
-  // Column sums over the heads, by a butterfly that halves what is sent: first two columns of four, then one of two. Of a
-  // parent that the query takes they are written.
-  __device__ __forceinline__ void add_columns(float const (&weights)[2][4], int cursor, bool taken,
-                                              int column_summed) {
+  // The importance of a parent's children: column sums over the heads, by a butterfly that halves what is sent, first two
+  // columns of four, then one of two.
+  __device__ __forceinline__ void add_columns(float const (&weights)[2][4], int cursor, int column_summed) {
     float column[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) column[c] = weights[c / 2][c % 2] + weights[c / 2][2 + c % 2];
@@ -308,7 +302,7 @@ protected:
     float sum = odd ? b : a;
     sum += __shfl_xor_sync(kFullWarp, odd ? a : b, 8);
     sum += __shfl_xor_sync(kFullWarp, sum, 4);
-    ptx::store_global_if(taken && (lane_ & 4) == 0,
+    ptx::store_global_if((lane_ & 4) == 0,
                          args_.importance + static_cast<std::int64_t>(cursor) * kSiblings + column_summed, sum);
   }
 
@@ -532,7 +526,7 @@ protected:
       }
       write_tile(first, tile, o);
     }
-    if (warp_ == 0) write_lse(first);
+    if (threadIdx.x < 32) write_lse(first);
   }
 
   Args const& args_;

@@ -27,10 +27,13 @@ class FirstConsumer : public Consumer<Cfg> {
   using Base::position_;
   using Base::q_;
   using Base::sum_;
+  using Base::tq_;
   using Base::unit_;
   using Base::warp_;
   using Scales = typename Base::Scales;
   static constexpr int kParents = Cfg::kStageSlots;
+  static constexpr int kHalfGroup = kParents / 2;
+  static constexpr int kWords = kParents / 2;  // of 16 bits for each parent
   static_assert(kParents * kSiblings == 64 && wgmma::kAccumulators == 8 * kParents && wgmma::kDepth == kSiblings);
 
 public:
@@ -76,31 +79,50 @@ private:
     }
   }
 
+  // While P V of a group is multiplied the exponentials of the next begin.
   __device__ __forceinline__ void add_all(Ring<Cfg> const& ring, wgmma::Descriptor const& queries) {
+    if (groups_ == 0) return;
     RingPosition<Cfg::kStages> at;
-    uint32_t held = 0;  // the stage whose values are being multiplied
+    // The stage whose values are multiplied; before there are scores, those of the first by a P of zeros.
+    uint32_t held = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
+    uint32_t p[kParents][4] = {};
+    uint32_t const zero = static_cast<uint32_t>(args_.layer) >> 31;  // which the compiler does not know
     fetch_closed();
     for (int group = 0; group < groups_; ++group) {
       Begun begun;
       begin(begun, ring, at);
+      multiply_keys(begun, queries);
+      multiply_values(p, held);
       Scales scales[kParents];
       load_scales(scales, begun.stage);
-      multiply_keys(begun, queries);
-      wgmma::wait<0>();
-      wgmma::pin(products(begun.raw));
-      wgmma::pin(out());
-      if (group > 0) release(held);
-      held = begun.stage;
-      uint32_t p[kParents][4] = {};
-      if (begun.mine != 0) probabilities(begun.raw, scales, begun.mine, p);
-      multiply_values(p, begun.stage);
+      uint32_t dead[kWords];
+      find_dead(begun.mine, dead);
       position_ -= kParents * kSiblings;
       cursor_ += kParents;
       fetch_closed();
+      wgmma::wait<1>();
+      wgmma::pin(products(begun.raw));
+      float sum[2] = {};
+      uint32_t early[kHalfGroup][4] = {};
+      // A block of its own, or ptxas puts it behind the wait.
+      if (begun.mine != 0) exponentiate<0>(begun.raw, scales, dead, early, sum);
+      wgmma::wait<0>();
+      wgmma::pin(out());
+      wgmma::pin(reinterpret_cast<uint32_t(&)[4 * kParents]>(p));
+      if (group > 0) release(held);
+      held = begun.stage;
+      // No mere copies: ptxas would merge both registers, and serialises products whose operands are written while others
+      // are under way (C7513).
+#pragma unroll
+      for (int i = 0; i < 4 * kHalfGroup; ++i) p[i / 4][i % 4] = early[i / 4][i % 4] | zero;
+      auto& late = reinterpret_cast<uint32_t(&)[kHalfGroup][4]>(p[kHalfGroup]);
+      exponentiate<kHalfGroup>(begun.raw, scales, dead, late, sum);
+      rescale(begun, dead, p, sum);
     }
+    multiply_values(p, held);
     wgmma::wait<0>();
     wgmma::pin(out());
-    if (groups_ > 0) release(held);
+    release(held);
   }
 
   __device__ __forceinline__ auto& out() { return reinterpret_cast<float(&)[4 * kValueTiles]>(o_); }
@@ -125,13 +147,19 @@ private:
     if (lane_ == 0) barriers::mbarrier_arrive(stage + Cfg::kEmptyOffset);
   }
 
-  // Of the parents of the group at hand, those up to the query's own; the others are not written. Lane i asks for that of
-  // parent i % 4: a value that is the same in all lanes would go to a uniform register, and wait for it here.
+  // Of the parents of the group at hand, those up to the query's own; the others are not written. Lane i asks for those
+  // of parents 2 (i % 2) and the next: a value that is the same in all lanes would go to a uniform register, and wait
+  // for it here.
   __device__ __forceinline__ void fetch_closed() {
     if constexpr (Cfg::kReadsValues) {
       if (!active_ || args_.layer == 0) return;
-      int const slot = lane_ % kParents;
-      if (position_ >= slot * kSiblings) closed_ = args_.closed[cursor_ + slot];
+      int const slot = lane_ % kWords * 2;
+      std::uint16_t const* const closed = args_.closed + cursor_ + slot;
+      if (position_ >= (slot + 1) * kSiblings) {
+        closed_ = *reinterpret_cast<uint32_t const*>(closed);
+      } else if (position_ >= slot * kSiblings) {
+        closed_ = *closed;
+      }
     }
   }
 
@@ -153,8 +181,7 @@ private:
     barriers::named_sync(Cfg::kQueryBarrier + warp_ / 4, 128);
   }
 
-  // Waits for the next group. What is needed besides products is read before they begin: they take all of shared memory's
-  // bandwidth.
+  // Waits for the next group, and begins to read which of it the query takes.
   __device__ __forceinline__ void begin(Begun& begun, Ring<Cfg> const& ring, RingPosition<Cfg::kStages>& at) const {
     ring.barriers.wait_full(at, "htree_layer consumer: full");
     // Through a shuffle, which tells the compiler that it is uniform: descriptors live in uniform registers.
@@ -187,7 +214,7 @@ private:
     wgmma::commit();
   }
 
-  // O += P V, complete when the next stage's scores are.
+  // O += P V.
   __device__ __forceinline__ void multiply_values(uint32_t const (&p)[kParents][4], uint32_t stage) {
     using Element =
         std::conditional_t<std::is_same_v<typename Cfg::Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
@@ -210,23 +237,75 @@ private:
     wgmma::wait<kPending>();
     wgmma::pin(products(raw));
     release(begun.stage);
-    bool const whole = begun.mine == (1u << kParents) - 1 && position_ >= kParents * kSiblings;
-    if (Cfg::kPass == Pass::kNormaliser && whole) {
+    if constexpr (Cfg::kPass == Pass::kImportance) {
+      weigh(raw, scales, begun.mine);
+    } else if (whole(begun.mine)) {
       normalise(raw, scales);
     } else {
 #pragma unroll
       for (int slot = 0; slot < kParents; ++slot) {
         Base::apply(scales[slot], of_parent(raw, slot));
-        bool const taken = begun.mine >> slot & 1u;
-        if constexpr (Cfg::kPass == Pass::kImportance) {
-          Base::weigh(of_parent(raw, slot), cursor_ + slot, taken);
-        } else if (taken) {
-          Base::add_to_normaliser(of_parent(raw, slot), position_ < (slot + 1) * kSiblings);
-        }
+        if (begun.mine >> slot & 1u) Base::add_to_normaliser(of_parent(raw, slot), position_ < (slot + 1) * kSiblings);
       }
     }
     position_ -= kParents * kSiblings;
     cursor_ += kParents;
+  }
+
+  // Of twice kTiles tiles those that are this lane's, the upper ones where `lanes` is set in its number, summed with
+  // those of the lane that keeps the others.
+  template <int kTiles>
+  __device__ __forceinline__ void halve(float (&sums)[2 * kParents][2], int lanes) const {
+    bool const upper = lane_ & lanes;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float const low = sums[tile][e];
+        float const high = sums[tile + kTiles][e];
+        sums[tile][e] = (upper ? high : low) + __shfl_xor_sync(kFullWarp, upper ? low : high, lanes);
+      }
+    }
+  }
+
+  // The importance of a group: column sums over the heads, by a butterfly that halves what is sent. In the end a lane
+  // holds columns 2 lane and 2 lane + 1 of the 64, and writes those of a parent that the query takes.
+  __device__ __forceinline__ void weigh(float const (&raw)[2 * kParents][4], Scales const (&scales)[kParents],
+                                        uint32_t mine) const {
+    float sums[2 * kParents][2];
+#pragma unroll
+    for (int tile = 0; tile < 2 * kParents; ++tile) {
+      float2 const scale = scales[tile / 2].tile[tile % 2];
+      float weights[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        weights[e] = Base::weight(e / 2, fmaf(raw[tile][e], fabsf(e % 2 ? scale.y : scale.x), -max_[e / 2]));
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e) sums[tile][e] = weights[e] + weights[2 + e];
+    }
+    halve<4>(sums, 16);
+    halve<2>(sums, 8);
+    halve<1>(sums, 4);
+    ptx::store_global_8B_if(mine >> lane_ / 8 & 1u,
+                            args_.importance + static_cast<std::int64_t>(cursor_) * kSiblings + 2 * lane_,
+                            {sums[0][0], sums[0][1]});
+  }
+
+  // The query takes all of the group, and has more behind it.
+  __device__ __forceinline__ bool whole(uint32_t mine) const {
+    return mine == (1u << kParents) - 1 && position_ >= kParents * kSiblings;
+  }
+
+  // Children of `dead` (bit 8 tile + e: that of this thread's column) take no part.
+  static __device__ __forceinline__ void mask(float (&raw)[2][4], uint32_t dead) {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (dead >> (8 * tile + e % 2) & 1u) raw[tile][e] = -Base::kInfinity;
+      }
+    }
   }
 
   // Exponentials of a parent's children, not of those that are `dead`.
@@ -241,7 +320,7 @@ private:
         x[tile][e] = fmaf(raw[tile][e], fabsf(e % 2 ? scale.y : scale.x), -max_[e / 2]) * unit_[e / 2];
       }
     }
-    Base::mask(x, dead);
+    mask(x, dead);
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
@@ -280,34 +359,58 @@ private:
     for (int i = 0; i < 2; ++i) sum_[i] += sum[i];
   }
 
-  // P of a group, rounded to the dtype, in A fragments; sums and O are rescaled where a maximum rises. That is rare, so it
-  // shows in the sums of exponentials that are computed as if it did not.
-  __device__ __forceinline__ void probabilities(float (&raw)[2 * kParents][4], Scales const (&scales)[kParents],
-                                                uint32_t mine, uint32_t (&p)[kParents][4]) {
-    using Element = typename Cfg::Element;
-    uint32_t dead[kParents];
-    float sum[2] = {};
+  // Candidates that take no part in P, in the order of this thread's columns: bit 16 (slot % 2) + 8 tile + e of word
+  // slot / 2.
+  __device__ __forceinline__ void find_dead(uint32_t mine, uint32_t (&dead)[kWords]) const {
 #pragma unroll
-    for (int slot = 0; slot < kParents; ++slot) {
-      bool const last = position_ < (slot + 1) * kSiblings;
-      dead[slot] = last ? Base::behind(Base::rightmost()) : 0u;
-      if (args_.layer > 0) dead[slot] = __shfl_sync(kFullWarp, closed_, slot);
-      if ((mine >> slot & 1u) == 0) dead[slot] = 0xffffu;
+    for (int i = 0; i < kWords; ++i) dead[i] = __shfl_sync(kFullWarp, closed_, (lane_ & ~1) + i);
+    if (!whole(mine)) {
+#pragma unroll
+      for (int slot = 0; slot < kParents; ++slot) {
+        bool const last = args_.layer == 0 && position_ < (slot + 1) * kSiblings;
+        uint32_t const more = (mine >> slot & 1u) == 0 ? 0xffffu : last ? Base::behind(Base::rightmost()) : 0u;
+        dead[slot / 2] |= more << (slot % 2 * kSiblings);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) dead[i] >>= 2 * tq_;
+  }
+
+  // P of half a group from parent kBegin on, rounded to the dtype, in A fragments, and its sums.
+  template <int kBegin>
+  __device__ __forceinline__ void exponentiate(float (&raw)[2 * kParents][4], Scales const (&scales)[kParents],
+                                               uint32_t const (&dead)[kWords], uint32_t (&p)[kHalfGroup][4],
+                                               float (&sum)[2]) const {
+    using Element = typename Cfg::Element;
+#pragma unroll
+    for (int slot = kBegin; slot < kBegin + kHalfGroup; ++slot) {
       float x[2][4];
-      exponentials(of_parent(raw, slot), scales[slot], dead[slot], x);
+      exponentials(of_parent(raw, slot), scales[slot], dead[slot / 2] >> slot % 2 * kSiblings, x);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         sum[i] += (x[0][2 * i] + x[0][2 * i + 1]) + (x[1][2 * i] + x[1][2 * i + 1]);
-        p[slot][i] = Pairs<Element>::pack(x[0][2 * i], x[0][2 * i + 1]);
-        p[slot][2 + i] = Pairs<Element>::pack(x[1][2 * i], x[1][2 * i + 1]);
+        p[slot - kBegin][i] = Pairs<Element>::pack(x[0][2 * i], x[0][2 * i + 1]);
+        p[slot - kBegin][2 + i] = Pairs<Element>::pack(x[1][2 * i], x[1][2 * i + 1]);
       }
     }
+  }
+
+  // Adds the sums of a group. Where a maximum rises P is computed again, and sums and O are rescaled: that is rare, so
+  // it shows in the sums of exponentials that are computed as if it did not.
+  __device__ __forceinline__ void rescale(Begun& begun, uint32_t (&dead)[kWords], uint32_t (&p)[kParents][4],
+                                          float (&sum)[2]) {
+    auto& raw = begun.raw;
     // A vote among the heads of one query: whatever it decides follows from this query's data.
     if (__any_sync(kFullWarp, sum[0] > kMost || sum[1] > kMost)) {
+      // Through a shuffle: otherwise the outcome of every test above would be kept until here.
+#pragma unroll
+      for (auto& word : dead) word = __shfl_sync(kFullWarp, word, lane_);
+      Scales again[kParents];
+      load_scales(again, begun.stage);
 #pragma unroll
       for (int slot = 0; slot < kParents; ++slot) {
-        Base::apply(scales[slot], of_parent(raw, slot));
-        Base::mask(of_parent(raw, slot), dead[slot]);
+        Base::apply(again[slot], of_parent(raw, slot));
+        mask(of_parent(raw, slot), dead[slot / 2] >> slot % 2 * kSiblings);
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -339,7 +442,7 @@ private:
     }
   }
 
-  uint32_t closed_ = 0;  // candidates that are no leaves, of parent lane % 4 of the group at hand
+  uint32_t closed_ = 0;  // candidates that are no leaves, of two parents of the group at hand
 };
 
 }  // namespace htree_cuda::layer

@@ -123,7 +123,8 @@ struct Plan {
     block_bytes = kSiblings * (4 + 2 * (p.K + p.V));
     positions = std::min(p.T, p.top_k * kSiblings);
     // Below the top every layer that selects may have top_k * 16 candidates.
-    width = layers > 2 ? p.top_k * kSiblings : ceil_div(N[layers - 1], kSiblings) * kSiblings;
+    std::int64_t const most = layers > 2 ? p.top_k * kSiblings : N[layers - 1];
+    width = ceil_div(most, 2 * kSiblings) * 2 * kSiblings;  // the marks of two parents are read at once
     blocks_per_head = ceil_div(p.T_q, kBlockQueries);
     blocks = p.B * p.H_kv * blocks_per_head;
 
