@@ -75,9 +75,10 @@ struct Config<Element, kK, kV, Pass::kQueries> : Operands<Element, kK, kV, 256> 
   static constexpr int kEntryBytes = 16;
   static constexpr int kFoundAtOnce = 32 * kGroupParents;
   static constexpr int kListBytes = (kFoundAtOnce + kStageSlots) * kEntryBytes;
+  static constexpr int kTurnsBytes = 2 * kK;  // of a pair; a consumer has two
 
   static constexpr int kAlignment = 1024;
-  static constexpr int kFixedBytes = kAlignment + kListBytes;
+  static constexpr int kFixedBytes = kAlignment + kListBytes + Base::kConsumers * 2 * kTurnsBytes;
   static constexpr int kFit = (Base::kMostShared - kFixedBytes) / (kStageBytes + kControlBytes);
   static constexpr int kStages = kFit < 8 ? kFit : 8;
   static constexpr int kSharedBytes = kFixedBytes + kStages * (kStageBytes + kControlBytes);
@@ -105,7 +106,7 @@ struct Config<Element, kK, kV, Pass::kNodes> : Operands<Element, kK, kV, 512> {
   static constexpr int kProgressBytes = 32;
   static constexpr int kAlignment = 256;
   static constexpr int kWarpBytes = static_cast<int>(
-      (kSlots * Base::kSlotBytes + kValuesBytes + kListBytes + kProgressBytes + 8 * kSlots + kNodeHeader + 255) / 256 * 256);
+      (kSlots * Base::kSlotBytes + kValuesBytes + kListBytes + kProgressBytes + 8 * kSlots + 2 * kNodeHeader + 255) / 256 * 256);
   static constexpr int kSharedBytes = kAlignment + Base::kConsumers * kWarpBytes;
   static_assert(kSharedBytes <= Base::kMostShared);
 };

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) htree_backward_kernel(const 
       produce_parents<Cfg>(args, ring);
     } else {
       ptx::raise_registers<Cfg::kConsumerRegisters>();
-      Query<Cfg>(args, warp).run(ring, warp);
+      Query<Cfg>(args, ring, warp).run(ring, warp);
     }
   }
 }

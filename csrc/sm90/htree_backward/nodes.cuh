@@ -52,6 +52,7 @@ struct Store {
   __device__ uint32_t full(uint32_t i) const { return progress() + Cfg::kProgressBytes + 8 * i; }
   __device__ uint32_t progress() const { return list() + Cfg::kListBytes; }
   __device__ uint32_t inverse() const { return full(Cfg::kSlots); }  // of the keys
+  __device__ uint32_t scale() const { return inverse() + kNodeHeader; }          // of the weights of a child
 };
 
 // A unit and how far it is: in shared memory, because registers are few while products are at work.
@@ -235,6 +236,7 @@ private:
     }
     __syncwarp();
     if (lane_ < kSiblings) {
+      ptx::store_shared_4B(store_.scale() + 4 * lane_, __float_as_uint(kFirstScale));
       ptx::store_shared_4B(store_.inverse() + 4 * lane_, __ldg(reinterpret_cast<uint32_t const*>(node) + lane_));
     }
     if constexpr (Cfg::kValuesBytes > 0) {  // the last 128 bytes of each row
@@ -281,7 +283,10 @@ private:
         largest[i] = fmaxf(largest[i], fmaxf(fabsf(x.ds), fabsf(y.ds)));
       }
     }
-    fit_scale(weight_scale_, largest, [&](float const (&factor)[2]) {
+    float scale[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) scale[i] = ptx::load_shared_float(store_.scale() + 4 * (g_ + 8 * i));
+    fit_scale(scale, largest, [&](float const (&factor)[2]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -294,21 +299,22 @@ private:
           }
         }
       }
+      store_scale(scale);
     });
-    add(slot, p, ds, turned);
+    add(slot, p, ds, scale, turned);
   }
 
   // dk by columns of K: a thread's weights for a child are then a B fragment, and what the transposer returns an A
   // fragment, without a move.
   __device__ __forceinline__ void add(uint32_t slot, uint32_t const (&p)[4], float const (&ds)[2][4],
-                                      uint32_t const (&turned)[kK / 16][4]) {
+                                      float const (&scale)[2], uint32_t const (&turned)[kK / 16][4]) {
     uint32_t scaled[2][2];  // [children][heads]
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
         scaled[i][tile] =
-            Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
+            Pairs<__half>::pack(ds[tile][2 * i] * scale[i], ds[tile][2 * i + 1] * scale[i]);
       }
     }
     Steps const douts(slot + matrix_lane<true>(lane_, Cfg::kValueRowBytes));
@@ -330,20 +336,32 @@ private:
     }
   }
 
+  __device__ __forceinline__ void store_scale(float const (&scale)[2]) const {
+    __syncwarp();  // everybody has read the scales
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (tq_ == 0) ptx::store_shared_4B(store_.scale() + 4 * (g_ + 8 * i), __float_as_uint(scale[i]));
+    }
+    __syncwarp();
+  }
+
   // Of child 2 tq + e, from the threads that have its row.
   __device__ __forceinline__ float of_column(float of_row, int e) const {
     return __shfl_sync(kFullWarp, of_row, (2 * tq_ + e) * 4);
   }
 
-  // Scores and dP, whose chains of products hide each other's latency; turned: q for dk, transposed.
+  // Scores, and dP in two chains of products: the latency of one is what a warp would wait for. turned: q for dk,
+  // transposed.
   __device__ __forceinline__ void products(uint32_t slot, float (&raw)[2][4], float (&dp)[2][4],
                                            uint32_t (&turned)[kK / 16][4]) const {
     Steps const queries(slot + matrix_lane<false>(lane_, Cfg::kKeyRowBytes));
     Steps const douts(slot + matrix_lane<false>(lane_, Cfg::kValueRowBytes));
     Steps const values(store_.values() + matrix_lane<true>(lane_, 128));
     Transposer const transpose(lane_);
+    float dp_odd[2][4];
     clear(raw);
     clear(dp);
+    clear(dp_odd);
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
 #pragma unroll
@@ -367,8 +385,9 @@ private:
           ptx::load_matrix_x4(a, values[step % 4]);
         }
         ptx::load_matrix_x4(b, douts[step] + Cfg::kValueOffset);
-        Pairs<Element>::mma(dp[0], a, b[0], b[1]);
-        Pairs<Element>::mma(dp[1], a, b[2], b[3]);
+        auto& sums = step % 2 == 0 ? dp : dp_odd;
+        Pairs<Element>::mma(sums[0], a, b[0], b[1]);
+        Pairs<Element>::mma(sums[1], a, b[2], b[3]);
       }
 #pragma unroll
       for (int step = kk; step < kK / 16; step += kHalf) {
@@ -380,6 +399,11 @@ private:
           turned[step][2 * tile + 1] = across[1];
         }
       }
+    }
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dp[tile][e] += dp_odd[tile][e];
     }
   }
 
@@ -403,7 +427,7 @@ private:
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         int const child = 8 * i + 2 * tq_ + e;
-        float const scale = kUnitScale * inverse_of(of_column(weight_scale_[i], e));
+        float const scale = kUnitScale * inverse_of(ptx::load_shared_float(store_.scale() + 4 * child));
         float* const to = sums_of(unit, child, kK, args_.dk) + g_;
         float2 const* const turns = args_.turns + child * (kK / 2) + g_;
 #pragma unroll
@@ -440,7 +464,6 @@ private:
   int const g_;
   int const tq_;
   uint32_t word_;  // of the row to look at next
-  float weight_scale_[2] = {kFirstScale, kFirstScale};
   uint32_t keys_[kK / 16][4];
   uint32_t values_[kHeld][4];
   float dk_[kK / 16][2][4];  // [columns of K][children], the columns being the rows of a result

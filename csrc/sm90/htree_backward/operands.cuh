@@ -84,22 +84,6 @@ __device__ __forceinline__ void clear(float (&x)[kTiles][4]) {
   }
 }
 
-// The turns of one position: this lane's entries of the table of fragments.
-template <int kK>
-struct PositionTurns {
-  uint4 words[kK / 32];
-
-  __device__ __forceinline__ PositionTurns(rope::Turns const* table, int position, int tq) {
-    rope::Turns const* const row = table + position * (kK / 8) + tq;
-#pragma unroll
-    for (int kk = 0; kk < kK / 32; ++kk) words[kk] = __ldg(reinterpret_cast<uint4 const*>(row + kk * 4));
-  }
-
-  __device__ __forceinline__ rope::Turns const& operator[](int kk) const {
-    return reinterpret_cast<rope::Turns const&>(words[kk]);
-  }
-};
-
 // dS multiplies rows of fp16, so it becomes fp16 too, whatever the dtype: a row of weights is multiplied by a power of
 // two that only ever falls, when a weight would leave the range, and then the row's sums fall with it. Weights down to
 // 2^-24 of the largest so far keep all bits, and nothing is lost that matters beside it. A row's own data steer it.

@@ -54,19 +54,22 @@ struct Note {
 template <class Cfg>
 struct Ring {
   uint32_t stages;
+  uint32_t turns;
   uint32_t list;
   RingBarriers<Cfg::kStages> barriers;
   uint32_t notes;
 
   __device__ explicit Ring(uint32_t shared)
       : stages(shared),
-        list(stages + Cfg::kStages * Cfg::kStageBytes),
+        turns(stages + Cfg::kStages * Cfg::kStageBytes),
+        list(turns + Cfg::kConsumers * 2 * Cfg::kTurnsBytes),
         barriers{list + Cfg::kListBytes, list + Cfg::kListBytes + 8 * Cfg::kStages},
         notes(barriers.empty + 8 * Cfg::kStages) {}
 
   __device__ uint32_t slot(uint32_t stage, int i) const {
     return stages + stage * Cfg::kStageBytes + i * Cfg::kSlotBytes;
   }
+  __device__ uint32_t turns_of(int warp) const { return turns + warp * 2 * Cfg::kTurnsBytes; }
   __device__ Note note(uint32_t stage) const { return {notes + stage * Cfg::kNoteBytes}; }
 };
 
