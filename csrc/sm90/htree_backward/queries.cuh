@@ -140,7 +140,7 @@ private:
   }
 
   __device__ __forceinline__ uint32_t turns_at(int position) const {
-    return turns_ + (position / kSiblings & 1) * Cfg::kTurnsBytes;
+    return turns_ + (position >> kLog2Siblings & 1) * Cfg::kTurnsBytes;
   }
 
   __device__ __forceinline__ void take(uint32_t slot, int parent, int layer) {
