@@ -107,6 +107,13 @@ def test_three_layers():
     check(*inputs(4200, 6, G=3, seed=3), top_k_per_layer=16, q_start=4190)
 
 
+@pytest.mark.emulated
+@pytest.mark.parametrize("T", [256, 2100])
+def test_rows_that_share_their_parents(T):
+    """Every query visits eight parents of the top layer, which a CTA takes together; others it takes apart."""
+    check(*inputs(T, 40, G=3, seed=T), top_k_per_layer=16, q_start=T - 40)
+
+
 @pytest.mark.parametrize("T", [8191, 8192, 8193, 131072, 131073])
 def test_boundaries_of_the_default_top_k(T):
     check(*inputs(T, 2, G=4, K=128, V=128, seed=T), top_k_per_layer=512)

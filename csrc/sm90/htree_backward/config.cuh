@@ -104,10 +104,13 @@ struct Config<Element, kK, kV, Pass::kNodes> : Operands<Element, kK, kV, 512> {
   static constexpr int kListBytes = 8 * kListEntries;
   static constexpr int kSlots = kK + kV == 256 ? 3 : 4;
   static constexpr int kProgressBytes = 32;
+  static constexpr int kCommonAhead = 2 * Base::kConsumers;  // queries on their way in the common slots
+  static_assert(kCommonAhead < Base::kConsumers * kSlots && kCommonAhead <= kListEntries - 32);
   static constexpr int kAlignment = 256;
   static constexpr int kWarpBytes = static_cast<int>(
-      (kSlots * Base::kSlotBytes + kValuesBytes + kListBytes + kProgressBytes + 8 * kSlots + 2 * kNodeHeader + 255) / 256 * 256);
-  static constexpr int kSharedBytes = kAlignment + Base::kConsumers * kWarpBytes;
+      (kSlots * Base::kSlotBytes + kValuesBytes + kListBytes + kProgressBytes + 3 * 8 * kSlots + 2 * kNodeHeader + 255) /
+      256 * 256);
+  static constexpr int kSharedBytes = kAlignment + Base::kConsumers * kWarpBytes + 16;
   static_assert(kSharedBytes <= Base::kMostShared);
 };
 
@@ -135,7 +138,9 @@ struct Args {
   int units;
   int segments[kMaxLayers];
   int segment_rows[kMaxLayers];      // a multiple of 32
+  int common_units;                  // of a CTA: eight parents of the top and a segment
   int* next_unit;                    // the first that nobody has begun
+  int* next_common;
   std::int64_t begin[kMaxLayers];    // first node row of each layer
   std::int64_t node_rows;            // of a head
   int* done;                         // [heads, node_rows / 16] segments that were added to a parent's children
