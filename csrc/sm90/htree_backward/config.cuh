@@ -1,19 +1,18 @@
-// Data sheet of the two matrix kernels of the backward. Both stream operands (16 rows of K and 16 of V, see
-// device/backward_steps.h) through a ring of shared memory past eight consumer warps:
+// Data sheet of the two matrix kernels of the backward. Eight warps multiply operands (16 rows of K and 16 of V, see
+// device/backward_steps.h) that pass through shared memory:
 //
 //                    queries (dq)                              nodes (dk, dv)
-//   a consumer       one query, its 16 heads                   one parent, its 16 children
-//   the CTA          eight neighbouring queries                eight neighbouring parents, one segment of the rows
-//   streamed         the parents that any of them visits,      the queries that visit any of them, ascending
-//                    layer by layer from the top, ascending
-//   in registers     q, dout, dq                               keys, dk, dv, some of the values
-//   resident         nothing                                   the eight parents
+//   a warp           one query, its 16 heads                   one parent, its 16 children, one segment of the rows
+//   streamed         the parents that any of eight             the queries that visit the parent, ascending, through
+//                    neighbours visits, layer by layer from    slots of the warp's own; where all rows visit eight
+//                    the top, ascending, through one ring      neighbours, through one ring of all warps' slots
+//   in registers     q, dout, dq                               keys, dk, dv, values or half of them
 //
-//   CTA              8 consumer warps (2 warpgroups); a producer warp in a third warpgroup, whose other warps idle
-//   slot             one operand and its header; one bulk copy
-//   stage            four slots and a note of their entries, one full and one empty mbarrier
-//   registers        a consumer and a producer thread: 232 and 40 (queries), 240 and 24 (nodes), 384 * 168 in all
-//   shared memory    as many stages as fit in 227 KB: 6 (queries) and 4 (nodes) at K = V = 128
+//   CTA              queries: and a producer warp in a third warpgroup, whose other warps idle
+//   slot             one operand and its header; one bulk copy (nodes: another one for the turns)
+//   stage            queries: four slots and a note of their entries, one full and one empty mbarrier
+//   registers        queries: 232 a consumer and 40 a producer thread, 384 * 168 in all; nodes: 255
+//   shared memory    of 227 KB at K = V = 128: queries 6 stages, nodes 3 slots a warp
 #pragma once
 
 #include <cuda_bf16.h>
@@ -100,16 +99,15 @@ struct Config<Element, kK, kV, Pass::kNodes> : Operands<Element, kK, kV, 512> {
   static constexpr int kValuesBytes = 16 * (Base::kValueRowBytes - 32 * kHeldValues);
   static_assert(kValuesBytes == 0 || kValuesBytes == 16 * 128);
 
-  static constexpr int kListEntries = 64;
+  static constexpr int kListEntries = 64;  // visits: row; position in the upper and closed children in the lower half
   static constexpr int kListBytes = 8 * kListEntries;
   static constexpr int kSlots = kK + kV == 256 ? 3 : 4;
   static constexpr int kProgressBytes = 32;
   static constexpr int kCommonAhead = 2 * Base::kConsumers;  // queries on their way in the common slots
   static_assert(kCommonAhead < Base::kConsumers * kSlots && kCommonAhead <= kListEntries - 32);
   static constexpr int kAlignment = 256;
-  static constexpr int kWarpBytes = static_cast<int>(
-      (kSlots * Base::kSlotBytes + kValuesBytes + kListBytes + kProgressBytes + 3 * 8 * kSlots + 2 * kNodeHeader + 255) /
-      256 * 256);
+  static constexpr int kControlBytes = kListBytes + kProgressBytes + 3 * 8 * kSlots + 2 * kNodeHeader;
+  static constexpr int kWarpBytes = (kSlots * Base::kSlotBytes + kValuesBytes + kControlBytes + 255) / 256 * 256;
   static constexpr int kSharedBytes = kAlignment + Base::kConsumers * kWarpBytes + 16;
   static_assert(kSharedBytes <= Base::kMostShared);
 };

@@ -120,8 +120,8 @@ private:
     positions = std::max<std::int64_t>(std::min(p.T, p.top_k * kSiblings), kSiblings);
   }
 
-  // Rows are split by shapes alone, so that sums do not depend on the device: into as many segments as fill it, and none
-  // so long that a parent which every row visits is the last to end.
+  // Rows are split by shapes alone, so that sums do not depend on the device: into as many segments as fill it, and
+  // none so long that a parent which every row visits is the last to end.
   void split(int l) {
     std::int64_t const filling = std::min(kNodeUnits / (heads * tree.parents[l]), rows / kLeastSegmentRows);
     std::int64_t const wanted = std::max({filling, ceil_div(rows, kMostSegmentRows), std::int64_t(1)});

@@ -1,5 +1,6 @@
-// dk and dv of every layer's nodes: a warp holds a parent and takes the queries that visit it, in an order that follows
-// from shapes alone.
+// dk and dv of every layer's nodes: a warp holds a parent and takes the queries that visit it. A persistent grid: warps
+// get their units, a parent and a segment of the rows, from a counter, so that none waits for another's; what is added
+// to a sum, and in which order, follows from shapes and lists alone.
 //
 // With R(q, n - 1 - 16 j) for a parent of rank j, scores and gradients need the keys turned by their place alone, so
 // dk adds up in that frame over all queries and turns back once in the end.
@@ -51,7 +52,8 @@ struct Unit {
     // No row visits a parent of later tokens than its own.
     std::int64_t const late =
         (static_cast<std::int64_t>(parent) << (kLog2Siblings * (layer + 1))) - args.chunk.position(0);
-    int const reached = static_cast<int>(min(max(late, std::int64_t(0)), static_cast<std::int64_t>(args.chunk.queries)));
+    int const reached =
+        static_cast<int>(min(max(late, std::int64_t(0)), static_cast<std::int64_t>(args.chunk.queries)));
     int const first = segment * rows;
     int const end = min(first + rows, args.chunk.queries);
     int const common = first_common(args, layer, parent / kGroupParents);
@@ -76,8 +78,14 @@ struct Unit {
   }
 };
 
-// A warp's own part of shared memory: slots; values that registers do not hold; the list of visits; the state of a unit;
-// barriers, one of each kind a slot; scales.
+// A warp's own part of shared memory: slots; values that registers do not hold; the list of visits; the state of a
+// unit; barriers, one of each kind a slot; scales.
+//
+//   barrier      arrives                          waits           makes visible / frees
+//   full[slot]   its warp, once, and the bytes    its warp, or    a query (own visits: and its turns)
+//                                                 all warps
+//   turned       its warp, once, and the bytes    its warp        (common queries) the turns in the slot
+//   empty        each warp, once                  its warp        (common queries) the query may be overwritten
 template <class Cfg>
 struct Store {
   uint32_t begin;
@@ -173,9 +181,8 @@ public:
     finish(Progress::loaded(store_.progress()).unit, any);
   }
 
-  // What all rows of the segment bring to all warps of the CTA; `number` queries went through the common slots before;
-  // returns how many then.
-  // Slots and the turns in them are apart: each warp needs its own turns.
+  // What all rows of the segment bring to all warps of the CTA. `number` queries went through the common slots before;
+  // returns how many have then. Turns are each warp's own: they lie in its slots, whatever queries lie beside them.
   __device__ uint32_t run_together(Progress progress, uint32_t number) {
     look_ahead(progress);
     if (lane_ == 0) {
@@ -375,9 +382,8 @@ private:
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         int const chunk = 32 * i + lane_;
-        ptx::store_shared_16B(store_.values() + 16 * chunk,
-                              __ldg(reinterpret_cast<uint4 const*>(values + (chunk / 8 + 1) * Cfg::kValueRowBytes - 128) +
-                                    chunk % 8));
+        char const* const half = values + (chunk / 8 + 1) * Cfg::kValueRowBytes - 128;
+        ptx::store_shared_16B(store_.values() + 16 * chunk, __ldg(reinterpret_cast<uint4 const*>(half) + chunk % 8));
       }
     }
     __syncwarp();

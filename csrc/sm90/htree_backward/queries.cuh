@@ -134,7 +134,8 @@ private:
   // Brings the turns of a position; of two that follow one another each has its own place.
   __device__ __forceinline__ void bring(int position) const {
     if (lane_ < kK / 8) {
-      ptx::copy_async_16B(turns_at(position) + lane_ * 16, args_.fragment_turns + position * (kK / 8) + lane_, position);
+      rope::Turns const* const turns = args_.fragment_turns + position * (kK / 8) + lane_;
+      ptx::copy_async_16B(turns_at(position) + lane_ * 16, turns, position);
     }
     ptx::copy_async_commit();
   }

@@ -1,5 +1,5 @@
-// What both matrix kernels ask of the reverse index; the ring between the producer and the consumers of the queries kernel,
-// and how the producer finds what to send.
+// What both matrix kernels ask of the reverse index; the ring between the producer and the consumers of the queries
+// kernel, and how the producer finds what to send.
 //
 //   barrier        arrives                        waits          makes visible / frees
 //   full[stage]    producer, once, and the bytes  8 consumers    up to four operands and their entries
