@@ -107,22 +107,6 @@ def test_three_layers():
     check(*inputs(4200, 6, G=3, seed=3), top_k_per_layer=16, q_start=4190)
 
 
-def check_rows_that_share_their_parents(T, K, V):
-    """Every query visits eight parents of the top layer, which a CTA takes together; others it takes apart."""
-    check(*inputs(T, 40, G=3, K=K, V=V, seed=T), top_k_per_layer=16, q_start=T - 40)
-
-
-@pytest.mark.emulated
-@pytest.mark.parametrize("T", [256, 2100])
-def test_rows_that_share_their_parents(T):
-    check_rows_that_share_their_parents(T, 64, 64)
-
-
-@pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 64), (128, 128)])
-def test_rows_that_share_their_parents_at_other_dimensions(K, V):
-    check_rows_that_share_their_parents(256, K, V)
-
-
 @pytest.mark.parametrize("T", [8191, 8192, 8193, 131072, 131073])
 def test_boundaries_of_the_default_top_k(T):
     check(*inputs(T, 2, G=4, K=128, V=128, seed=T), top_k_per_layer=512)

@@ -4,8 +4,8 @@
 //                    queries (dq)                              nodes (dk, dv)
 //   a warp           one query, its 16 heads                   one parent, its 16 children, one segment of the rows
 //   streamed         the parents that any of eight             the queries that visit the parent, ascending, through
-//                    neighbours visits, layer by layer from    slots of the warp's own; where all rows visit eight
-//                    the top, ascending, through one ring      neighbours, through one ring of all warps' slots
+//                    neighbours visits, layer by layer from    slots of the warp's own
+//                    the top, ascending, through one ring
 //   in registers     q, dout, dq                               keys, dk, dv, values or half of them
 //
 //   CTA              queries: and a producer warp in a third warpgroup, whose other warps idle
@@ -103,12 +103,10 @@ struct Config<Element, kK, kV, Pass::kNodes> : Operands<Element, kK, kV, 512> {
   static constexpr int kListBytes = 8 * kListEntries;
   static constexpr int kSlots = kK + kV == 256 ? 3 : 4;
   static constexpr int kProgressBytes = 32;
-  static constexpr int kCommonAhead = 2 * Base::kConsumers;  // queries on their way in the common slots
-  static_assert(kCommonAhead < Base::kConsumers * kSlots && kCommonAhead <= kListEntries - 32);
   static constexpr int kAlignment = 256;
-  static constexpr int kControlBytes = kListBytes + kProgressBytes + 3 * 8 * kSlots + 2 * kNodeHeader;
+  static constexpr int kControlBytes = kListBytes + kProgressBytes + 8 * kSlots + kNodeHeader;
   static constexpr int kWarpBytes = (kSlots * Base::kSlotBytes + kValuesBytes + kControlBytes + 255) / 256 * 256;
-  static constexpr int kSharedBytes = kAlignment + Base::kConsumers * kWarpBytes + 16;
+  static constexpr int kSharedBytes = kAlignment + Base::kConsumers * kWarpBytes;
   static_assert(kSharedBytes <= Base::kMostShared);
 };
 
@@ -136,9 +134,7 @@ struct Args {
   int units;
   int segments[kMaxLayers];
   int segment_rows[kMaxLayers];      // a multiple of 32
-  int common_units;                  // of a CTA: eight parents of the top and a segment
   int* next_unit;                    // the first that nobody has begun
-  int* next_common;
   std::int64_t begin[kMaxLayers];    // first node row of each layer
   std::int64_t node_rows;            // of a head
   int* done;                         // [heads, node_rows / 16] segments that were added to a parent's children

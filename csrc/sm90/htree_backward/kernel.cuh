@@ -6,8 +6,7 @@
 
 namespace htree_cuda::gradient {
 
-// kTogether: of the nodes kernel's units, those whose parents share all queries.
-template <class Cfg, bool kTogether>
+template <class Cfg>
 __global__ void __launch_bounds__(Cfg::kThreads, 1) htree_backward_kernel(const __grid_constant__ Args args) {
   extern __shared__ char shared_memory[];
   uint32_t const base = ptx::shared_address(shared_memory);
@@ -15,11 +14,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) htree_backward_kernel(const 
   int const warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
 
   if constexpr (Cfg::kPass == Pass::kNodes) {
-    if constexpr (kTogether) {
-      run_nodes_together<Cfg>(args, shared, warp);
-    } else {
-      run_nodes<Cfg>(args, shared, warp);
-    }
+    run_nodes<Cfg>(args, shared, warp);
   } else {
     Ring<Cfg> const ring(shared);
     if (threadIdx.x == 0) {

@@ -94,7 +94,7 @@ struct Plan {
     take(dv, base, heads * node_rows * p.V);
     take(queries, base, heads * rows * query_bytes);
     std::int64_t const before = bytes;
-    take(next_unit, base, 2);
+    take(next_unit, base, 1);
     take(done, base, heads * node_rows / kSiblings);
     for (int l = 0; l < tree.layers - 1; ++l) take(visits.layer[l], base, heads * rows * tree.groups[l]);
     zeroed_bytes = bytes - before;
@@ -271,7 +271,6 @@ void run_chunk(BackwardParams const& params, Plan const& plan, Chunk const& chun
   args.dk = plan.dk;
   args.dv = plan.dv;
   args.next_unit = plan.next_unit;
-  args.next_common = plan.next_unit + 1;
   args.done = plan.done;
   for (int l = plan.tree.layers - 1; l >= 0; --l) {
     args.nodes[l] = plan.nodes[l];
@@ -281,9 +280,6 @@ void run_chunk(BackwardParams const& params, Plan const& plan, Chunk const& chun
     args.first_unit[l] = args.units;
     args.units = as_blocks(args.units + std::int64_t(chunk.heads) * plan.tree.parents[l] * plan.segments[l]);
   }
-  int const top = plan.tree.layers - 1;
-  args.common_units =
-      as_blocks(std::int64_t(chunk.heads) * (plan.tree.parents[top] / kGroupParents) * plan.segments[top]);
   p.dtype == DType::kFloat16 ? multiply<__half>(args, p, chunk.heads, stream)
                              : multiply<__nv_bfloat16>(args, p, chunk.heads, stream);
 }

@@ -6,20 +6,12 @@
 
 namespace htree_cuda::gradient {
 
-template <class Cfg, bool kTogether>
-void launch_kernel(Args const& args, int blocks, cudaStream_t stream) {
-  HTREE_CUDA_CHECK(cudaFuncSetAttribute(htree_backward_kernel<Cfg, kTogether>,
-                                        cudaFuncAttributeMaxDynamicSharedMemorySize, Cfg::kSharedBytes));
-  htree_backward_kernel<Cfg, kTogether><<<blocks, Cfg::kThreads, Cfg::kSharedBytes, stream>>>(args);
-  HTREE_CUDA_CHECK(cudaGetLastError());
-}
-
 template <class Cfg>
 void launch(Args const& args, int blocks, cudaStream_t stream) {
-  if constexpr (Cfg::kPass == Pass::kNodes) {
-    if (args.common_units > 0) launch_kernel<Cfg, true>(args, blocks, stream);
-  }
-  launch_kernel<Cfg, false>(args, blocks, stream);
+  HTREE_CUDA_CHECK(cudaFuncSetAttribute(htree_backward_kernel<Cfg>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        Cfg::kSharedBytes));
+  htree_backward_kernel<Cfg><<<blocks, Cfg::kThreads, Cfg::kSharedBytes, stream>>>(args);
+  HTREE_CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace htree_cuda::gradient

@@ -21,32 +21,14 @@ struct Unit {
   int parent;
   int first;    // row
   int end;
-  int earlier;  // segments of the parent that are added before this one; negative: nothing to do
+  int earlier;  // segments of the parent that somebody may visit and that are added before this one; negative: nobody
 
-  static __device__ int used_segments(Args const& args, int layer) {
-    return (args.chunk.queries + args.segment_rows[layer] - 1) / args.segment_rows[layer];
-  }
-
-  // The first segment from which on every row visits all eight parents of the group; only at the top.
-  static __device__ int first_common(Args const& args, int layer, int group) {
-    int const used = used_segments(args, layer);
-    int const last = (group + 1) * kGroupParents - 1;
-    if (layer != args.tree.layers - 1 || last >= args.tree.parents[layer]) return used;
-    std::int64_t t = static_cast<std::int64_t>(last) << (kLog2Siblings * (layer + 1));
-    if (layer > 0) t = max(t, static_cast<std::int64_t>(args.tree.top_k) << (kLog2Siblings * layer));
-    std::int64_t const row = max(t - args.chunk.position(0), std::int64_t(0));
-    return static_cast<int>(
-        min((row + args.segment_rows[layer] - 1) / args.segment_rows[layer], static_cast<std::int64_t>(used)));
-  }
-
-  // Of a warp that takes what it gets.
   static __device__ Unit numbered(Args const& args, int unit) {
     int layer = args.tree.layers - 1;
     while (layer > 0 && unit >= args.first_unit[layer - 1]) --layer;
     unit -= args.first_unit[layer];
     int const parent = args.tree.parents[layer] - 1 - unit % args.tree.parents[layer];
     unit /= args.tree.parents[layer];
-    int const rows = args.segment_rows[layer];
     int const segment = unit % args.segments[layer];
     int const head = unit / args.segments[layer];
     // No row visits a parent of later tokens than its own.
@@ -54,38 +36,15 @@ struct Unit {
         (static_cast<std::int64_t>(parent) << (kLog2Siblings * (layer + 1))) - args.chunk.position(0);
     int const reached =
         static_cast<int>(min(max(late, std::int64_t(0)), static_cast<std::int64_t>(args.chunk.queries)));
-    int const first = segment * rows;
-    int const end = min(first + rows, args.chunk.queries);
-    int const common = first_common(args, layer, parent / kGroupParents);
-    bool const exists = reached < end && segment < common;
-    return {layer, head, parent, max(first, reached / kRowStep * kRowStep), end,
-            exists ? used_segments(args, layer) - common + segment - reached / rows : -1};
-  }
-
-  // Of a warp whose CTA takes the parents of a group together.
-  static __device__ Unit together(Args const& args, int unit, int warp) {
-    int const layer = args.tree.layers - 1;
-    int const groups = args.tree.parents[layer] / kGroupParents;
-    int const group = groups - 1 - unit % groups;
-    unit /= groups;
-    int const rows = args.segment_rows[layer];
-    int const segment = unit % args.segments[layer];
-    int const head = unit / args.segments[layer];
-    int const common = first_common(args, layer, group);
-    bool const exists = common <= segment && segment < used_segments(args, layer);
-    return {layer, head, group * kGroupParents + warp, segment * rows, min((segment + 1) * rows, args.chunk.queries),
-            exists ? segment - common : -1};
+    int const first = segment * args.segment_rows[layer];
+    int const end = min(first + args.segment_rows[layer], args.chunk.queries);
+    int const earlier = reached < end ? segment - reached / args.segment_rows[layer] : -1;
+    return {layer, head, parent, max(first, reached / kRowStep * kRowStep), end, earlier};
   }
 };
 
 // A warp's own part of shared memory: slots; values that registers do not hold; the list of visits; the state of a
-// unit; barriers, one of each kind a slot; scales.
-//
-//   barrier      arrives                          waits           makes visible / frees
-//   full[slot]   its warp, once, and the bytes    its warp, or    a query (own visits: and its turns)
-//                                                 all warps
-//   turned       its warp, once, and the bytes    its warp        (common queries) the turns in the slot
-//   empty        each warp, once                  its warp        (common queries) the query may be overwritten
+// unit; a barrier a slot (its warp arrives once, and the bytes; it makes a query and its turns visible); scales of keys.
 template <class Cfg>
 struct Store {
   uint32_t begin;
@@ -93,36 +52,13 @@ struct Store {
   __device__ uint32_t slot(uint32_t i) const { return begin + i * Cfg::kSlotBytes; }
   __device__ uint32_t values() const { return begin + Cfg::kSlots * Cfg::kSlotBytes; }
   __device__ uint32_t list() const { return values() + Cfg::kValuesBytes; }
-  __device__ uint32_t progress() const { return list() + Cfg::kListBytes; }
   __device__ uint32_t full(uint32_t i) const { return progress() + Cfg::kProgressBytes + 8 * i; }
-  __device__ uint32_t turned(uint32_t i) const { return full(Cfg::kSlots + i); }
-  __device__ uint32_t empty(uint32_t i) const { return full(2 * Cfg::kSlots + i); }
-  __device__ uint32_t inverse() const { return full(3 * Cfg::kSlots); }  // of the keys
-  __device__ uint32_t scale() const { return inverse() + kNodeHeader; }  // of the weights of a child
-};
-
-// The slots of all warps as one ring: query `number` lies in a slot of warp number % 8.
-template <class Cfg>
-struct CommonSlot {
-  uint32_t slot;
-  uint32_t full;
-  uint32_t empty;
-  uint32_t parity;
-
-  __device__ __forceinline__ CommonSlot(uint32_t shared, uint32_t number) {
-    Store<Cfg> const store{shared + number % Cfg::kConsumers * Cfg::kWarpBytes};
-    uint32_t const i = number / Cfg::kConsumers % Cfg::kSlots;
-    slot = store.slot(i);
-    full = store.full(i);
-    empty = store.empty(i);
-    parity = number / (Cfg::kConsumers * Cfg::kSlots) & 1u;
-  }
+  __device__ uint32_t progress() const { return list() + Cfg::kListBytes; }
+  __device__ uint32_t inverse() const { return full(Cfg::kSlots); }  // of the keys
 };
 
 // A unit and how far it is: in shared memory, because registers are few while products are at work.
 struct Progress {
-  static constexpr int kTakenOffset = 24;
-
   Unit unit;
   int next = unit.first;  // row to look at
   int found = 0;          // visits on the list
@@ -147,7 +83,7 @@ struct Progress {
   }
 };
 
-template <class Cfg, bool kTogether>
+template <class Cfg>
 class Parent {
   using Element = typename Cfg::Element;
   static constexpr int kK = Cfg::kK;
@@ -156,8 +92,8 @@ class Parent {
   static constexpr int kHeld = Cfg::kHeldValues;
 
 public:
-  __device__ Parent(Args const& args, Store<Cfg> const& store, Unit const& unit)
-      : args_(args), store_(store), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4) {
+  __device__ Parent(Args const& args, Store<Cfg> const& store, RingPosition<Cfg::kSlots>& at, Unit const& unit)
+      : args_(args), store_(store), at_(at), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4) {
     word_ = word_of(unit, unit.first + lane_);
     load(unit);
 #pragma unroll
@@ -165,94 +101,20 @@ public:
     clear(dv_);
   }
 
-  // What the parent's own visitors bring, through this warp's own slots; `at`: of the next visit.
-  __device__ void run(Progress progress, RingPosition<Cfg::kSlots>& at) {
-    bool more = advance(progress, at, 0);
+  __device__ void run(Progress progress) {
+    bool more = advance(progress, 0);
     bool const any = more;
     while (more) {
-      uint32_t const slot = store_.slot(at.slot);
-      barriers::mbarrier_wait(store_.full(at.slot), at.parity, "htree_backward nodes: full");
-      take(slot, slot, [&] { return ptx::load_shared_4B(slot + Cfg::kClosedOffset); });
+      take();
       progress = Progress::loaded(store_.progress());
       ++progress.taken;
-      at = at.ahead(1);
-      more = advance(progress, at, Cfg::kSlots - 1);
+      at_ = at_.ahead(1);
+      more = advance(progress, Cfg::kSlots - 1);
     }
     finish(Progress::loaded(store_.progress()).unit, any);
   }
 
-  // What all rows of the segment bring to all warps of the CTA. `number` queries went through the common slots before;
-  // returns how many have then. Turns are each warp's own: they lie in its slots, whatever queries lie beside them.
-  __device__ uint32_t run_together(Progress progress, uint32_t number) {
-    look_ahead(progress);
-    if (lane_ == 0) {
-      for (int i = 0; i < Cfg::kSlots; ++i) send_turns(progress, i, number + i);
-      for (int i = 0; i < Cfg::kCommonAhead; ++i) send_common(progress, i, number + i);
-    }
-    __syncwarp();
-    bool more = true;
-    while (more) {
-      number = ptx::opaque(number);
-      {
-        CommonSlot<Cfg> const at(common_begin(), number);
-        uint32_t const own = number % Cfg::kSlots;
-        barriers::mbarrier_wait(store_.turned(own), number / Cfg::kSlots & 1u, "htree_backward nodes: turned");
-        barriers::mbarrier_wait(at.full, at.parity, "htree_backward nodes: common full");
-        take(at.slot, store_.slot(own), [&] {
-          return ptx::load_shared_4B(entry_at(ptx::load_shared_4B(store_.progress() + Progress::kTakenOffset)) + 4);
-        });
-      }
-      number = ptx::opaque(number);
-      progress = Progress::loaded(store_.progress());
-      ++progress.taken;
-      look_ahead(progress);
-      if (lane_ == 0) {
-        barriers::mbarrier_arrive(CommonSlot<Cfg>(common_begin(), number).empty);
-        send_turns(progress, progress.taken - 1 + Cfg::kSlots, number + Cfg::kSlots);
-        send_common(progress, progress.taken - 1 + Cfg::kCommonAhead, number + Cfg::kCommonAhead);
-      }
-      __syncwarp();
-      ++number;
-      more = progress.taken != progress.found;
-    }
-    finish(Progress::loaded(store_.progress()).unit, true);
-    return number;
-  }
-
 private:
-  // Of the rows all of which visit the parent: keeps more than 32 on the list.
-  __device__ __forceinline__ void look_ahead(Progress& progress) {
-    if (progress.next < progress.unit.end && progress.found - progress.taken <= Cfg::kListEntries - 32) scan(progress);
-    __syncwarp();  // the list is written, slot, turns and what is stored here are read
-    if (lane_ == 0) progress.store(store_.progress());
-  }
-
-  __device__ __forceinline__ void send_turns(Progress const& progress, int visit, uint32_t number) const {
-    if (visit >= progress.found) return;
-    uint32_t const i = number % Cfg::kSlots;
-    uint32_t const position = ptx::load_shared_4B(entry_at(visit) + 4) >> 16;
-    barriers::mbarrier_arrive_expect_bytes(store_.turned(i), Cfg::kTurnsBytes);
-    ptx::bulk_load(store_.slot(i), args_.fragment_turns + position * (kK / 8), Cfg::kTurnsBytes, store_.turned(i));
-  }
-
-  // Into the common slots that are this warp's.
-  __device__ __forceinline__ void send_common(Progress const& progress, int visit, uint32_t number) const {
-    if (number % Cfg::kConsumers != threadIdx.x / 32 || visit >= progress.found) return;
-    CommonSlot<Cfg> const at(common_begin(), number);
-    int const row = ptx::load_shared_4B(entry_at(visit));
-    barriers::mbarrier_wait(at.empty, at.parity ^ 1u, "htree_backward nodes: common empty");
-    barriers::mbarrier_arrive_expect_bytes(at.full, Cfg::kQueryBytes);
-    ptx::bulk_load(at.slot + Cfg::kQueryOffset, query(progress.unit.head, row), Cfg::kQueryBytes, at.full);
-  }
-
-  __device__ __forceinline__ uint32_t common_begin() const {
-    return store_.begin - threadIdx.x / 32 * Cfg::kWarpBytes;
-  }
-
-  __device__ __forceinline__ char const* query(int head, int row) const {
-    return args_.queries + (static_cast<std::int64_t>(head) * args_.chunk.rows + row) * Cfg::kQueryBytes;
-  }
-
   // ---- who visits ------------------------------------------------------------------------------------------------
 
   // A row's word of the index; nothing at the top, where it follows from the position.
@@ -261,9 +123,7 @@ private:
     return __ldg(entry_of(args_, unit.layer, unit.head, unit.parent / kGroupParents, row));
   }
 
-  __device__ __forceinline__ bool top(Unit const& unit) const {
-    return kTogether || unit.layer == args_.tree.layers - 1;
-  }
+  __device__ __forceinline__ bool top(Unit const& unit) const { return unit.layer == args_.tree.layers - 1; }
   static __device__ __forceinline__ uint32_t own_bit(Unit const& unit) { return 1u << (unit.parent % kGroupParents); }
 
   // Appends those of the next 32 rows that visit the parent.
@@ -313,7 +173,7 @@ private:
 
   // Looks further where the list has room, until it holds enough for all slots, and fills the slots that are free: all
   // but `sent`. Whether a visit is left.
-  __device__ __forceinline__ bool advance(Progress progress, RingPosition<Cfg::kSlots> const& at, int sent) {
+  __device__ __forceinline__ bool advance(Progress progress, int sent) {
     sent = min(progress.taken + sent, progress.found);
     bool first = true;
     while (progress.next < progress.unit.end && progress.found - progress.taken <= Cfg::kListEntries - 32) {
@@ -331,13 +191,16 @@ private:
         uint32_t const entry = entry_at(sent);
         uint32_t const row = ptx::load_shared_4B(entry);
         uint32_t const place = ptx::load_shared_4B(entry + 4);
-        uint32_t const i = at.ahead(sent - progress.taken).slot;
+        uint32_t const i = at_.ahead(sent - progress.taken).slot;
         uint32_t const slot = store_.slot(i);
         uint32_t const full = store_.full(i);
         ptx::store_shared_4B(slot + Cfg::kClosedOffset, place & 0xffffu);
         barriers::mbarrier_arrive_expect_bytes(full, Cfg::kQueryBytes + Cfg::kTurnsBytes);
         ptx::bulk_load(slot, args_.fragment_turns + (place >> 16) * (kK / 8), Cfg::kTurnsBytes, full);
-        ptx::bulk_load(slot + Cfg::kQueryOffset, query(progress.unit.head, row), Cfg::kQueryBytes, full);
+        ptx::bulk_load(slot + Cfg::kQueryOffset,
+                       args_.queries +
+                           (static_cast<std::int64_t>(progress.unit.head) * args_.chunk.rows + row) * Cfg::kQueryBytes,
+                       Cfg::kQueryBytes, full);
       }
     }
     __syncwarp();
@@ -375,7 +238,6 @@ private:
     }
     __syncwarp();
     if (lane_ < kSiblings) {
-      ptx::store_shared_4B(store_.scale() + 4 * lane_, __float_as_uint(kFirstScale));
       ptx::store_shared_4B(store_.inverse() + 4 * lane_, __ldg(reinterpret_cast<uint32_t const*>(node) + lane_));
     }
     if constexpr (Cfg::kValuesBytes > 0) {  // the last 128 bytes of each row
@@ -390,12 +252,13 @@ private:
   }
 
   // Rows of what follows are children (g, g + 8), columns heads.
-  template <class Closed>
-  __device__ __forceinline__ void take(uint32_t slot, uint32_t turns, Closed&& closed_children) {
+  __device__ __forceinline__ void take() {
+    uint32_t const slot = store_.slot(at_.slot);
+    barriers::mbarrier_wait(store_.full(at_.slot), at_.parity, "htree_backward nodes: full");
+    uint32_t const closed = ptx::load_shared_4B(slot + Cfg::kClosedOffset);
     float raw[2][4], dp[2][4];
     uint32_t turned[kK / 16][4];
-    products(slot, turns, raw, dp, turned);
-    uint32_t const closed = closed_children();
+    products(slot, raw, dp, turned);
     uint32_t p[4];
     float ds[2][4];
     float largest[2] = {};
@@ -420,10 +283,7 @@ private:
         largest[i] = fmaxf(largest[i], fmaxf(fabsf(x.ds), fabsf(y.ds)));
       }
     }
-    float scale[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) scale[i] = ptx::load_shared_float(store_.scale() + 4 * (g_ + 8 * i));
-    fit_scale(scale, largest, [&](float const (&factor)[2]) {
+    fit_scale(weight_scale_, largest, [&](float const (&factor)[2]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -436,22 +296,21 @@ private:
           }
         }
       }
-      store_scale(scale);
     });
-    add(slot, p, ds, scale, turned);
+    add(slot, p, ds, turned);
   }
 
-  // dk by columns of K: a thread's weights for a child are then a B fragment, and what the transposer returns an A
-  // fragment, without a move.
+  // dk by columns of K: a thread's weights for a child are then a B fragment, and transposed q an A fragment, without
+  // a move.
   __device__ __forceinline__ void add(uint32_t slot, uint32_t const (&p)[4], float const (&ds)[2][4],
-                                      float const (&scale)[2], uint32_t const (&turned)[kK / 16][4]) {
+                                      uint32_t const (&turned)[kK / 16][4]) {
     uint32_t scaled[2][2];  // [children][heads]
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
         scaled[i][tile] =
-            Pairs<__half>::pack(ds[tile][2 * i] * scale[i], ds[tile][2 * i + 1] * scale[i]);
+            Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
       }
     }
     Steps const douts(slot + matrix_lane<true>(lane_, Cfg::kValueRowBytes));
@@ -473,39 +332,26 @@ private:
     }
   }
 
-  __device__ __forceinline__ void store_scale(float const (&scale)[2]) const {
-    __syncwarp();  // everybody has read the scales
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (tq_ == 0) ptx::store_shared_4B(store_.scale() + 4 * (g_ + 8 * i), __float_as_uint(scale[i]));
-    }
-    __syncwarp();
-  }
-
   // Of child 2 tq + e, from the threads that have its row.
   __device__ __forceinline__ float of_column(float of_row, int e) const {
     return __shfl_sync(kFullWarp, of_row, (2 * tq_ + e) * 4);
   }
 
-  // Scores, and dP in two chains of products: the latency of one is what a warp would wait for. turned: q for dk,
-  // transposed.
-  __device__ __forceinline__ void products(uint32_t slot, uint32_t turns_at, float (&raw)[2][4],
-                                           float (&dp)[2][4], uint32_t (&turned)[kK / 16][4]) const {
+  // Scores and dP, whose chains of products hide each other's latency; turned: q for dk, transposed.
+  __device__ __forceinline__ void products(uint32_t slot, float (&raw)[2][4], float (&dp)[2][4],
+                                           uint32_t (&turned)[kK / 16][4]) const {
     Steps const queries(slot + matrix_lane<false>(lane_, Cfg::kKeyRowBytes));
     Steps const douts(slot + matrix_lane<false>(lane_, Cfg::kValueRowBytes));
     Steps const values(store_.values() + matrix_lane<true>(lane_, 128));
-    Transposer const transpose(lane_);
-    float dp_odd[2][4];
     clear(raw);
     clear(dp);
-    clear(dp_odd);
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
 #pragma unroll
       for (int step = kk; step < kK / 16; step += kHalf) {
         ptx::load_matrix_x4(turned[step], queries[step] + Cfg::kRowsOffset);
       }
-      uint4 const turns = ptx::load_shared_16B(turns_at + kk * 64 + tq_ * 16);
+      uint4 const turns = ptx::load_shared_16B(slot + kk * 64 + tq_ * 16);
       turn_columns<false>(turned[kk], turned[kk + kHalf], reinterpret_cast<rope::Turns const&>(turns));
 #pragma unroll
       for (int step = kk; step < kK / 16; step += kHalf) {
@@ -522,25 +368,17 @@ private:
           ptx::load_matrix_x4(a, values[step % 4]);
         }
         ptx::load_matrix_x4(b, douts[step] + Cfg::kValueOffset);
-        auto& sums = step % 2 == 0 ? dp : dp_odd;
-        Pairs<Element>::mma(sums[0], a, b[0], b[1]);
-        Pairs<Element>::mma(sums[1], a, b[2], b[3]);
+        Pairs<Element>::mma(dp[0], a, b[0], b[1]);
+        Pairs<Element>::mma(dp[1], a, b[2], b[3]);
       }
 #pragma unroll
       for (int step = kk; step < kK / 16; step += kHalf) {
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
-          uint32_t across[2];
-          transpose(across, turned[step][2 * tile], turned[step][2 * tile + 1]);
-          turned[step][2 * tile] = across[0];
-          turned[step][2 * tile + 1] = across[1];
+          turned[step][2 * tile] = ptx::transpose_matrix(turned[step][2 * tile]);
+          turned[step][2 * tile + 1] = ptx::transpose_matrix(turned[step][2 * tile + 1]);
         }
       }
-    }
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dp[tile][e] += dp_odd[tile][e];
     }
   }
 
@@ -564,7 +402,7 @@ private:
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         int const child = 8 * i + 2 * tq_ + e;
-        float const scale = kUnitScale * inverse_of(ptx::load_shared_float(store_.scale() + 4 * child));
+        float const scale = kUnitScale * inverse_of(of_column(weight_scale_[i], e));
         float* const to = sums_of(unit, child, kK, args_.dk) + g_;
         float2 const* const turns = args_.turns + child * (kK / 2) + g_;
 #pragma unroll
@@ -596,38 +434,17 @@ private:
 
   Args const& args_;
   Store<Cfg> const store_;
+  RingPosition<Cfg::kSlots>& at_;  // of the visit at hand
   int const lane_;
   int const g_;
   int const tq_;
   uint32_t word_;  // of the row to look at next
+  float weight_scale_[2] = {kFirstScale, kFirstScale};
   uint32_t keys_[kK / 16][4];
   uint32_t values_[kHeld][4];
   float dk_[kK / 16][2][4];  // [columns of K][children], the columns being the rows of a result
   float dv_[kV / 8][4];
 };
-
-template <class Cfg>
-__device__ void run_nodes_together(Args const& args, uint32_t shared, int warp) {
-  Store<Cfg> const store{shared + warp * Cfg::kWarpBytes};
-  uint32_t const mailbox = shared + Cfg::kConsumers * Cfg::kWarpBytes;
-  int const lane = threadIdx.x % 32;
-  if (lane < Cfg::kSlots) {
-    barriers::mbarrier_init(store.turned(lane), 1);
-    barriers::mbarrier_init(store.full(lane), 1);
-    barriers::mbarrier_init(store.empty(lane), Cfg::kConsumers);
-  }
-  barriers::mbarrier_init_fence();
-  for (uint32_t number = 0;;) {
-    __syncthreads();
-    if (threadIdx.x == 0) ptx::store_shared_4B(mailbox, atomicAdd(args.next_common, 1));
-    __syncthreads();
-    int const next = ptx::load_shared_4B(mailbox);
-    if (next >= args.common_units) return;
-    Unit const unit = Unit::together(args, next, warp);
-    if (unit.earlier < 0) continue;
-    number = Parent<Cfg, true>(args, store, unit).run_together(Progress(unit), number);
-  }
-}
 
 template <class Cfg>
 __device__ void run_nodes(Args const& args, uint32_t shared, int warp) {
@@ -643,7 +460,7 @@ __device__ void run_nodes(Args const& args, uint32_t shared, int warp) {
     next = __shfl_sync(kFullWarp, next, 0);
     if (next >= args.units) return;
     Unit const unit = Unit::numbered(args, next);
-    if (unit.earlier >= 0) Parent<Cfg, false>(args, store, unit).run(Progress(unit), at);
+    if (unit.earlier >= 0) Parent<Cfg>(args, store, at, unit).run(Progress(unit));
   }
 }
 

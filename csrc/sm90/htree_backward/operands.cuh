@@ -55,26 +55,6 @@ __device__ __forceinline__ void turn_columns(uint32_t (&lo)[4], uint32_t (&hi)[4
   }
 }
 
-// Transposes fp16 in the tensor cores, by the product with the identity, which is exact: each of two 8 x 8 matrices, of
-// which a thread has two columns of a row, becomes one of which it has two rows of a column. The way of the same
-// elements to shared memory and back takes more than twice the clocks.
-class Transposer {
-public:
-  __device__ __forceinline__ explicit Transposer(int lane) {
-    constexpr uint32_t kOne = 0x3c00;
-    uint32_t const diagonal = lane / 8 == lane % 4 ? kOne << (lane / 4 % 2 * 16) : 0;
-    identity_[0] = identity_[3] = diagonal;
-    identity_[1] = identity_[2] = 0;
-  }
-
-  __device__ __forceinline__ void operator()(uint32_t (&transposed)[2], uint32_t x, uint32_t y) const {
-    ptx::mma_fp16_rounded(transposed, identity_, x, y);
-  }
-
-private:
-  uint32_t identity_[4];
-};
-
 template <int kTiles>
 __device__ __forceinline__ void clear(float (&x)[kTiles][4]) {
 #pragma unroll

@@ -1,7 +1,7 @@
 // dq: a warp holds a query and walks its parents, layer by layer.
 //
 // A parent of rank j adds sum_c dS_c R^-1(k_c, n - 1 - 16 j) to dq, k_c being turned by its place c. The scores' own
-// fragments of the keys turn, in packed fp16, and are transposed in the tensor cores: keys pass shared memory once.
+// fragments of the keys turn, in packed fp16, and are transposed between registers: keys pass shared memory once.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -192,7 +192,6 @@ private:
     Steps const rows(slot + matrix_lane<false>(lane_, Cfg::kKeyRowBytes));
     Steps const values(slot + matrix_lane<false>(lane_, Cfg::kValueRowBytes));
     uint32_t const turns_of_lane = turns_at(position_) + tq_ * 16;
-    Transposer const transpose(lane_);
     float raw_odd[2][4], dp_odd[2][4];
     clear(raw);
     clear(dp);
@@ -225,12 +224,7 @@ private:
 #pragma unroll
       for (int step = kk; step < kK / 16; step += kHalf) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {  // eight columns of all children
-          uint32_t b[2];
-          transpose(b, keys[step][i], keys[step][2 + i]);
-          keys[step][i] = b[0];
-          keys[step][2 + i] = b[1];
-        }
+        for (int i = 0; i < 4; ++i) keys[step][i] = ptx::transpose_matrix(keys[step][i]);
       }
     }
 #pragma unroll
