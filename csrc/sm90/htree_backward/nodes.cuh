@@ -44,7 +44,8 @@ struct Unit {
 };
 
 // A warp's own part of shared memory: slots; values that registers do not hold; the list of visits; the state of a
-// unit; a barrier a slot (its warp arrives once, and the bytes; it makes a query and its turns visible); scales of keys.
+// unit; a barrier a slot, at which its warp arrives once, and the bytes, and which makes a query and its turns visible;
+// scales of the keys.
 template <class Cfg>
 struct Store {
   uint32_t begin;
