@@ -456,6 +456,11 @@ class Instructions:
         values = ", ".join(self.value("uint32_t", x) for x in sources)
         self.run(f"t.store_matrix({self.address(args[0])}, {'true' if 'trans' in op else 'false'}, {{{values}}})")
 
+    def op_movmatrix(self, op, args):
+        if "m8n8" not in op or "trans" not in op:
+            raise self.unknown(args)
+        self.set(args[0], f"t.transpose_matrix({self.value('uint32_t', args[1])})")
+
     def op_mma(self, op, args):
         sums = {"f32": "float", "f16": "uint32_t"}.get(op[-1])
         if "m16n8k16" not in op or op[-4] != op[-1] or not sums:

@@ -206,9 +206,9 @@ inline void block_on(Fiber& fiber, Waiters& waiters, std::string what) {
 }
 
 // What the lanes of a warp meet at.
-inline char const* const kMeetings[] = {"shfl", "vote", "redux", "bar.warp.sync", "ldmatrix", "stmatrix", "mma", "elect",
-                                        "wgmma.mma_async", "wgmma.wait_group", "setmaxnreg"};
-enum Meeting { kShuffle, kVote, kReduce, kSync, kLoadMatrix, kStoreMatrix, kMma, kElect, kProduct, kWait, kRegisters };
+inline char const* const kMeetings[] = {"shfl", "vote", "redux", "bar.warp.sync", "ldmatrix", "stmatrix", "movmatrix", "mma",
+                                        "elect", "wgmma.mma_async", "wgmma.wait_group", "setmaxnreg"};
+enum Meeting { kShuffle, kVote, kReduce, kSync, kLoadMatrix, kStoreMatrix, kMoveMatrix, kMma, kElect, kProduct, kWait, kRegisters };
 
 // All lanes of `mask` meet; the last to come runs `body(collective)` for all.
 template <class Body>

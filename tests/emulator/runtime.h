@@ -583,6 +583,7 @@ struct Thread {
   void warp_sync(uint32_t mask);
   void load_matrix(uint64_t address, bool transposed, std::initializer_list<uint32_t*> out);
   void store_matrix(uint64_t address, bool transposed, std::initializer_list<uint32_t> in);
+  uint32_t transpose_matrix(uint32_t value);
   template <class Element>
   void mma_m16n8k16(std::initializer_list<float*> d, std::initializer_list<uint32_t> a,
                     std::initializer_list<uint32_t> b, std::initializer_list<float> c);

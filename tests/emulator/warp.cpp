@@ -170,6 +170,21 @@ void Thread::store_matrix(uint64_t address, bool transposed, std::initializer_li
   });
 }
 
+uint32_t Thread::transpose_matrix(uint32_t value) {
+  MatrixItem item{0, true, {value, 0, 0, 0}};
+  meet(*this, kMoveMatrix, 0xffffffffu, &item, [](Collective& all) {
+    uint16_t rows[8][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      std::memcpy(&rows[lane / 4][lane % 4 * 2], payload<MatrixItem>(all, lane).value, 4);
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      int const i = lane / 4, j = lane % 4 * 2;
+      payload<MatrixItem>(all, lane).value[0] = uint32_t{rows[j + 1][i]} << 16 | rows[j][i];
+    }
+  });
+  return item.value[0];
+}
+
 float element(uint16_t bits, bool is_half) { return is_half ? half_value(bits) : bfloat_value(bits); }
 
 // Rows of a 16 x 16 operand from the fragments of a warp's lanes.

@@ -56,6 +56,13 @@ __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&fragment)[4
                : "memory");
 }
 
+// An 8 x 8 matrix of 16-bit elements, of which a lane has two columns of a row, transposed: two rows of a column.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
+  uint32_t transposed;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(x));
+  return transposed;
+}
+
 // The inverse of load_matrix_x4.
 __device__ __forceinline__ void store_matrix_x4(uint32_t row_address, uint32_t const (&fragment)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(fragment[0]),
@@ -197,13 +204,6 @@ __device__ __forceinline__ void mma_fp16(float (&c)[4], uint32_t const (&a)[4], 
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// a b, rounded to fp16: d[i] holds the columns of c[2 i] and c[2 i + 1].
-__device__ __forceinline__ void mma_fp16_rounded(uint32_t (&d)[2], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%8, %8};"
-      : "=r"(d[0]), "=r"(d[1])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(0));
 }
 
 __device__ __forceinline__ void mma_bf16(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {

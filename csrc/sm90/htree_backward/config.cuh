@@ -1,19 +1,18 @@
-// Data sheet of the two matrix kernels of the backward. Both stream operands (16 rows of K and 16 of V, see
-// device/backward_steps.h) through a ring of shared memory past eight consumer warps:
+// Data sheet of the two matrix kernels of the backward. Eight warps multiply operands (16 rows of K and 16 of V, see
+// device/backward_steps.h) that pass through shared memory:
 //
 //                    queries (dq)                              nodes (dk, dv)
-//   a consumer       one query, its 16 heads                   one parent, its 16 children
-//   the CTA          eight neighbouring queries                eight neighbouring parents, one segment of the rows
-//   streamed         the parents that any of them visits,      the queries that visit any of them, ascending
-//                    layer by layer from the top, ascending
-//   in registers     q, dout, dq                               keys, dk, dv, some of the values
-//   resident         nothing                                   the eight parents
+//   a warp           one query, its 16 heads                   one parent, its 16 children, one segment of the rows
+//   streamed         the parents that any of eight             the queries that visit the parent, ascending, through
+//                    neighbours visits, layer by layer from    slots of the warp's own
+//                    the top, ascending, through one ring
+//   in registers     q, dout, dq                               keys, dk, dv, values or half of them
 //
-//   CTA              8 consumer warps (2 warpgroups); a producer warp in a third warpgroup, whose other warps idle
-//   slot             one operand and its header; one bulk copy
-//   stage            four slots and a note of their entries, one full and one empty mbarrier
-//   registers        a consumer and a producer thread: 232 and 40 (queries), 240 and 24 (nodes), 384 * 168 in all
-//   shared memory    as many stages as fit in 227 KB: 6 (queries) and 4 (nodes) at K = V = 128
+//   CTA              queries: and a producer warp in a third warpgroup, whose other warps idle
+//   slot             one operand and its header; one bulk copy (nodes: another one for the turns)
+//   stage            queries: four slots and a note of their entries, one full and one empty mbarrier
+//   registers        queries: 232 a consumer and 40 a producer thread, 384 * 168 in all; nodes: 255
+//   shared memory    of 227 KB at K = V = 128: queries 6 stages, nodes 3 slots a warp
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,24 +26,16 @@ namespace htree_cuda::gradient {
 
 enum class Pass { kQueries, kNodes };
 
-template <class Element_, int kK_, int kV_, Pass kPass_>
-struct Config {
+// A slot of shared memory: an area that ends with the header, then the rows. Rows begin at multiples of 256 bytes, so
+// that swizzled addresses come from one exclusive or.
+template <class Element_, int kK_, int kV_, int kRowsOffset_>
+struct Operands {
   using Element = Element_;  // __nv_bfloat16 or __half
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
-  static constexpr Pass kPass = kPass_;
-
   static constexpr int kConsumers = 8;
-  static constexpr int kThreads = 384;
-  static constexpr int kConsumerRegisters = kPass == Pass::kQueries ? 232 : 240;
-  static constexpr int kProducerRegisters = kPass == Pass::kQueries ? 40 : 24;
-  static_assert(kConsumers == kGroupParents && kConsumers == kGroupQueries);
-  static_assert(kConsumers % 4 == 0 && kConsumers * 32 + 128 == kThreads);
-  static_assert(kConsumers * 32 * kConsumerRegisters + 128 * kProducerRegisters <= kThreads * 168);
 
-  // A slot: 256 bytes that end with the header, then the rows. Rows begin at multiples of 256 bytes, so that swizzled
-  // addresses come from one exclusive or.
-  static constexpr int kRowsOffset = 256;
+  static constexpr int kRowsOffset = kRowsOffset_;
   static constexpr int kKeyRowBytes = 2 * kK;
   static constexpr int kValueRowBytes = 2 * kV;
   static constexpr int kValueOffset = kRowsOffset + 16 * kKeyRowBytes;
@@ -52,31 +43,71 @@ struct Config {
   static constexpr int kSlotBytes = kRowsOffset + kOperandBytes;
   static constexpr int kNodeBytes = kNodeHeader + kOperandBytes;
   static constexpr int kQueryBytes = kQueryHeader + kOperandBytes;
-  static constexpr int kNodeOffset = kRowsOffset - kNodeHeader;    // of a node's copy in a slot
+  static constexpr int kNodeOffset = kRowsOffset - kNodeHeader;  // of a node's copy in a slot
   static constexpr int kQueryOffset = kRowsOffset - kQueryHeader;
-  static constexpr int kCopyBytes = kPass == Pass::kQueries ? kNodeBytes : kQueryBytes;
-  static constexpr int kCopyOffset = kPass == Pass::kQueries ? kNodeOffset : kQueryOffset;
   static_assert(kNodeBytes % 16 == 0 && kQueryBytes % 16 == 0 && kSlotBytes % 256 == 0 && kQueryOffset >= 0);
 
+  static constexpr int kMostShared = 232448;
+};
+
+template <class Element, int kK, int kV, Pass kPass>
+struct Config;
+
+template <class Element, int kK, int kV>
+struct Config<Element, kK, kV, Pass::kQueries> : Operands<Element, kK, kV, 256> {
+  using Base = Operands<Element, kK, kV, 256>;
+  static constexpr Pass kPass = Pass::kQueries;
+  static constexpr int kThreads = 384;
+  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = 40;
+  static_assert(Base::kConsumers == kGroupQueries);
+  static_assert(Base::kConsumers % 4 == 0 && Base::kConsumers * 32 + 128 == kThreads);
+  static_assert(Base::kConsumers * 32 * kConsumerRegisters + 128 * kProducerRegisters <= kThreads * 168);
+
   static constexpr int kStageSlots = 4;
-  static constexpr int kStageBytes = kStageSlots * kSlotBytes;
+  static constexpr int kStageBytes = kStageSlots * Base::kSlotBytes;
   static constexpr int kNoteBytes = 8 + 8 * kStageSlots;
   static constexpr int kControlBytes = 16 + kNoteBytes;  // of a stage: full, empty, note
-  static_assert(kConsumers == 8 && kStageSlots == 4, "a byte of takers a slot, a word a stage");
+  static_assert(Base::kConsumers == 8 && kStageSlots == 4, "a byte of takers a slot, a word a stage");
 
   // The producer's list: what it found and has not sent.
   static constexpr int kEntryBytes = 16;
-  static constexpr int kFoundAtOnce = kPass == Pass::kQueries ? 32 * kGroupParents : 32;
+  static constexpr int kFoundAtOnce = 32 * kGroupParents;
   static constexpr int kListBytes = (kFoundAtOnce + kStageSlots) * kEntryBytes;
-  // Nodes: the parents of the CTA.
-  static constexpr int kResidentBytes = kPass == Pass::kNodes ? kConsumers * kSlotBytes : 0;
+  static constexpr int kTurnsBytes = 2 * kK;  // of a pair; a consumer has two
 
   static constexpr int kAlignment = 1024;
-  static constexpr int kFixedBytes = kAlignment + kListBytes + kResidentBytes + 16;
-  static constexpr int kFit = (232448 - kFixedBytes) / (kStageBytes + kControlBytes);
+  static constexpr int kFixedBytes = kAlignment + kListBytes + Base::kConsumers * 2 * kTurnsBytes;
+  static constexpr int kFit = (Base::kMostShared - kFixedBytes) / (kStageBytes + kControlBytes);
   static constexpr int kStages = kFit < 8 ? kFit : 8;
   static constexpr int kSharedBytes = kFixedBytes + kStages * (kStageBytes + kControlBytes);
-  static_assert(kStages >= 3 && kSharedBytes <= 232448);
+  static_assert(kStages >= 3 && kSharedBytes <= Base::kMostShared);
+};
+
+// A slot begins with the turns of the pair. Of the values' steps of 16 columns registers hold as many as fit: all, or
+// the first half.
+template <class Element, int kK, int kV>
+struct Config<Element, kK, kV, Pass::kNodes> : Operands<Element, kK, kV, 512> {
+  using Base = Operands<Element, kK, kV, 512>;
+  static constexpr Pass kPass = Pass::kNodes;
+  static constexpr int kThreads = Base::kConsumers * 32;
+
+  static constexpr int kTurnsBytes = 2 * kK;
+  static constexpr int kClosedOffset = 256;  // then the children that are closed
+  static_assert(kTurnsBytes <= kClosedOffset && kClosedOffset < Base::kQueryOffset);
+  static constexpr int kHeldValues = kK + kV == 256 ? kV / 32 : kV / 16;
+  static constexpr int kValuesBytes = 16 * (Base::kValueRowBytes - 32 * kHeldValues);
+  static_assert(kValuesBytes == 0 || kValuesBytes == 16 * 128);
+
+  static constexpr int kListEntries = 64;  // visits: row; position in the upper and closed children in the lower half
+  static constexpr int kListBytes = 8 * kListEntries;
+  static constexpr int kSlots = kK + kV == 256 ? 3 : 4;
+  static constexpr int kProgressBytes = 32;
+  static constexpr int kAlignment = 256;
+  static constexpr int kControlBytes = kListBytes + kProgressBytes + 8 * kSlots + kNodeHeader;
+  static constexpr int kWarpBytes = (kSlots * Base::kSlotBytes + kValuesBytes + kControlBytes + 255) / 256 * 256;
+  static constexpr int kSharedBytes = kAlignment + Base::kConsumers * kWarpBytes;
+  static_assert(kSharedBytes <= Base::kMostShared);
 };
 
 // Everything a launch reads and writes.
@@ -97,11 +128,13 @@ struct Args {
   int H_kv;
   int G;
 
-  // Nodes: CTAs of layer l are first_block[l] .. first_block[l + 1] - 1, ordered (head, segment, group), the last group
-  // first: it belongs to the most recent tokens, which are visited most.
-  int first_block[kMaxLayers + 1];
+  // Nodes: a unit is a parent and a segment of the rows. They are ordered (layer, the top first; head; segment; parent,
+  // the last first: it belongs to the most recent tokens, which are visited most).
+  int first_unit[kMaxLayers];
+  int units;
   int segments[kMaxLayers];
   int segment_rows[kMaxLayers];      // a multiple of 32
+  int* next_unit;                    // the first that nobody has begun
   std::int64_t begin[kMaxLayers];    // first node row of each layer
   std::int64_t node_rows;            // of a head
   int* done;                         // [heads, node_rows / 16] segments that were added to a parent's children

@@ -28,8 +28,8 @@ namespace {
 constexpr std::int64_t kLeastChunkBytes = std::int64_t(8) << 20;
 constexpr std::int64_t kMostChunkBytes = std::int64_t(128) << 20;
 constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
-// A layer with fewer groups of parents than this splits the rows: four waves of a large GPU's processors.
-constexpr std::int64_t kNodeBlocks = 512;
+// A layer with fewer parents than this splits the rows: sixteen units of work for each warp of a large GPU.
+constexpr std::int64_t kNodeUnits = 16384;
 constexpr std::int64_t kLeastSegmentRows = 256;
 constexpr std::int64_t kMostSegmentRows = 1024;
 
@@ -49,7 +49,7 @@ struct Plan {
   std::int64_t positions = 0;
   std::int64_t heads = 0;  // at once
   std::int64_t rows = 0;   // of a head at once
-  std::int64_t zeroed_bytes = 0;  // of `done` and `visits`, before every chunk
+  std::int64_t zeroed_bytes = 0;  // of `next_unit`, `done` and `visits`, before every chunk
   int segments[kMaxLayers] = {};
   int segment_rows[kMaxLayers] = {};
   std::int64_t bytes = 0;
@@ -63,6 +63,7 @@ struct Plan {
   float* dv = nullptr;
   char* queries = nullptr;
   Visits visits{};
+  int* next_unit = nullptr;
   int* done = nullptr;
 
   Plan(ForwardParams const& p, char* base) {
@@ -93,6 +94,7 @@ struct Plan {
     take(dv, base, heads * node_rows * p.V);
     take(queries, base, heads * rows * query_bytes);
     std::int64_t const before = bytes;
+    take(next_unit, base, 1);
     take(done, base, heads * node_rows / kSiblings);
     for (int l = 0; l < tree.layers - 1; ++l) take(visits.layer[l], base, heads * rows * tree.groups[l]);
     zeroed_bytes = bytes - before;
@@ -118,10 +120,10 @@ private:
     positions = std::max<std::int64_t>(std::min(p.T, p.top_k * kSiblings), kSiblings);
   }
 
-  // Rows are split over CTAs by shapes alone, so that sums do not depend on the device: into as many segments as fill
-  // it, and none so long that a group which every row visits is the last to end.
+  // Rows are split by shapes alone, so that sums do not depend on the device: into as many segments as fill it, and
+  // none so long that a parent which every row visits is the last to end.
   void split(int l) {
-    std::int64_t const filling = std::min(kNodeBlocks / (heads * tree.groups[l]), rows / kLeastSegmentRows);
+    std::int64_t const filling = std::min(kNodeUnits / (heads * tree.parents[l]), rows / kLeastSegmentRows);
     std::int64_t const wanted = std::max({filling, ceil_div(rows, kMostSegmentRows), std::int64_t(1)});
     segment_rows[l] = static_cast<int>(round_up(ceil_div(rows, wanted), kRowStep));
     segments[l] = static_cast<int>(ceil_div(rows, segment_rows[l]));
@@ -204,7 +206,7 @@ void pack_rows(BackwardParams const& params, Plan const& plan, Chunk const& chun
 }
 
 void index(ForwardParams const& p, Plan const& plan, Chunk const& chunk, cudaStream_t stream) {
-  HTREE_CUDA_CHECK(cudaMemsetAsync(plan.done, 0, plan.zeroed_bytes, stream));
+  HTREE_CUDA_CHECK(cudaMemsetAsync(plan.next_unit, 0, plan.zeroed_bytes, stream));
   if (plan.tree.layers == 1) return;
   Index args{};
   args.chunk = chunk;
@@ -222,11 +224,19 @@ int as_blocks(std::int64_t blocks) {
   return static_cast<int>(blocks);
 }
 
+int processors() {
+  int device = 0;
+  int count = 0;
+  HTREE_CUDA_CHECK(cudaGetDevice(&device));
+  HTREE_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
 template <class Element, int kK, int kV>
 void multiply_of(Args const& args, int heads, cudaStream_t stream) {
   launch<Config<Element, kK, kV, Pass::kQueries>>(
       args, as_blocks(std::int64_t(heads) * args.chunk.rows / kGroupQueries), stream);
-  launch<Config<Element, kK, kV, Pass::kNodes>>(args, args.first_block[args.tree.layers], stream);
+  launch<Config<Element, kK, kV, Pass::kNodes>>(args, processors(), stream);
 }
 
 template <class Element>
@@ -260,14 +270,15 @@ void run_chunk(BackwardParams const& params, Plan const& plan, Chunk const& chun
   args.node_rows = plan.node_rows;
   args.dk = plan.dk;
   args.dv = plan.dv;
+  args.next_unit = plan.next_unit;
   args.done = plan.done;
-  for (int l = 0; l < plan.tree.layers; ++l) {
+  for (int l = plan.tree.layers - 1; l >= 0; --l) {
     args.nodes[l] = plan.nodes[l];
     args.segments[l] = plan.segments[l];
     args.segment_rows[l] = plan.segment_rows[l];
     args.begin[l] = plan.begin[l];
-    args.first_block[l + 1] = as_blocks(args.first_block[l] + std::int64_t(chunk.heads) * plan.tree.groups[l] *
-                                                                  plan.segments[l]);
+    args.first_unit[l] = args.units;
+    args.units = as_blocks(args.units + std::int64_t(chunk.heads) * plan.tree.parents[l] * plan.segments[l]);
   }
   p.dtype == DType::kFloat16 ? multiply<__half>(args, p, chunk.heads, stream)
                              : multiply<__nv_bfloat16>(args, p, chunk.heads, stream);

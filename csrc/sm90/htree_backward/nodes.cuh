@@ -1,5 +1,6 @@
-// dk and dv of every layer's nodes: a warp holds a parent and takes the queries that visit it, in an order that follows
-// from shapes alone.
+// dk and dv of every layer's nodes: a warp holds a parent and takes the queries that visit it. A persistent grid: warps
+// get their units, a parent and a segment of the rows, from a counter, so that none waits for another's; what is added
+// to a sum, and in which order, follows from shapes and lists alone.
 //
 // With R(q, n - 1 - 16 j) for a parent of rank j, scores and gradients need the keys turned by their place alone, so
 // dk adds up in that frame over all queries and turns back once in the end.
@@ -13,73 +14,75 @@
 
 namespace htree_cuda::gradient {
 
-// What a CTA works on.
-struct Piece {
+// What a warp works on: one parent and one segment of the rows.
+struct Unit {
   int layer;
   int head;
-  int group;
-  int segment;
-  int first;  // row
+  int parent;
+  int first;    // row
   int end;
+  int earlier;  // segments of the parent that somebody may visit and that are added before this one; negative: nobody
 
-  __device__ explicit Piece(Args const& args) {
-    int block = blockIdx.x;
-    layer = 0;
-    while (block >= args.first_block[layer + 1]) ++layer;
-    block -= args.first_block[layer];
-    group = args.tree.groups[layer] - 1 - block % args.tree.groups[layer];
-    block /= args.tree.groups[layer];
-    segment = block % args.segments[layer];
-    head = block / args.segments[layer];
-    first = segment * args.segment_rows[layer];
-    end = min(first + args.segment_rows[layer], args.chunk.queries);
-  }
-
-  __device__ int parents(Args const& args) const {
-    return min(args.tree.parents[layer] - group * kGroupParents, kGroupParents);
+  static __device__ Unit numbered(Args const& args, int unit) {
+    int layer = args.tree.layers - 1;
+    while (layer > 0 && unit >= args.first_unit[layer - 1]) --layer;
+    unit -= args.first_unit[layer];
+    int const parent = args.tree.parents[layer] - 1 - unit % args.tree.parents[layer];
+    unit /= args.tree.parents[layer];
+    int const segment = unit % args.segments[layer];
+    int const head = unit / args.segments[layer];
+    // No row visits a parent of later tokens than its own.
+    std::int64_t const late =
+        (static_cast<std::int64_t>(parent) << (kLog2Siblings * (layer + 1))) - args.chunk.position(0);
+    int const reached =
+        static_cast<int>(min(max(late, std::int64_t(0)), static_cast<std::int64_t>(args.chunk.queries)));
+    int const first = segment * args.segment_rows[layer];
+    int const end = min(first + args.segment_rows[layer], args.chunk.queries);
+    int const earlier = reached < end ? segment - reached / args.segment_rows[layer] : -1;
+    return {layer, head, parent, max(first, reached / kRowStep * kRowStep), end, earlier};
   }
 };
 
+// A warp's own part of shared memory: slots; values that registers do not hold; the list of visits; the state of a
+// unit; a barrier a slot, at which its warp arrives once, and the bytes, and which makes a query and its turns visible;
+// scales of the keys.
 template <class Cfg>
-__device__ void produce_queries(Args const& args, Ring<Cfg> const& ring) {
-  int const lane = threadIdx.x % 32;
-  Piece const piece(args);
-  int const parents = piece.parents(args);
-  if (lane == 0) barriers::mbarrier_arrive_expect_bytes(ring.resident_barrier, parents * Cfg::kNodeBytes);
-  __syncwarp();
-  if (lane < parents) {
-    std::int64_t const parent = static_cast<std::int64_t>(piece.head) * args.tree.parents[piece.layer] +
-                                piece.group * kGroupParents + lane;
-    ptx::bulk_load(ring.resident_slot(lane) + Cfg::kNodeOffset, args.nodes[piece.layer] + parent * Cfg::kNodeBytes,
-                   Cfg::kNodeBytes, ring.resident_barrier);
+struct Store {
+  uint32_t begin;
+
+  __device__ uint32_t slot(uint32_t i) const { return begin + i * Cfg::kSlotBytes; }
+  __device__ uint32_t values() const { return begin + Cfg::kSlots * Cfg::kSlotBytes; }
+  __device__ uint32_t list() const { return values() + Cfg::kValuesBytes; }
+  __device__ uint32_t full(uint32_t i) const { return progress() + Cfg::kProgressBytes + 8 * i; }
+  __device__ uint32_t progress() const { return list() + Cfg::kListBytes; }
+  __device__ uint32_t inverse() const { return full(Cfg::kSlots); }  // of the keys
+};
+
+// A unit and how far it is: in shared memory, because registers are few while products are at work.
+struct Progress {
+  Unit unit;
+  int next = unit.first;  // row to look at
+  int found = 0;          // visits on the list
+  int taken = 0;          // visits done with
+
+  __device__ __forceinline__ explicit Progress(Unit const& unit) : unit(unit) {}
+
+  __device__ __forceinline__ static Progress loaded(uint32_t shared) {
+    uint4 const x = ptx::load_shared_16B(shared);
+    uint4 const y = ptx::load_shared_16B(shared + 16);
+    Progress progress(Unit{static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z), static_cast<int>(y.x),
+                           static_cast<int>(x.w), static_cast<int>(y.w)});
+    progress.found = y.y;
+    progress.taken = y.z;
+    return progress;
   }
-  char const* const queries =
-      args.queries + static_cast<std::int64_t>(piece.head) * args.chunk.rows * Cfg::kQueryBytes;
-  auto const source = [&](Entry const& entry) {
-    return queries + static_cast<std::int64_t>(entry.which) * Cfg::kQueryBytes;
-  };
-  Sender<Cfg> sender(ring);
-  // Neighbouring queries like the same parents, which would keep one warp busy and the others waiting: rows that follow
-  // one another are a 32nd of the segment apart.
-  int const steps = (piece.end - piece.first + 31) / 32;
-  for (int step = 0; step < steps; ++step) {
-    int const row = piece.first + lane * steps + step;
-    uint32_t visited = 0;
-    int position = 0;
-    if (row < piece.end) {
-      Candidates const c = candidates(args.chunk.position(row), piece.layer, args.tree.layers, args.tree.top_k);
-      if (works(piece.layer, c, args.tree.top_k)) {
-        visited = piece.layer == args.tree.layers - 1
-                      ? visits_at_top(c.parents, piece.group)
-                      : __ldg(entry_of(args, piece.layer, piece.head, piece.group, row));
-      }
-      position = c.n - 1 - kSiblings * static_cast<int>(visited >> kGroupParents);
-    }
-    sender.append(visited != 0, [&](int) { return Entry{visited & 0xffu, row, position}; });
-    sender.send(source);
+  __device__ __forceinline__ void store(uint32_t shared) const {
+    ptx::store_shared_16B(shared, {static_cast<uint32_t>(unit.layer), static_cast<uint32_t>(unit.head),
+                                   static_cast<uint32_t>(unit.parent), static_cast<uint32_t>(unit.end)});
+    ptx::store_shared_16B(shared + 16, {static_cast<uint32_t>(next), static_cast<uint32_t>(found),
+                                        static_cast<uint32_t>(taken), static_cast<uint32_t>(unit.earlier)});
   }
-  sender.finish(source);
-}
+};
 
 template <class Cfg>
 class Parent {
@@ -87,61 +90,176 @@ class Parent {
   static constexpr int kK = Cfg::kK;
   static constexpr int kV = Cfg::kV;
   static constexpr int kHalf = kK / 32;
-  // Steps of the values that stay in registers, as many as fit; the others are read for every query.
-  static constexpr int kHeldValues = kK + kV == 256 ? 3 : kV / 16;
+  static constexpr int kHeld = Cfg::kHeldValues;
 
 public:
-  __device__ Parent(Args const& args, Ring<Cfg> const& ring, int warp)
-      : args_(args),
-        lane_(threadIdx.x % 32),
-        g_(lane_ / 4),
-        tq_(lane_ % 4),
-        warp_(warp),
-        piece_(args),
-        below_(args, piece_.layer, piece_.head),
-        own_(ring.resident_slot(warp)) {
-    exists_ = warp < piece_.parents(args);
-    barriers::mbarrier_wait(ring.resident_barrier, 0, "htree_backward consumer: resident");
-    if (exists_) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        inverse_[i] = __uint_as_float(ptx::load_shared_4B(own_ + Cfg::kNodeOffset + 4 * (g_ + 8 * i)));
-      }
-    }
-    load(keys_, Steps(own_ + matrix_lane<true>(lane_, Cfg::kKeyRowBytes)), Cfg::kRowsOffset);
-    load(values_, Steps(own_ + matrix_lane<true>(lane_, Cfg::kValueRowBytes)), Cfg::kValueOffset);
+  __device__ Parent(Args const& args, Store<Cfg> const& store, RingPosition<Cfg::kSlots>& at, Unit const& unit)
+      : args_(args), store_(store), at_(at), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4) {
+    word_ = word_of(unit, unit.first + lane_);
+    load(unit);
 #pragma unroll
     for (int step = 0; step < kK / 16; ++step) clear(dk_[step]);
     clear(dv_);
   }
 
-  __device__ void run(Ring<Cfg> const& ring) {
-    receive(ring, warp_, [&](uint32_t slot, Entry const& entry) { take(slot, entry); });
-    if (exists_) finish();
+  __device__ void run(Progress progress) {
+    bool more = advance(progress, 0);
+    bool const any = more;
+    while (more) {
+      take();
+      progress = Progress::loaded(store_.progress());
+      ++progress.taken;
+      at_ = at_.ahead(1);
+      more = advance(progress, Cfg::kSlots - 1);
+    }
+    finish(Progress::loaded(store_.progress()).unit, any);
   }
 
 private:
-  template <int kSteps>
-  __device__ __forceinline__ void load(uint32_t (&rows)[kSteps][4], Steps const& from, uint32_t offset) const {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) rows[step][i] = 0;
-      if (exists_) ptx::load_matrix_x4(rows[step], from[step] + offset);
+  // ---- who visits ------------------------------------------------------------------------------------------------
+
+  // A row's word of the index; nothing at the top, where it follows from the position.
+  __device__ __forceinline__ uint32_t word_of(Unit const& unit, int row) const {
+    if (top(unit) || row >= unit.end) return 0;
+    return __ldg(entry_of(args_, unit.layer, unit.head, unit.parent / kGroupParents, row));
+  }
+
+  __device__ __forceinline__ bool top(Unit const& unit) const { return unit.layer == args_.tree.layers - 1; }
+  static __device__ __forceinline__ uint32_t own_bit(Unit const& unit) { return 1u << (unit.parent % kGroupParents); }
+
+  // Appends those of the next 32 rows that visit the parent.
+  __device__ __forceinline__ void scan(Progress& progress) {
+    Unit const& unit = progress.unit;
+    int const row = progress.next + lane_;
+    uint32_t const word = word_;
+    progress.next += 32;
+    word_ = word_of(unit, row + 32);
+    bool visits = row < unit.end && (top(unit) || (word & own_bit(unit)) != 0);
+    if (!__any_sync(kFullWarp, visits)) return;
+    Candidates const c = candidates(args_.chunk.position(row), unit.layer, args_.tree.layers, args_.tree.top_k);
+    visits = visits && works(unit.layer, c, args_.tree.top_k) && (!top(unit) || unit.parent < c.parents);
+    unsigned const visitors = __ballot_sync(kFullWarp, visits);
+    if (visits) {
+      int const rank = top(unit) ? unit.parent
+                             : static_cast<int>(word >> kGroupParents) + __popc(word & (own_bit(unit) - 1u));
+      int const position = c.n - 1 - kSiblings * rank;
+      uint32_t const closed =
+          Below(args_, unit.layer, unit.head).expanded(args_, unit.parent, row) | beyond(position);
+      uint32_t const entry = entry_at(progress.found + __popc(visitors & ((1u << lane_) - 1u)));
+      ptx::store_shared_4B(entry, row);
+      ptx::store_shared_4B(entry + 4, static_cast<uint32_t>(position) << 16 | (closed & 0xffffu));
     }
+    progress.found += __popc(visitors);
+  }
+
+  // To the first of the next eight times 32 rows in which somebody visits the parent.
+  __device__ __forceinline__ void skip(Progress& progress) {
+    Unit const& unit = progress.unit;
+    if (top(unit)) return;
+    uint32_t words[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) words[i] = word_of(unit, progress.next + 32 * i + lane_);
+    uint32_t empty = 0;
+#pragma unroll
+    for (int i = 7; i >= 0; --i) empty = (words[i] & own_bit(unit)) != 0 ? 0 : empty + 1;
+    empty = __reduce_min_sync(kFullWarp, empty);
+    if (empty == 0) return;
+    progress.next += 32 * empty;
+    word_ = word_of(unit, progress.next + lane_);
+  }
+
+  __device__ __forceinline__ uint32_t entry_at(int i) const {
+    return store_.list() + static_cast<uint32_t>(i) % Cfg::kListEntries * 8;
+  }
+
+  // Looks further where the list has room, until it holds enough for all slots, and fills the slots that are free: all
+  // but `sent`. Whether a visit is left.
+  __device__ __forceinline__ bool advance(Progress progress, int sent) {
+    sent = min(progress.taken + sent, progress.found);
+    bool first = true;
+    while (progress.next < progress.unit.end && progress.found - progress.taken <= Cfg::kListEntries - 32) {
+      if (!first) skip(progress);
+      first = false;
+      scan(progress);
+      if (progress.found - progress.taken >= Cfg::kSlots) break;
+    }
+    __syncwarp();  // the list is written, the slot and what is stored here are read
+    if (lane_ == 0) {
+      progress.store(store_.progress());
+      int const last = min(progress.found, progress.taken + Cfg::kSlots);
+#pragma unroll 1
+      for (; sent < last; ++sent) {
+        uint32_t const entry = entry_at(sent);
+        uint32_t const row = ptx::load_shared_4B(entry);
+        uint32_t const place = ptx::load_shared_4B(entry + 4);
+        uint32_t const i = at_.ahead(sent - progress.taken).slot;
+        uint32_t const slot = store_.slot(i);
+        uint32_t const full = store_.full(i);
+        ptx::store_shared_4B(slot + Cfg::kClosedOffset, place & 0xffffu);
+        barriers::mbarrier_arrive_expect_bytes(full, Cfg::kQueryBytes + Cfg::kTurnsBytes);
+        ptx::bulk_load(slot, args_.fragment_turns + (place >> 16) * (kK / 8), Cfg::kTurnsBytes, full);
+        ptx::bulk_load(slot + Cfg::kQueryOffset,
+                       args_.queries +
+                           (static_cast<std::int64_t>(progress.unit.head) * args_.chunk.rows + row) * Cfg::kQueryBytes,
+                       Cfg::kQueryBytes, full);
+      }
+    }
+    __syncwarp();
+    return progress.taken != progress.found;
+  }
+
+  // ---- products --------------------------------------------------------------------------------------------------
+
+  // Two elements of row i's step: columns 16 step + 8 part + 2 tq + {0, 1}.
+  __device__ __forceinline__ uint32_t word(char const* rows, int row_bytes, int row, int step, int part) const {
+    return __ldg(reinterpret_cast<uint32_t const*>(rows + row * row_bytes + (((2 * step + part) ^ (row % 8)) << 4) +
+                                                   4 * tq_));
+  }
+
+  __device__ __forceinline__ void load(Unit const& unit) {
+    char const* const node =
+        args_.nodes[unit.layer] +
+        (static_cast<std::int64_t>(unit.head) * args_.tree.parents[unit.layer] + unit.parent) * Cfg::kNodeBytes;
+    char const* const keys = node + kNodeHeader;
+    char const* const values = keys + 16 * Cfg::kKeyRowBytes;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const row = g_ + 8 * i;
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+#pragma unroll
+        for (int step = 0; step < kK / 16; ++step) {
+          keys_[step][2 * part + i] = word(keys, Cfg::kKeyRowBytes, row, step, part);
+        }
+#pragma unroll
+        for (int step = 0; step < kHeld; ++step) {
+          values_[step][2 * part + i] = word(values, Cfg::kValueRowBytes, row, step, part);
+        }
+      }
+    }
+    __syncwarp();
+    if (lane_ < kSiblings) {
+      ptx::store_shared_4B(store_.inverse() + 4 * lane_, __ldg(reinterpret_cast<uint32_t const*>(node) + lane_));
+    }
+    if constexpr (Cfg::kValuesBytes > 0) {  // the last 128 bytes of each row
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int const chunk = 32 * i + lane_;
+        char const* const half = values + (chunk / 8 + 1) * Cfg::kValueRowBytes - 128;
+        ptx::store_shared_16B(store_.values() + 16 * chunk, __ldg(reinterpret_cast<uint4 const*>(half) + chunk % 8));
+      }
+    }
+    __syncwarp();
   }
 
   // Rows of what follows are children (g, g + 8), columns heads.
-  __device__ __forceinline__ void take(uint32_t slot, Entry const& entry) {
-    int const position = entry.detail - kSiblings * __popc(entry.takers & ((1u << warp_) - 1u));
-    int const parent = piece_.group * kGroupParents + warp_;
-    uint32_t const closed = below_.expanded(args_, parent, entry.which) | beyond(position);
-    // The turns may come from L2: what does not need them goes first.
-    PositionTurns<kK> const turns(args_.fragment_turns, position, tq_);
+  __device__ __forceinline__ void take() {
+    uint32_t const slot = store_.slot(at_.slot);
+    barriers::mbarrier_wait(store_.full(at_.slot), at_.parity, "htree_backward nodes: full");
+    uint32_t const closed = ptx::load_shared_4B(slot + Cfg::kClosedOffset);
     float raw[2][4], dp[2][4];
-    value_products(slot, dp);
     uint32_t turned[kK / 16][4];
-    scores(slot, turns, raw, turned);
+    products(slot, raw, dp, turned);
     uint32_t p[4];
     float ds[2][4];
     float largest[2] = {};
@@ -154,18 +272,18 @@ private:
       float2 const size = {unit.x * kHeadroomFactor, unit.y * kHeadroomFactor};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
+        float const inverse = ptx::load_shared_float(store_.inverse() + 4 * (g_ + 8 * i));
         bool const open = !(closed >> (g_ + 8 * i) & 1u);
         Weights const x =
-            weights(open, raw[tile][2 * i], inverse_[i], unit.x, lse2.x, dp[tile][2 * i], delta.x, size.x);
+            weights(open, raw[tile][2 * i], inverse, unit.x, lse2.x, dp[tile][2 * i], delta.x, size.x);
         Weights const y =
-            weights(open, raw[tile][2 * i + 1], inverse_[i], unit.y, lse2.y, dp[tile][2 * i + 1], delta.y, size.y);
+            weights(open, raw[tile][2 * i + 1], inverse, unit.y, lse2.y, dp[tile][2 * i + 1], delta.y, size.y);
         p[2 * tile + i] = Pairs<Element>::pack(x.p, y.p);
         ds[tile][2 * i] = x.ds;
         ds[tile][2 * i + 1] = y.ds;
         largest[i] = fmaxf(largest[i], fmaxf(fabsf(x.ds), fabsf(y.ds)));
       }
     }
-    add_dout(slot, p);
     fit_scale(weight_scale_, largest, [&](float const (&factor)[2]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -180,12 +298,13 @@ private:
         }
       }
     });
-    add_queries(turned, ds);
+    add(slot, p, ds, turned);
   }
 
-  // dk by columns of K: a thread's weights for a child are then a B fragment, and what the transposer returns an A
-  // fragment, without a move.
-  __device__ __forceinline__ void add_queries(uint32_t const (&turned)[kK / 16][4], float const (&ds)[2][4]) {
+  // dk by columns of K: a thread's weights for a child are then a B fragment, and transposed q an A fragment, without
+  // a move.
+  __device__ __forceinline__ void add(uint32_t slot, uint32_t const (&p)[4], float const (&ds)[2][4],
+                                      uint32_t const (&turned)[kK / 16][4]) {
     uint32_t scaled[2][2];  // [children][heads]
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -195,15 +314,21 @@ private:
             Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
       }
     }
-    Transposer const transpose(lane_);
+    Steps const douts(slot + matrix_lane<true>(lane_, Cfg::kValueRowBytes));
+    constexpr int kMost = kK > kV ? kK / 16 : kV / 16;
 #pragma unroll
-    for (int step = 0; step < kK / 16; ++step) {
-      uint32_t a[2][2];
+    for (int step = 0; step < kMost; ++step) {
+      uint32_t b[4];
+      if (step < kV / 16) ptx::load_matrix_x4_transposed(b, douts[step] + Cfg::kValueOffset);
+      if (step < kK / 16) {  // while dout is on its way
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) transpose(a[tile], turned[step][2 * tile], turned[step][2 * tile + 1]);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        ptx::mma_fp16(dk_[step][i], {a[0][0], a[0][1], a[1][0], a[1][1]}, scaled[i][0], scaled[i][1]);
+        for (int i = 0; i < 2; ++i) {
+          ptx::mma_fp16(dk_[step % (kK / 16)][i], turned[step % (kK / 16)], scaled[i][0], scaled[i][1]);
+        }
+      }
+      if (step < kV / 16) {
+        Pairs<Element>::mma(dv_[2 * step % (kV / 8)], p, b[0], b[1]);
+        Pairs<Element>::mma(dv_[2 * step % (kV / 8) + 1], p, b[2], b[3]);
       }
     }
   }
@@ -213,79 +338,73 @@ private:
     return __shfl_sync(kFullWarp, of_row, (2 * tq_ + e) * 4);
   }
 
-  // turned: q, which dk takes too.
-  __device__ __forceinline__ void scores(uint32_t slot, PositionTurns<kK> const& turns, float (&raw)[2][4],
-                                         uint32_t (&turned)[kK / 16][4]) const {
+  // Scores and dP, whose chains of products hide each other's latency; turned: q for dk, transposed.
+  __device__ __forceinline__ void products(uint32_t slot, float (&raw)[2][4], float (&dp)[2][4],
+                                           uint32_t (&turned)[kK / 16][4]) const {
     Steps const queries(slot + matrix_lane<false>(lane_, Cfg::kKeyRowBytes));
+    Steps const douts(slot + matrix_lane<false>(lane_, Cfg::kValueRowBytes));
+    Steps const values(store_.values() + matrix_lane<true>(lane_, 128));
     clear(raw);
+    clear(dp);
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
 #pragma unroll
       for (int step = kk; step < kK / 16; step += kHalf) {
         ptx::load_matrix_x4(turned[step], queries[step] + Cfg::kRowsOffset);
       }
-      turn_columns<false>(turned[kk], turned[kk + kHalf], turns[kk]);
+      uint4 const turns = ptx::load_shared_16B(slot + kk * 64 + tq_ * 16);
+      turn_columns<false>(turned[kk], turned[kk + kHalf], reinterpret_cast<rope::Turns const&>(turns));
 #pragma unroll
       for (int step = kk; step < kK / 16; step += kHalf) {
         ptx::mma_fp16(raw[0], keys_[step], turned[step][0], turned[step][1]);
         ptx::mma_fp16(raw[1], keys_[step], turned[step][2], turned[step][3]);
       }
-    }
-  }
-
-  __device__ __forceinline__ void value_products(uint32_t slot, float (&dp)[2][4]) const {
-    Steps const values(own_ + matrix_lane<true>(lane_, Cfg::kValueRowBytes));
-    Steps const douts(slot + matrix_lane<false>(lane_, Cfg::kValueRowBytes));
-    clear(dp);
 #pragma unroll
-    for (int step = 0; step < kV / 16; ++step) {
-      uint32_t a[4], b[4];
-      if (step < kHeldValues) {
+      for (int step = kk * kV / 16 / kHalf; step < (kk + 1) * kV / 16 / kHalf; ++step) {
+        uint32_t a[4], b[4];
+        if (step < kHeld) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = values_[step % kHeldValues][i];
-      } else {
-        ptx::load_matrix_x4(a, values[step] + Cfg::kValueOffset);
+          for (int i = 0; i < 4; ++i) a[i] = values_[step % kHeld][i];
+        } else {
+          ptx::load_matrix_x4(a, values[step % 4]);
+        }
+        ptx::load_matrix_x4(b, douts[step] + Cfg::kValueOffset);
+        Pairs<Element>::mma(dp[0], a, b[0], b[1]);
+        Pairs<Element>::mma(dp[1], a, b[2], b[3]);
       }
-      ptx::load_matrix_x4(b, douts[step] + Cfg::kValueOffset);
-      Pairs<Element>::mma(dp[0], a, b[0], b[1]);
-      Pairs<Element>::mma(dp[1], a, b[2], b[3]);
-    }
-  }
-
-  __device__ __forceinline__ void add_dout(uint32_t slot, uint32_t const (&p)[4]) {
-    Steps const douts(slot + matrix_lane<true>(lane_, Cfg::kValueRowBytes));
 #pragma unroll
-    for (int step = 0; step < kV / 16; ++step) {
-      uint32_t b[4];
-      ptx::load_matrix_x4_transposed(b, douts[step] + Cfg::kValueOffset);
-      Pairs<Element>::mma(dv_[2 * step], p, b[0], b[1]);
-      Pairs<Element>::mma(dv_[2 * step + 1], p, b[2], b[3]);
+      for (int step = kk; step < kK / 16; step += kHalf) {
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+          turned[step][2 * tile] = ptx::transpose_matrix(turned[step][2 * tile]);
+          turned[step][2 * tile + 1] = ptx::transpose_matrix(turned[step][2 * tile + 1]);
+        }
+      }
     }
   }
 
-  // Segments are added in ascending order, so that sums repeat bit for bit. Those before began long before, for CTAs
-  // begin in the order of their indices.
-  __device__ __forceinline__ void finish() {
-    int* const done = args_.done + (piece_.head * args_.node_rows + args_.begin[piece_.layer]) / kSiblings +
-                      piece_.group * kGroupParents + warp_;
+  // Segments are added in ascending order, so that sums repeat bit for bit. Those before were begun before.
+  __device__ __forceinline__ void finish(Unit const& unit, bool any) {
+    int* const done =
+        args_.done + (unit.head * args_.node_rows + args_.begin[unit.layer]) / kSiblings + unit.parent;
     if (lane_ == 0) {
-      while (atomicAdd(done, 0) != piece_.segment) __nanosleep(200);
+      while (atomicAdd(done, 0) != unit.earlier) __nanosleep(200);
     }
     __syncwarp();
-    add_sums();
+    if (any) add_sums(unit);
     __threadfence();
     __syncwarp();
     if (lane_ == 0) atomicAdd(done, 1);
   }
 
-  __device__ __forceinline__ void add_sums() const {
+  __device__ __forceinline__ void add_sums(Unit const& unit) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         int const child = 8 * i + 2 * tq_ + e;
         float const scale = kUnitScale * inverse_of(of_column(weight_scale_[i], e));
-        float* const to = sums_of(child, kK, args_.dk) + g_;
+        float* const to = sums_of(unit, child, kK, args_.dk) + g_;
         float2 const* const turns = args_.turns + child * (kK / 2) + g_;
 #pragma unroll
         for (int kk = 0; kk < kHalf; ++kk) {
@@ -300,7 +419,7 @@ private:
           }
         }
       }
-      float* const to = sums_of(8 * i + g_, kV, args_.dv) + 2 * tq_;
+      float* const to = sums_of(unit, 8 * i + g_, kV, args_.dv) + 2 * tq_;
 #pragma unroll
       for (int tile = 0; tile < kV / 8; ++tile) {
         atomicAdd(to + 8 * tile, dv_[tile][2 * i]);
@@ -309,26 +428,41 @@ private:
     }
   }
 
-  __device__ __forceinline__ float* sums_of(int child, int dim, float* sums) const {
-    std::int64_t const row = (piece_.group * kGroupParents + warp_) * static_cast<std::int64_t>(kSiblings) + child;
-    return sums + (piece_.head * args_.node_rows + args_.begin[piece_.layer] + row) * dim;
+  __device__ __forceinline__ float* sums_of(Unit const& unit, int child, int dim, float* sums) const {
+    std::int64_t const row = unit.parent * static_cast<std::int64_t>(kSiblings) + child;
+    return sums + (unit.head * args_.node_rows + args_.begin[unit.layer] + row) * dim;
   }
 
   Args const& args_;
+  Store<Cfg> const store_;
+  RingPosition<Cfg::kSlots>& at_;  // of the visit at hand
   int const lane_;
   int const g_;
   int const tq_;
-  int const warp_;
-  Piece const piece_;
-  Below const below_;
-  uint32_t const own_;
-  bool exists_;
-  float inverse_[2];
+  uint32_t word_;  // of the row to look at next
   float weight_scale_[2] = {kFirstScale, kFirstScale};
   uint32_t keys_[kK / 16][4];
-  uint32_t values_[kHeldValues][4];
+  uint32_t values_[kHeld][4];
   float dk_[kK / 16][2][4];  // [columns of K][children], the columns being the rows of a result
   float dv_[kV / 8][4];
 };
+
+template <class Cfg>
+__device__ void run_nodes(Args const& args, uint32_t shared, int warp) {
+  Store<Cfg> const store{shared + warp * Cfg::kWarpBytes};
+  int const lane = threadIdx.x % 32;
+  if (lane < Cfg::kSlots) barriers::mbarrier_init(store.full(lane), 1);
+  barriers::mbarrier_init_fence();
+  __syncwarp();
+  RingPosition<Cfg::kSlots> at;
+  for (;;) {
+    int next = 0;
+    if (lane == 0) next = atomicAdd(args.next_unit, 1);
+    next = __shfl_sync(kFullWarp, next, 0);
+    if (next >= args.units) return;
+    Unit const unit = Unit::numbered(args, next);
+    if (unit.earlier >= 0) Parent<Cfg>(args, store, at, unit).run(Progress(unit));
+  }
+}
 
 }  // namespace htree_cuda::gradient

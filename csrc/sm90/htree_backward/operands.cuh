@@ -55,26 +55,6 @@ __device__ __forceinline__ void turn_columns(uint32_t (&lo)[4], uint32_t (&hi)[4
   }
 }
 
-// Transposes fp16 in the tensor cores, by the product with the identity, which is exact: each of two 8 x 8 matrices, of
-// which a thread has two columns of a row, becomes one of which it has two rows of a column. The way of the same
-// elements to shared memory and back takes more than twice the clocks.
-class Transposer {
-public:
-  __device__ __forceinline__ explicit Transposer(int lane) {
-    constexpr uint32_t kOne = 0x3c00;
-    uint32_t const diagonal = lane / 8 == lane % 4 ? kOne << (lane / 4 % 2 * 16) : 0;
-    identity_[0] = identity_[3] = diagonal;
-    identity_[1] = identity_[2] = 0;
-  }
-
-  __device__ __forceinline__ void operator()(uint32_t (&transposed)[2], uint32_t x, uint32_t y) const {
-    ptx::mma_fp16_rounded(transposed, identity_, x, y);
-  }
-
-private:
-  uint32_t identity_[4];
-};
-
 template <int kTiles>
 __device__ __forceinline__ void clear(float (&x)[kTiles][4]) {
 #pragma unroll
@@ -83,22 +63,6 @@ __device__ __forceinline__ void clear(float (&x)[kTiles][4]) {
     for (int e = 0; e < 4; ++e) x[tile][e] = 0.0f;
   }
 }
-
-// The turns of one position: this lane's entries of the table of fragments.
-template <int kK>
-struct PositionTurns {
-  uint4 words[kK / 32];
-
-  __device__ __forceinline__ PositionTurns(rope::Turns const* table, int position, int tq) {
-    rope::Turns const* const row = table + position * (kK / 8) + tq;
-#pragma unroll
-    for (int kk = 0; kk < kK / 32; ++kk) words[kk] = __ldg(reinterpret_cast<uint4 const*>(row + kk * 4));
-  }
-
-  __device__ __forceinline__ rope::Turns const& operator[](int kk) const {
-    return reinterpret_cast<rope::Turns const&>(words[kk]);
-  }
-};
 
 // dS multiplies rows of fp16, so it becomes fp16 too, whatever the dtype: a row of weights is multiplied by a power of
 // two that only ever falls, when a weight would leave the range, and then the row's sums fall with it. Weights down to

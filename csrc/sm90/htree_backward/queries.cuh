@@ -1,7 +1,7 @@
 // dq: a warp holds a query and walks its parents, layer by layer.
 //
 // A parent of rank j adds sum_c dS_c R^-1(k_c, n - 1 - 16 j) to dq, k_c being turned by its place c. The scores' own
-// fragments of the keys turn, in packed fp16, and are transposed in the tensor cores: keys pass shared memory once.
+// fragments of the keys turn, in packed fp16, and are transposed between registers: keys pass shared memory once.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -82,7 +82,8 @@ class Query {
   static constexpr int kTiles = kK / 8;
 
 public:
-  __device__ Query(Args const& args, int warp) : args_(args), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4) {
+  __device__ Query(Args const& args, Ring<Cfg> const& ring, int warp)
+      : args_(args), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4), turns_(ring.turns_of(warp)) {
     int const blocks = args.chunk.rows / kGroupQueries;
     head_ = blockIdx.x / blocks;
     row_ = blockIdx.x % blocks * kGroupQueries + warp;
@@ -130,19 +131,35 @@ private:
     }
   }
 
+  // Brings the turns of a position; of two that follow one another each has its own place.
+  __device__ __forceinline__ void bring(int position) const {
+    if (lane_ < kK / 8) {
+      rope::Turns const* const turns = args_.fragment_turns + position * (kK / 8) + lane_;
+      ptx::copy_async_16B(turns_at(position) + lane_ * 16, turns, position);
+    }
+    ptx::copy_async_commit();
+  }
+
+  __device__ __forceinline__ uint32_t turns_at(int position) const {
+    return turns_ + (position >> kLog2Siblings & 1) * Cfg::kTurnsBytes;
+  }
+
   __device__ __forceinline__ void take(uint32_t slot, int parent, int layer) {
     if (layer != layer_) {
       layer_ = layer;
       below_ = Below(args_, layer, head_);
       position_ = candidates(args_.chunk.position(row_), layer, args_.tree.layers, args_.tree.top_k).n - 1;
+      ptx::copy_async_wait<0>();
+      __syncwarp();
+      bring(position_);
     }
     uint32_t const closed = below_.expanded(args_, parent, row_) | beyond(position_);
-    // The turns may come from L2: what does not need them goes first.
-    PositionTurns<kK> const turns(args_.fragment_turns, position_, tq_);
+    ptx::copy_async_wait<0>();
+    __syncwarp();
+    bring(position_ - kSiblings);  // what the next parent of this layer needs
     float raw[2][4], dp[2][4];
-    value_products(slot, dp);
     uint32_t keys[kK / 16][4];
-    scores(slot, turns, raw, keys);
+    products(slot, raw, dp, keys);
     float ds[2][4];
     float largest[2] = {};
 #pragma unroll
@@ -164,53 +181,63 @@ private:
         for (int e = 0; e < 4; ++e) dq_[tile][e] *= factor[e / 2];
       }
     });
-    add_keys(keys, turns, ds);
+    add_keys(keys, ds);
     position_ -= kSiblings;
   }
 
-  // keys: as the parent has them, which dq takes too.
-  __device__ __forceinline__ void scores(uint32_t slot, PositionTurns<kK> const& turns, float (&raw)[2][4],
-                                         uint32_t (&keys)[kK / 16][4]) const {
+  // Scores and dP, in two chains of products each: the latency of one is what a warp would wait for. keys: as dq takes
+  // them, turned back and transposed.
+  __device__ __forceinline__ void products(uint32_t slot, float (&raw)[2][4], float (&dp)[2][4],
+                                           uint32_t (&keys)[kK / 16][4]) const {
     Steps const rows(slot + matrix_lane<false>(lane_, Cfg::kKeyRowBytes));
+    Steps const values(slot + matrix_lane<false>(lane_, Cfg::kValueRowBytes));
+    uint32_t const turns_of_lane = turns_at(position_) + tq_ * 16;
+    float raw_odd[2][4], dp_odd[2][4];
     clear(raw);
+    clear(dp);
+    clear(raw_odd);
+    clear(dp_odd);
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
+      uint4 const words = ptx::load_shared_16B(turns_of_lane + kk * 64);
+      rope::Turns const& turns = reinterpret_cast<rope::Turns const&>(words);
       half2 turned[2][4];
-      rope::turn_fragments(turned[0], turned[1], q_[kk], q_[kk + kHalf], turns[kk]);
+      rope::turn_fragments(turned[0], turned[1], q_[kk], q_[kk + kHalf], turns);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         auto& b = keys[kk + half * kHalf];
         ptx::load_matrix_x4(b, rows[kk + half * kHalf] + Cfg::kRowsOffset);
         auto const& a = reinterpret_cast<uint32_t const(&)[4]>(turned[half]);
-        ptx::mma_fp16(raw[0], a, b[0], b[1]);
-        ptx::mma_fp16(raw[1], a, b[2], b[3]);
+        auto& sums = half == 0 ? raw : raw_odd;
+        ptx::mma_fp16(sums[0], a, b[0], b[1]);
+        ptx::mma_fp16(sums[1], a, b[2], b[3]);
       }
-    }
-  }
-
-  __device__ __forceinline__ void value_products(uint32_t slot, float (&dp)[2][4]) const {
-    Steps const values(slot + matrix_lane<false>(lane_, Cfg::kValueRowBytes));
-    // Two chains: the latency of one is what a warp would wait for.
-    float odd[2][4];
-    clear(dp);
-    clear(odd);
 #pragma unroll
-    for (int step = 0; step < kV / 16; ++step) {
-      uint32_t b[4];
-      ptx::load_matrix_x4(b, values[step] + Cfg::kValueOffset);
-      auto& sums = step % 2 == 0 ? dp : odd;
-      Pairs<Element>::mma(sums[0], dout_[step], b[0], b[1]);
-      Pairs<Element>::mma(sums[1], dout_[step], b[2], b[3]);
+      for (int step = kk * kV / 16 / kHalf; step < (kk + 1) * kV / 16 / kHalf; ++step) {
+        uint32_t b[4];
+        ptx::load_matrix_x4(b, values[step] + Cfg::kValueOffset);
+        auto& sums = step % 2 == 0 ? dp : dp_odd;
+        Pairs<Element>::mma(sums[0], dout_[step], b[0], b[1]);
+        Pairs<Element>::mma(sums[1], dout_[step], b[2], b[3]);
+      }
+      turn_columns<true>(keys[kk], keys[kk + kHalf], turns);
+#pragma unroll
+      for (int step = kk; step < kK / 16; step += kHalf) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) keys[step][i] = ptx::transpose_matrix(keys[step][i]);
+      }
     }
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) dp[tile][e] += odd[tile][e];
+      for (int e = 0; e < 4; ++e) {
+        raw[tile][e] += raw_odd[tile][e];
+        dp[tile][e] += dp_odd[tile][e];
+      }
     }
   }
 
-  __device__ __forceinline__ void add_keys(uint32_t (&keys)[kK / 16][4], PositionTurns<kK> const& turns,
-                                           float const (&ds)[2][4]) {
+  __device__ __forceinline__ void add_keys(uint32_t const (&keys)[kK / 16][4], float const (&ds)[2][4]) {
     uint32_t a[4];
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
@@ -220,23 +247,15 @@ private:
             Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
       }
     }
-    Transposer const transpose(lane_);
 #pragma unroll
-    for (int kk = 0; kk < kHalf; ++kk) {
-      turn_columns<true>(keys[kk], keys[kk + kHalf], turns[kk]);
+    for (int step = 0; step < kK / 16; ++step) {
 #pragma unroll
-      for (int step = kk; step < kK / 16; step += kHalf) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {  // eight columns of all children
-          uint32_t b[2];
-          transpose(b, keys[step][i], keys[step][2 + i]);
-          ptx::mma_fp16(dq_[2 * step + i], a, b[0], b[1]);
-        }
-      }
+      for (int i = 0; i < 2; ++i) ptx::mma_fp16(dq_[2 * step + i], a, keys[step][i], keys[step][2 + i]);
     }
   }
 
   __device__ __forceinline__ void finish() {
+    ptx::copy_async_wait<0>();
     std::int64_t const bh = args_.chunk.first_head + head_;
     std::int64_t const query = bh / args_.H_kv * args_.T_q + args_.chunk.first_query + row_;
     std::int64_t const first = (query * args_.H_kv + bh % args_.H_kv) * args_.G;
@@ -257,6 +276,7 @@ private:
   int const lane_;
   int const g_;
   int const tq_;
+  uint32_t const turns_;
   int head_;
   int row_;
   bool exists_;

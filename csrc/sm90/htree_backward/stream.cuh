@@ -1,9 +1,9 @@
-// The ring between the producer and the consumers of either matrix kernel, and how the producer finds what to send.
+// What both matrix kernels ask of the reverse index; the ring between the producer and the consumers of the queries
+// kernel, and how the producer finds what to send.
 //
 //   barrier        arrives                        waits          makes visible / frees
 //   full[stage]    producer, once, and the bytes  8 consumers    up to four operands and their entries
 //   empty[stage]   each consumer warp, once       producer       the stage may be overwritten
-//   resident       producer, once, and the bytes  8 consumers    (nodes) the parents of the CTA
 //
 // The producer ends the stream with a stage that says so: both sides pass the same phases whatever it found. Consumers
 // release stages that hold nothing of theirs. What a consumer computes, and in which order, depends on its own operand
@@ -24,13 +24,10 @@ namespace htree_cuda::gradient {
 inline constexpr unsigned kFullWarp = 0xffffffffu;
 
 // What a slot holds.
-//   queries  takers: bit i: query i of the CTA visits the parent     which: the parent    detail: its layer
-//   nodes    takers: bit i: the query visits parent i of the CTA     which: the row       detail: its n - 1 - 16 rank,
-//                                                                    the rank being that of the first parent it visits
 struct Entry {
-  uint32_t takers;
-  int which;
-  int detail;
+  uint32_t takers;  // bit i: query i of the CTA visits the parent
+  int which;        // the parent
+  int detail;       // its layer
 };
 
 __device__ __forceinline__ Entry load_entry(uint32_t shared) {
@@ -57,25 +54,23 @@ struct Note {
 template <class Cfg>
 struct Ring {
   uint32_t stages;
-  uint32_t resident;          // kConsumers slots
+  uint32_t turns;
   uint32_t list;
-  uint32_t resident_barrier;
   RingBarriers<Cfg::kStages> barriers;
   uint32_t notes;
 
   __device__ explicit Ring(uint32_t shared)
       : stages(shared),
-        resident(stages + Cfg::kStages * Cfg::kStageBytes),
-        list(resident + Cfg::kResidentBytes),
-        resident_barrier(list + Cfg::kListBytes),
-        barriers{resident_barrier + 16, resident_barrier + 16 + 8 * Cfg::kStages},
+        turns(stages + Cfg::kStages * Cfg::kStageBytes),
+        list(turns + Cfg::kConsumers * 2 * Cfg::kTurnsBytes),
+        barriers{list + Cfg::kListBytes, list + Cfg::kListBytes + 8 * Cfg::kStages},
         notes(barriers.empty + 8 * Cfg::kStages) {}
 
   __device__ uint32_t slot(uint32_t stage, int i) const {
     return stages + stage * Cfg::kStageBytes + i * Cfg::kSlotBytes;
   }
+  __device__ uint32_t turns_of(int warp) const { return turns + warp * 2 * Cfg::kTurnsBytes; }
   __device__ Note note(uint32_t stage) const { return {notes + stage * Cfg::kNoteBytes}; }
-  __device__ uint32_t resident_slot(int i) const { return resident + i * Cfg::kSlotBytes; }
 };
 
 // A layer that holds no leaf of the query is passed over: above the bottom, one whose candidates are all selected.
@@ -181,10 +176,10 @@ private:
     }
     __syncwarp();
     uint32_t const full = ring_.barriers.full_at(at_.slot);
-    if (lane_ == 0) barriers::mbarrier_arrive_expect_bytes(full, count * Cfg::kCopyBytes);
+    if (lane_ == 0) barriers::mbarrier_arrive_expect_bytes(full, count * Cfg::kNodeBytes);
     __syncwarp();
     if (lane_ < count) {
-      ptx::bulk_load(ring_.slot(at_.slot, lane_) + Cfg::kCopyOffset, source(entry), Cfg::kCopyBytes, full);
+      ptx::bulk_load(ring_.slot(at_.slot, lane_) + Cfg::kNodeOffset, source(entry), Cfg::kNodeBytes, full);
     }
     at_ = at_.ahead(1);
   }
