@@ -142,8 +142,8 @@ PRESETS = {
         text=Task((Stage(32768, 1, 1200),), lr=1e-3, eval_every=100, eval_batches=16),
         recall=Task(
             (
-                Stage(512, 64, 150), Stage(2048, 16, 150), Stage(4096, 8, 150), Stage(8192, 4, 250),
-                Stage(16384, 2, 300), Stage(32768, 1, 400),
+                Stage(512, 64, 150), Stage(2048, 16, 150), Stage(4096, 8, 250), Stage(8192, 4, 450),
+                Stage(16384, 2, 600), Stage(32768, 1, 1000),
             ),
             lr=3e-4, eval_every=100, eval_batches=16,
         ),
