@@ -1,9 +1,9 @@
-"""Runs the benchmarks on a Hopper machine: each program of benchmarks/cpp, then `python -m htree_cuda bench ...`.
+"""Runs the benchmarks on a Hopper machine: each program of benchmarks/cpp, then those in Python.
 
     python scripts/gpu_bench.py [--shard i/n] [--only TEXT] [--list]
 
-Each C++ program prints JSON, which goes to benchmarks/results/<name>.json with the sources' content hash. The
-Python benchmark writes its own file.
+Each C++ program prints JSON, which goes to benchmarks/results/<name>.json with the sources' content hash. Python
+benchmarks write their own files.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ PYTHON_BENCHMARKS = {
     "attn_dist_gpu": ["attn_dist"],
 }
 
+# Programs beside this one, likewise.
+SCRIPTS = {"backward_gpu": ["bench_backward.py"]}
+
 
 def run_binary(name: str) -> str:
     """Runs one program and writes its result; returns an outcome."""
@@ -55,10 +58,14 @@ def run_binary(name: str) -> str:
 
 
 def run_python(name: str) -> str:
-    """Runs one call of the Python benchmark, which writes its own file; returns an outcome."""
+    """Runs one call of a Python benchmark, which writes its own file; returns an outcome."""
     path = RESULTS / f"{name}.json"
-    command = [sys.executable, "-m", "htree_cuda", "bench", *PYTHON_BENCHMARKS[name], "--out", str(path)]
-    status, output = run(command, LIMIT_S)
+    if name in SCRIPTS:
+        script, *options = SCRIPTS[name]
+        command = [sys.executable, str(ROOT / "scripts" / script), *options]
+    else:
+        command = [sys.executable, "-m", "htree_cuda", "bench", *PYTHON_BENCHMARKS[name]]
+    status, output = run([*command, "--out", str(path)], LIMIT_S)
     if status != 0:
         return f"failed: exit status {status}\n{output[-3000:]}"
     print(output)
@@ -74,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     shard, shards = parse_shard(arguments.shard)
     names = benchmark_names()
-    names += PYTHON_BENCHMARKS
+    names += [*PYTHON_BENCHMARKS, *SCRIPTS]
     mine = [name for name in names[shard::shards] if arguments.only in name]
     if arguments.list:
         print("\n".join(mine))
@@ -83,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     ensure_built(benchmarks=True)
     failed = 0
     for name in mine:
-        outcome = run_python(name) if name in PYTHON_BENCHMARKS else run_binary(name)
+        outcome = run_python(name) if name in PYTHON_BENCHMARKS or name in SCRIPTS else run_binary(name)
         failed += outcome.startswith("failed")
         print(f"{name}: {outcome}", flush=True)
     return 1 if failed else 0

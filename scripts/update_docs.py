@@ -202,6 +202,32 @@ def forward_shapes() -> str:
     )
 
 
+def backward_gpu() -> str:
+    report = load("backward_gpu")
+    if report is None:
+        return NOT_MEASURED
+    rows = [
+        [
+            f"{f['T']:,}", f["inputs"], f"{f['ms']:.1f}", f"{f['p90_ms']:.1f}", f"{f['kernels_ms']['nodes']:.1f}",
+            f"{f['kernels_ms']['queries']:.1f}", f"{f['dense']['ms']:.1f}" if "dense" in f else "",
+            f"{f['peak_bytes'] / 1e6:,.0f}", f"{f['gradient_bytes'] / 1e6:,.0f}",
+        ]
+        for f in report["figures"]
+    ]  # fmt: skip
+    header = [
+        "T",
+        "inputs",
+        "median, ms",
+        "p90, ms",
+        "nodes",
+        "queries",
+        "dense (SDPA), ms",
+        "peak, MB",
+        "of them gradients",
+    ]
+    return f"{_gpu(report)}:\n\n" + markdown(header, rows)
+
+
 def first_run() -> str:
     report = load("first_run")
     if report is None:
@@ -371,6 +397,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "forward_cpu": forward_cpu,
     "forward_gpu": forward_gpu,
     "forward_shapes": forward_shapes,
+    "backward_gpu": backward_gpu,
     "first_run": first_run,
     "indexer_distillation": indexer_distillation,
     "measured": measured,

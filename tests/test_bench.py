@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,11 @@ import torch
 from htree_cuda import bench
 from htree_cuda.reference import definition
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import bench_backward  # noqa: E402
 
 
 @pytest.mark.parametrize(("T", "T_q", "r", "top_k"), [(1, 1, 2, 1), (50, 50, 2, 2), (300, 70, 4, 2), (257, 257, 16, 1)])
@@ -63,3 +69,38 @@ def test_phases_know_every_kernel_of_the_forward():
     template = "<" + config.format(0, 0) + ">"
     assert {name for name in found if bench.phase_of(name + template) == "other"} == set()
     assert bench.phase_of("void at::native::vectorized_elementwise_kernel<4>") == "other"
+
+
+def test_the_backward_is_timed_on_the_gradients_of_its_inputs(tmp_path, monkeypatch, capsys):
+    """Every figure has times of htree and dense attention, and what was timed gives dq, dk and dv."""
+    monkeypatch.setattr(bench, "TIMED_S", 0.0)
+    calls = []
+    original = bench_backward.timed
+
+    def timed(*arguments):
+        result, call = original(*arguments)
+        calls.append([x.shape for x in call()])
+        return result, call
+
+    monkeypatch.setattr(bench_backward, "timed", timed)
+    options = [
+        "--lengths",
+        "40,70",
+        "--inputs",
+        "local",
+        "--heads",
+        "2",
+        "--dim",
+        "4",
+        "--top-k",
+        "4",
+        "--device",
+        "cpu",
+    ]
+    out = tmp_path / "backward.json"
+    assert bench_backward.main([*options, "--dtype", "float32", "--dense-up-to", "40", "--out", str(out)]) == 0
+    figures = json.loads(out.read_text())["figures"]
+    assert [(f["T"], "dense" in f) for f in figures] == [(40, True), (70, False)]
+    assert all(f["ms"] > 0 and f["gradient_bytes"] == 4 * f["T"] * 4 * (2 + 1 + 1) for f in figures)
+    assert calls == [[(1, T, H, 4) for H in (2, 1, 1)] for T in (40, 40, 70)]
+    assert "70" in capsys.readouterr().out
