@@ -32,11 +32,12 @@ PYTHON_BENCHMARKS = {
         "--plot",
         str(RESULTS / "forward_gpu.png"),
     ],
-    # More heads, smaller groups, smaller dimensions, and the last queries of two million tokens.
+    # More heads, smaller groups, smaller dimensions; the last queries of two million tokens, and one query.
     "forward_gpu_h64_kv4": ["forward", "--heads", "64", "--kv-heads", "4", *SHAPES],
     "forward_gpu_g8": ["forward", "--heads", "8", *SHAPES],
     "forward_gpu_d64": ["forward", "--dim", "64", *SHAPES],
     "forward_gpu_2m": ["forward", "--lengths", "2097152", "--queries", "131072", "--inputs", "iid,local"],
+    "forward_gpu_one": ["forward", "--lengths", "65536,1048576", "--queries", "1", "--inputs", "iid,local"],
     "forward_gpu_torch": ["forward", "--backend", "torch", "--lengths", "8192,16384,32768"],
     "attn_dist_gpu": ["attn_dist"],
 }

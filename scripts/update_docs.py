@@ -199,7 +199,20 @@ def forward_shapes() -> str:
         + markdown(["", *(f"{T // 1024}K" for T in lengths)], rows)
         + f"\n\nThe last {f['T_q']:,} queries of {f['T']:,} tokens: {last} ms, "
         + f"{f['peak_bytes'] / 1e6:,.0f} MB beyond inputs."
+        + one_query()
     )
+
+
+def one_query() -> str:
+    report = load("forward_gpu_one")
+    if report is None:
+        return ""
+    times = "; ".join(
+        f"T = {f['T']:,}, {f['inputs']}: {f['ms']:.2f} ms"
+        + (f" (dense {f['dense']['ms']:.2f})" if "dense" in f else "")
+        for f in report["figures"]
+    )
+    return f"\n\nOne query ({_gpu(report)}): {times}."
 
 
 def backward_gpu() -> str:
