@@ -1,4 +1,4 @@
-"""The one Python benchmark program: `python -m htree_cuda bench {forward,attn_dist} ...`.
+"""The one Python benchmark program: `python -m htree_cuda bench {forward,backward,attn_dist} ...`.
 
 Protocol. On a GPU: 0.5 s of warm-up, then back-to-back calls for at least 1 s (at least 5 calls), CUDA events around
 each; median and 90th percentile; SM clock and power are read while the calls run. On a CPU: one warm-up call, then
@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import __version__, attn_dist, forward
+from . import __version__, attn_dist, forward, normalize_attn_dist
 from .reference.definition import layer_sizes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -240,19 +240,24 @@ def phase_of(kernel: str) -> str:
     return next((phase for phase, pattern in PHASES.items() if re.search(pattern, kernel)), "other")
 
 
-def phases(call: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of one call's kernels on a GPU, by phase, in the order of PHASES."""
+def kernels(call: Callable[[], object]) -> list[tuple[str, float]]:
+    """Demangled name and milliseconds of every kernel of one call on a GPU."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    return [(event.name, event.time_range.elapsed_us() / 1e3) for event in events]
+
+
+def phases(call: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds of one call's kernels on a GPU, by phase, in the order of PHASES."""
     sums: dict[str, float] = {}
-    for event in profiler.events():
-        if event.device_type == DeviceType.CUDA:
-            phase = phase_of(event.name)
-            sums[phase] = sums.get(phase, 0.0) + event.time_range.elapsed_us() / 1e3
+    for name, ms in kernels(call):
+        phase = phase_of(name)
+        sums[phase] = sums.get(phase, 0.0) + ms
     return {phase: round(sums[phase], 4) for phase in (*PHASES, "other") if phase in sums}
 
 
@@ -269,6 +274,52 @@ def run_forward(args: argparse.Namespace) -> list[dict]:
         print(f"[{i}/{len(points)}] forward T = {T}, {kind} ...", file=sys.stderr, flush=True)
         one = _in_child(_forward_point, args, T, kind) if args.device == "cpu" else _forward_point(args, T, kind)
         figures.append(one)
+    return figures
+
+
+# ------------------------------------------------------------------------------------------------------- backward
+
+
+# The two kernels of the backward that multiply, by their names.
+GRADIENT_KERNELS = {"queries": "gradient::Pass)0", "nodes": "gradient::Pass)1"}
+
+
+def gradients_of(attention: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
+    """A call that computes dq, dk and dv of an output that was computed before."""
+    inputs = tuple(x.detach().requires_grad_() for x in inputs)
+    out = attention(*inputs)
+    gradient = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+
+
+def run_backward(args: argparse.Namespace) -> list[dict]:
+    """Peak memory is beyond what lives before a call: the gradients are part of it."""
+    figures = []
+    points = [(T, kind) for kind in args.inputs for T in args.lengths]
+    options = {"compression_rate": args.compression_rate, "top_k_per_layer": args.top_k, "backend": args.backend}
+    for i, (T, kind) in enumerate(points, 1):
+        print(f"[{i}/{len(points)}] backward T = {T}, {kind} ...", file=sys.stderr, flush=True)
+        shape = (args.batch, T, T, args.heads, args.kv_heads, args.dim, args.dim)
+        inputs = tree_inputs(kind, *shape, DTYPES[args.dtype], args.device, args.seed)
+        call = gradients_of(lambda *x: forward(*x, **options), inputs)
+        result = measure(call, args.device)
+        if args.device == "cuda" and args.backend != "torch":
+            found = kernels(call)
+            result["kernels_ms"] = {
+                name: round(sum(ms for kernel, ms in found if text in kernel), 4)
+                for name, text in {"all": "", **GRADIENT_KERNELS}.items()
+            }
+        del call
+        result |= {
+            "op": "backward", "inputs": kind, "T": T, "B": args.batch, "H": args.heads, "H_kv": args.kv_heads,
+            "K": args.dim, "V": args.dim, "dtype": args.dtype, "compression_rate": args.compression_rate,
+            "top_k": args.top_k, "backend": args.backend,
+            "gradient_bytes": sum(x.numel() * x.element_size() for x in inputs),
+        }  # fmt: skip
+        if args.dense_up_to >= T:
+            result["dense"] = measure(gradients_of(dense_attention, inputs), args.device)
+            result["speedup_over_dense"] = round(result["dense"]["ms"] / result["ms"], 4)
+        figures.append(result)
     return figures
 
 
@@ -295,6 +346,30 @@ def dist_inputs(s_q: int, h_q: int, s_kv: int, topk: int, d_qk: int, dtype, devi
     return q, k, indices, lse
 
 
+def cudnn_attn_dist(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor) -> Callable[[], Tensor] | None:
+    """The peer: cuDNN frontend's recompute of sparse attention scores, which divides each row by its sum. None where
+    the package is not installed. Source: docs.nvidia.com/cudnn, DeepSeek Sparse Attention."""
+    try:
+        from cudnn import DSA
+    except ImportError:
+        return None
+    operands = (q[None], k[None, :, 0], (lse * math.log(2.0))[None], indices[None, :, 0], q.shape[2] ** -0.5)
+    return lambda: DSA.sparse_attn_score_recompute_wrapper(*operands, qhead_per_kv_head=q.shape[1])["target"]
+
+
+def _cudnn_figures(ours: Tensor, peer: Callable[[], Tensor], device: str) -> dict:
+    """Its time, if its result is ours: an experimental interface may change, or refuse a shape."""
+    try:
+        found = peer()[0].float()
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, KeyError) as error:
+        return {"cudnn_frontend_error": f"{type(error).__name__}: {error}"[:300]}
+    expected = normalize_attn_dist(ours)
+    error = ((found - expected).abs().amax() / expected.abs().amax()).item()
+    if not error < 0.02:
+        return {"cudnn_frontend_error": f"differs from attn_dist, normalised, by {error:.3g} of the largest"}
+    return {"cudnn_frontend": {**measure(peer, device), "relative_error": error}}
+
+
 def run_attn_dist(args: argparse.Namespace) -> list[dict]:
     figures = []
     dtype = DTYPES[args.dtype]
@@ -316,6 +391,9 @@ def run_attn_dist(args: argparse.Namespace) -> list[dict]:
                 lambda x=(q, k, indices, lse): attn_dist(*x, backend="torch"), args.device
             )
             result["speedup_over_torch_backend"] = round(result["torch_backend"]["ms"] / result["ms"], 3)
+        peer = cudnn_attn_dist(q, k, indices, lse)
+        if peer is not None and args.device == "cuda":
+            result |= _cudnn_figures(attn_dist(q, k, indices, lse, backend=args.backend), peer, args.device)
         figures.append(result)
     return figures
 
@@ -341,6 +419,18 @@ FORWARD_COLUMNS = {
     "speedup": lambda f: f"{f['speedup_over_dense']:.2f}" if "dense" in f else "-",
     "peak MB": lambda f: f"{f.get('peak_bytes', f.get('peak_rss_bytes', 0)) / 1e6:.0f}",
 }
+BACKWARD_COLUMNS = {
+    "inputs": lambda f: f["inputs"],
+    "T": lambda f: f"{f['T']:,}",
+    "ms": lambda f: f"{f['ms']:.2f}",
+    "dense ms": lambda f: f"{f['dense']['ms']:.2f}" if "dense" in f else "-",
+    **{
+        name: lambda f, name=name: f"{f['kernels_ms'][name]:.2f}" if "kernels_ms" in f else "-"
+        for name in GRADIENT_KERNELS
+    },
+    "peak MB": lambda f: f"{f['peak_bytes'] / 1e6:.0f}" if "peak_bytes" in f else "-",
+    "of them gradients": lambda f: f"{f['gradient_bytes'] / 1e6:.0f}",
+}
 ATTN_DIST_COLUMNS = {
     "h_q": lambda f: str(f["h_q"]),
     "s_kv": lambda f: f"{f['s_kv']:,}",
@@ -349,6 +439,7 @@ ATTN_DIST_COLUMNS = {
     "TFLOP/s": lambda f: f"{f['tflops']:.1f}",
     "gathered TB/s": lambda f: f"{f['gathered_tb_per_s']:.2f}",
     "torch ms": lambda f: f"{f['torch_backend']['ms']:.2f}" if "torch_backend" in f else "-",
+    "cuDNN ms": lambda f: f"{f['cudnn_frontend']['ms']:.3f}" if "cudnn_frontend" in f else "-",
 }
 
 
@@ -413,6 +504,18 @@ def _parser() -> argparse.ArgumentParser:
     f.add_argument("--top-k", type=int, default=512 if cuda else 64)
     f.add_argument("--dense-up-to", type=int, default=262144 if cuda else 131072, help="longest T for the dense peer")
     f.add_argument("--plot", type=Path, help="write a PNG of time per query over T")
+    b = commands.add_parser("backward", parents=[common], help="its gradients against dense attention's over T")
+    b.add_argument("--lengths", type=_ints, default=_ints("16384,65536,131072" if cuda else "2048,4096"))
+    b.add_argument(
+        "--inputs", type=lambda s: s.split(","), default=["iid", "local"], help="iid, local or both: iid,local"
+    )
+    b.add_argument("--batch", type=int, default=1)
+    b.add_argument("--heads", type=int, default=16 if cuda else 8)
+    b.add_argument("--kv-heads", type=int, default=1 if cuda else 2)
+    b.add_argument("--dim", type=int, default=128 if cuda else 64)
+    b.add_argument("--compression-rate", type=int, default=16)
+    b.add_argument("--top-k", type=int, default=512 if cuda else 16)
+    b.add_argument("--dense-up-to", type=int, default=131072, help="longest T for the dense peer")
     d = commands.add_parser("attn_dist", parents=[common], help="attn_dist over numbers of heads and keys")
     d.add_argument("--lengths", type=_ints, default=_ints("4096,16384,65536,131072" if cuda else "4096"))
     d.add_argument("--queries", type=int, default=4096 if cuda else 32)
@@ -426,6 +529,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     runner, columns = {
         "forward": (run_forward, FORWARD_COLUMNS),
+        "backward": (run_backward, BACKWARD_COLUMNS),
         "attn_dist": (run_attn_dist, ATTN_DIST_COLUMNS),
     }[args.command]
     figures = runner(args)

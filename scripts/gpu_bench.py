@@ -1,9 +1,9 @@
-"""Runs the benchmarks on a Hopper machine: each program of benchmarks/cpp, then those in Python.
+"""Runs the benchmarks on a Hopper machine: each program of benchmarks/cpp, then `python -m htree_cuda bench ...`.
 
     python scripts/gpu_bench.py [--shard i/n] [--only TEXT] [--list]
 
-Each C++ program prints JSON, which goes to benchmarks/results/<name>.json with the sources' content hash. Python
-benchmarks write their own files.
+Each C++ program prints JSON, which goes to benchmarks/results/<name>.json with the sources' content hash. The
+Python benchmark writes its own file.
 """
 
 from __future__ import annotations
@@ -40,10 +40,8 @@ PYTHON_BENCHMARKS = {
     "forward_gpu_one": ["forward", "--lengths", "65536,1048576", "--queries", "1", "--inputs", "iid,local"],
     "forward_gpu_torch": ["forward", "--backend", "torch", "--lengths", "8192,16384,32768"],
     "attn_dist_gpu": ["attn_dist"],
+    "backward_gpu": ["backward"],
 }
-
-# Programs beside this one, likewise.
-SCRIPTS = {"backward_gpu": ["bench_backward.py"]}
 
 
 def run_binary(name: str) -> str:
@@ -59,14 +57,10 @@ def run_binary(name: str) -> str:
 
 
 def run_python(name: str) -> str:
-    """Runs one call of a Python benchmark, which writes its own file; returns an outcome."""
+    """Runs one call of the Python benchmark, which writes its own file; returns an outcome."""
     path = RESULTS / f"{name}.json"
-    if name in SCRIPTS:
-        script, *options = SCRIPTS[name]
-        command = [sys.executable, str(ROOT / "scripts" / script), *options]
-    else:
-        command = [sys.executable, "-m", "htree_cuda", "bench", *PYTHON_BENCHMARKS[name]]
-    status, output = run([*command, "--out", str(path)], LIMIT_S)
+    command = [sys.executable, "-m", "htree_cuda", "bench", *PYTHON_BENCHMARKS[name], "--out", str(path)]
+    status, output = run(command, LIMIT_S)
     if status != 0:
         return f"failed: exit status {status}\n{output[-3000:]}"
     print(output)
@@ -82,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     shard, shards = parse_shard(arguments.shard)
     names = benchmark_names()
-    names += [*PYTHON_BENCHMARKS, *SCRIPTS]
+    names += PYTHON_BENCHMARKS
     mine = [name for name in names[shard::shards] if arguments.only in name]
     if arguments.list:
         print("\n".join(mine))
@@ -91,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     ensure_built(benchmarks=True)
     failed = 0
     for name in mine:
-        outcome = run_python(name) if name in PYTHON_BENCHMARKS or name in SCRIPTS else run_binary(name)
+        outcome = run_python(name) if name in PYTHON_BENCHMARKS else run_binary(name)
         failed += outcome.startswith("failed")
         print(f"{name}: {outcome}", flush=True)
     return 1 if failed else 0

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from htree_cuda import bench
+from htree_cuda import attn_dist, bench
 from htree_cuda.reference import definition
 
-ROOT = Path(__file__).resolve().parent.parent
-CSRC = ROOT / "csrc"
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import bench_backward  # noqa: E402
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
 
 
 @pytest.mark.parametrize(("T", "T_q", "r", "top_k"), [(1, 1, 2, 1), (50, 50, 2, 2), (300, 70, 4, 2), (257, 257, 16, 1)])
@@ -74,15 +71,14 @@ def test_phases_know_every_kernel_of_the_forward():
 def test_the_backward_is_timed_on_the_gradients_of_its_inputs(tmp_path, monkeypatch, capsys):
     """Every figure has times of htree and dense attention, and what was timed gives dq, dk and dv."""
     monkeypatch.setattr(bench, "TIMED_S", 0.0)
-    calls = []
-    original = bench_backward.timed
+    shapes = []
+    original = bench.measure
 
-    def timed(*arguments):
-        result, call = original(*arguments)
-        calls.append([x.shape for x in call()])
-        return result, call
+    def measure(call, device):
+        shapes.append([x.shape for x in call()])
+        return original(call, device)
 
-    monkeypatch.setattr(bench_backward, "timed", timed)
+    monkeypatch.setattr(bench, "measure", measure)
     options = [
         "--lengths",
         "40,70",
@@ -90,17 +86,47 @@ def test_the_backward_is_timed_on_the_gradients_of_its_inputs(tmp_path, monkeypa
         "local",
         "--heads",
         "2",
+        "--kv-heads",
+        "1",
         "--dim",
         "4",
         "--top-k",
         "4",
-        "--device",
-        "cpu",
     ]
-    out = tmp_path / "backward.json"
-    assert bench_backward.main([*options, "--dtype", "float32", "--dense-up-to", "40", "--out", str(out)]) == 0
-    figures = json.loads(out.read_text())["figures"]
+    options += ["--device", "cpu", "--dtype", "float32", "--dense-up-to", "40", "--out", str(tmp_path / "b.json")]
+    assert bench.main(["backward", *options]) == 0
+    figures = json.loads((tmp_path / "b.json").read_text())["figures"]
     assert [(f["T"], "dense" in f) for f in figures] == [(40, True), (70, False)]
     assert all(f["ms"] > 0 and f["gradient_bytes"] == 4 * f["T"] * 4 * (2 + 1 + 1) for f in figures)
-    assert calls == [[(1, T, H, 4) for H in (2, 1, 1)] for T in (40, 40, 70)]
+    assert shapes == [[(1, T, H, 4) for H in (2, 1, 1)] for T in (40, 40, 70)]
     assert "70" in capsys.readouterr().out
+
+
+class Peer:
+    """What cuDNN frontend documents: heads added, and each row divided by its sum."""
+
+    scale_error = 1.0
+
+    @classmethod
+    def sparse_attn_score_recompute_wrapper(cls, q, k, lse, indices, scale, *, qhead_per_kv_head):
+        assert qhead_per_kv_head == q.shape[2] and indices.dtype == torch.int32
+        scores = torch.einsum("bshd,bstd->bsht", q, k[0][indices.long()]) * scale * cls.scale_error
+        target = torch.exp(scores - lse[..., None]).sum(2)
+        return {"target": target / target.sum(-1, keepdim=True)}
+
+
+def test_the_cudnn_peer_is_given_what_it_documents(monkeypatch):
+    q, k, indices, lse = bench.dist_inputs(5, 3, 40, 16, 8, torch.float32, "cpu", 0)
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    assert bench.cudnn_attn_dist(q, k, indices, lse) is None, "not installed"
+    monkeypatch.setitem(sys.modules, "cudnn", types.SimpleNamespace(DSA=Peer))
+    monkeypatch.setattr(bench, "TIMED_S", 0.0)
+    ours = attn_dist(q, k, indices, lse)
+    figures = bench._cudnn_figures(ours, bench.cudnn_attn_dist(q, k, indices, lse), "cpu")
+    assert figures["cudnn_frontend"]["ms"] > 0 and figures["cudnn_frontend"]["relative_error"] < 1e-5
+    monkeypatch.setattr(Peer, "scale_error", 3.0)
+    wrong = bench._cudnn_figures(ours, bench.cudnn_attn_dist(q, k, indices, lse), "cpu")
+    assert "differs" in wrong["cudnn_frontend_error"] and "cudnn_frontend" not in wrong
+    monkeypatch.setattr(Peer, "scale_error", None)
+    refused = bench._cudnn_figures(ours, bench.cudnn_attn_dist(q, k, indices, lse), "cpu")
+    assert refused["cudnn_frontend_error"].startswith("TypeError")
