@@ -236,7 +236,7 @@ def backward_gpu() -> str:
         "queries",
         "dense (SDPA), ms",
         "peak, MB",
-        "of them gradients",
+        "of it gradients",
     ]
     return f"{_gpu(report)}:\n\n" + markdown(header, rows)
 
