@@ -60,6 +60,30 @@ inline constexpr int kQueryHeader = 3 * kMaxGroupHeads * 4;
 
 __host__ __device__ constexpr std::int64_t operand_bytes(std::int64_t K, std::int64_t V) { return 16 * 2 * (K + V); }
 
+// At the top every query visits the parents 0, 1, 2, ..., so that a candidate's position is its node's index: keys turn
+// by that and queries by their own position, once, and 64 nodes (four parents) or 64 query heads (four rows of 16) are
+// one tile of operands for WGMMA:
+//   nodes    inverse[64] | K / 64 panels of keys in fp16 | V / 64 panels of values
+//   queries  unit[64], lse2[64], delta[64] | K / 64 panels of q in fp16 | V / 64 panels of dout
+// A panel is 64 rows of 64 elements, 128 bytes each, in the 128-byte swizzle: 16-byte chunk i of row c lies at i ^ (c % 8).
+// Row 16 i + g of a tile of queries is head g of its i-th query. Every tile is complete: nodes that do not exist are
+// zeros, and so are queries and heads, whose lse2 is +inf.
+// Behind a tile of queries there is room for its share of dq, which takes the place of the panels: float32 [64, K].
+inline constexpr int kTileRows = 64;
+inline constexpr int kTileParents = kTileRows / kSiblings;
+inline constexpr int kTileQueries = kTileRows / kMaxGroupHeads;
+inline constexpr int kPanelBytes = kTileRows * 128;
+inline constexpr int kNodeTileHeader = kTileRows * 4;
+inline constexpr int kQueryTileHeader = 3 * kTileRows * 4;
+
+__host__ __device__ constexpr std::int64_t panels_bytes(std::int64_t K, std::int64_t V) { return kTileRows * 2 * (K + V); }
+__host__ __device__ constexpr std::int64_t node_tile_bytes(std::int64_t K, std::int64_t V) {
+  return kNodeTileHeader + panels_bytes(K, V);
+}
+__host__ __device__ constexpr std::int64_t query_tile_bytes(std::int64_t K, std::int64_t V) {
+  return kQueryTileHeader + (panels_bytes(K, V) > kTileRows * 4 * K ? panels_bytes(K, V) : kTileRows * 4 * K);
+}
+
 // [B, n, heads, dim] by strides in elements.
 struct Source {
   void const* in;
@@ -73,10 +97,11 @@ struct Source {
 struct PackNodes {
   Source k;                // a layer's nodes
   Source v;
-  char* packed;            // [heads, parents, kNodeHeader + operand_bytes]
+  char* packed;            // [heads, parents, kNodeHeader + operand_bytes]; by_node: [heads, tiles, node_tile_bytes]
+  bool by_node;            // tiles of the top layer
   std::int64_t first_head;
   std::int64_t blocks;     // heads * parents
-  int parents;
+  int parents;             // by_node: those of whole tiles
   std::int64_t N;
   int H_kv;
   int K;
@@ -97,6 +122,9 @@ struct PackQueries {
   std::int64_t dlse_stride_t;
   std::int64_t dlse_stride_h;
   char* packed;            // [heads, rows, kQueryHeader + operand_bytes]
+  char* tiles;             // [heads, rows / 4, query_tile_bytes]
+  Tree tree;
+  float2 const* turns;     // [positions, K / 2]
   std::int64_t T_q;
   int H_kv;
   int G;

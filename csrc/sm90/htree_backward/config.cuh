@@ -24,7 +24,7 @@
 
 namespace htree_cuda::gradient {
 
-enum class Pass { kQueries, kNodes };
+enum class Pass { kQueries, kNodes, kTopQueries, kTopNodes };
 
 // A slot of shared memory: an area that ends with the header, then the rows. Rows begin at multiples of 256 bytes, so
 // that swizzled addresses come from one exclusive or.
@@ -121,6 +121,14 @@ struct Args {
   rope::Turns const* fragment_turns;  // [positions, K / 32, 4]
   float2 const* turns;               // [positions, K / 2]
   float scale;
+
+  // The top layer, whose parents every query visits (see device/backward_steps.h).
+  char const* top_nodes;             // [heads, top_tiles, node_tile_bytes]
+  char* top_queries;                 // [heads, rows / 4, query_tile_bytes]; its part of dq takes the place of the panels
+  int top_tiles;                     // of a head, an even number
+  int top_segments;
+  int top_segment_rows;              // a multiple of 32
+  int* next_top_unit;
 
   // Queries.
   void* dq;                          // [B, T_q, H, K] contiguous
