@@ -22,16 +22,19 @@ void launch(Args const& args, int blocks, cudaStream_t stream);  // inst/
 
 namespace {
 
-// What lives at once, besides the pooled tree and the tables: rows of one chunk of queries in at most a
-// quarter of the bytes of q and out, but no less and no more than these; nodes and sums of as many heads
-// as fit in kTreeBytes, of one head at least.
-constexpr std::int64_t kLeastChunkBytes = std::int64_t(8) << 20;
-constexpr std::int64_t kMostChunkBytes = std::int64_t(128) << 20;
+// What lives at once, besides the pooled tree and the tables: rows of one chunk of queries in at most
+// half the bytes of q and out, but no less and no more than these; nodes and sums of as many heads as fit
+// in kTreeBytes, of one head at least.
+constexpr std::int64_t kLeastChunkBytes = std::int64_t(16) << 20;
+constexpr std::int64_t kMostChunkBytes = std::int64_t(256) << 20;
 constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
 // A layer with fewer parents than this splits the rows: sixteen units of work for each warp of a large GPU.
 constexpr std::int64_t kNodeUnits = 16384;
 constexpr std::int64_t kLeastSegmentRows = 256;
 constexpr std::int64_t kMostSegmentRows = 1024;
+// The top layer works on two tiles of nodes at a time: six units or so for each multiprocessor of a large GPU.
+constexpr int kUnitTiles = 2;
+constexpr std::int64_t kTopUnits = 768;
 
 using tree_request::aligned;
 
@@ -49,9 +52,12 @@ struct Plan {
   std::int64_t positions = 0;
   std::int64_t heads = 0;  // at once
   std::int64_t rows = 0;   // of a head at once
-  std::int64_t zeroed_bytes = 0;  // of `next_unit`, `done` and `visits`, before every chunk
+  std::int64_t zeroed_bytes = 0;  // from `next_unit` on, before every chunk
   int segments[kMaxLayers] = {};
   int segment_rows[kMaxLayers] = {};
+  int top_tiles = 0;
+  int top_segments = 0;
+  int top_segment_rows = 0;
   std::int64_t bytes = 0;
 
   float2* turns = nullptr;
@@ -62,8 +68,11 @@ struct Plan {
   float* dk = nullptr;
   float* dv = nullptr;
   char* queries = nullptr;
+  char* top_nodes = nullptr;
+  char* top_queries = nullptr;
   Visits visits{};
   int* next_unit = nullptr;
+  int* next_top_unit = nullptr;
   int* done = nullptr;
 
   Plan(ForwardParams const& p, char* base) {
@@ -71,10 +80,11 @@ struct Plan {
     std::int64_t const all_heads = p.B * p.H_kv;
     std::int64_t const node_bytes = kNodeHeader + operand_bytes(p.K, p.V);
     std::int64_t const query_bytes = kQueryHeader + operand_bytes(p.K, p.V);
-    std::int64_t row_bytes = query_bytes;
+    std::int64_t const tile_bytes = query_tile_bytes(p.K, p.V);
+    std::int64_t row_bytes = query_bytes + tile_bytes / kTileQueries;
     for (int l = 0; l < tree.layers - 1; ++l) row_bytes += 4 * tree.groups[l];
     std::int64_t const input_bytes = 2 * all_heads * p.T_q * p.G * (p.K + p.V);
-    std::int64_t const chunk_bytes = std::clamp(input_bytes / 4, kLeastChunkBytes, kMostChunkBytes);
+    std::int64_t const chunk_bytes = std::clamp(input_bytes / 2, kLeastChunkBytes, kMostChunkBytes);
     std::int64_t const head_bytes = node_rows / kSiblings * node_bytes + node_rows * (p.K + p.V) * 4;
 
     rows = round_up(p.T_q, kRowStep);
@@ -83,18 +93,24 @@ struct Plan {
       heads = 1;
       rows = std::min(rows, std::max<std::int64_t>(chunk_bytes / row_bytes / kRowStep, 1) * kRowStep);
     }
-    for (int l = 0; l < tree.layers; ++l) split(l);
+    for (int l = 0; l < tree.layers; ++l) {
+      split(kNodeUnits / (heads * tree.parents[l]), segments[l], segment_rows[l]);
+    }
+    split(kTopUnits / (heads * (top_tiles / kUnitTiles)), top_segments, top_segment_rows);
 
     take(turns, base, positions * (p.K / 2));
     take(fragment_turns, base, positions * (p.K / 8));
     take(k_tree, base, all_heads * M * p.K * 2);
     take(v_tree, base, all_heads * M * p.V * 2);
-    for (int l = 0; l < tree.layers; ++l) take(nodes[l], base, heads * tree.parents[l] * node_bytes);
+    for (int l = 0; l < tree.layers - 1; ++l) take(nodes[l], base, heads * tree.parents[l] * node_bytes);
     take(dk, base, heads * node_rows * p.K);
     take(dv, base, heads * node_rows * p.V);
     take(queries, base, heads * rows * query_bytes);
+    take(top_nodes, base, heads * top_tiles * node_tile_bytes(p.K, p.V));
+    take(top_queries, base, heads * rows / kTileQueries * tile_bytes);
     std::int64_t const before = bytes;
     take(next_unit, base, 1);
+    take(next_top_unit, base, 1);
     take(done, base, heads * node_rows / kSiblings);
     for (int l = 0; l < tree.layers - 1; ++l) take(visits.layer[l], base, heads * rows * tree.groups[l]);
     zeroed_bytes = bytes - before;
@@ -117,16 +133,17 @@ private:
       begin[l] = node_rows;
       node_rows += std::int64_t(tree.parents[l]) * kSiblings;
     }
+    top_tiles = kUnitTiles * static_cast<int>(ceil_div(tree.parents[tree.layers - 1], kUnitTiles * kTileParents));
     positions = std::max<std::int64_t>(std::min(p.T, p.top_k * kSiblings), kSiblings);
   }
 
   // Rows are split by shapes alone, so that sums do not depend on the device: into as many segments as fill it, and
   // none so long that a parent which every row visits is the last to end.
-  void split(int l) {
-    std::int64_t const filling = std::min(kNodeUnits / (heads * tree.parents[l]), rows / kLeastSegmentRows);
-    std::int64_t const wanted = std::max({filling, ceil_div(rows, kMostSegmentRows), std::int64_t(1)});
-    segment_rows[l] = static_cast<int>(round_up(ceil_div(rows, wanted), kRowStep));
-    segments[l] = static_cast<int>(ceil_div(rows, segment_rows[l]));
+  void split(std::int64_t filling, int& segments, int& segment_rows) const {
+    std::int64_t const wanted =
+        std::max({std::min(filling, rows / kLeastSegmentRows), ceil_div(rows, kMostSegmentRows), std::int64_t(1)});
+    segment_rows = static_cast<int>(round_up(ceil_div(rows, wanted), kRowStep));
+    segments = static_cast<int>(ceil_div(rows, segment_rows));
   }
 
   template <class T>
@@ -158,6 +175,7 @@ void pool(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
 }
 
 void pack_tree(ForwardParams const& p, Plan const& plan, std::int64_t first_head, int heads, cudaStream_t stream) {
+  int const top = plan.tree.layers - 1;
   for (int l = 0; l < plan.tree.layers; ++l) {
     PackNodes args{};
     if (l == 0) {
@@ -168,9 +186,10 @@ void pack_tree(ForwardParams const& p, Plan const& plan, std::int64_t first_head
       args.k = source(plan.k_tree + first * p.K * 2, p.H_kv * plan.M * p.K, p.K, plan.M * p.K);
       args.v = source(plan.v_tree + first * p.V * 2, p.H_kv * plan.M * p.V, p.V, plan.M * p.V);
     }
-    args.packed = plan.nodes[l];
+    args.by_node = l == top;
+    args.packed = args.by_node ? plan.top_nodes : plan.nodes[l];
     args.first_head = first_head;
-    args.parents = plan.tree.parents[l];
+    args.parents = args.by_node ? plan.top_tiles * kTileParents : plan.tree.parents[l];
     args.blocks = std::int64_t(heads) * args.parents;
     args.N = plan.tree.N[l];
     args.H_kv = static_cast<int>(p.H_kv);
@@ -196,6 +215,9 @@ void pack_rows(BackwardParams const& params, Plan const& plan, Chunk const& chun
   args.dlse_stride_t = params.dlse_stride_t;
   args.dlse_stride_h = params.dlse_stride_h;
   args.packed = plan.queries;
+  args.tiles = plan.top_queries;
+  args.tree = plan.tree;
+  args.turns = plan.turns;
   args.T_q = p.T_q;
   args.H_kv = static_cast<int>(p.H_kv);
   args.G = static_cast<int>(p.G);
@@ -234,9 +256,11 @@ int processors() {
 
 template <class Element, int kK, int kV>
 void multiply_of(Args const& args, int heads, cudaStream_t stream) {
-  launch<Config<Element, kK, kV, Pass::kQueries>>(
-      args, as_blocks(std::int64_t(heads) * args.chunk.rows / kGroupQueries), stream);
-  launch<Config<Element, kK, kV, Pass::kNodes>>(args, processors(), stream);
+  int const blocks = as_blocks(std::int64_t(heads) * args.chunk.rows / kGroupQueries);
+  launch<Config<Element, kK, kV, Pass::kTopNodes>>(args, processors(), stream);
+  launch<Config<Element, kK, kV, Pass::kTopQueries>>(args, blocks, stream);  // over the tiles of queries
+  launch<Config<Element, kK, kV, Pass::kQueries>>(args, blocks, stream);
+  if (args.units > 0) launch<Config<Element, kK, kV, Pass::kNodes>>(args, processors(), stream);
 }
 
 template <class Element>
@@ -272,7 +296,13 @@ void run_chunk(BackwardParams const& params, Plan const& plan, Chunk const& chun
   args.dv = plan.dv;
   args.next_unit = plan.next_unit;
   args.done = plan.done;
-  for (int l = plan.tree.layers - 1; l >= 0; --l) {
+  args.top_nodes = plan.top_nodes;
+  args.top_queries = plan.top_queries;
+  args.top_tiles = plan.top_tiles;
+  args.top_segments = plan.top_segments;
+  args.top_segment_rows = plan.top_segment_rows;
+  args.next_top_unit = plan.next_top_unit;
+  for (int l = plan.tree.layers - 2; l >= 0; --l) {
     args.nodes[l] = plan.nodes[l];
     args.segments[l] = plan.segments[l];
     args.segment_rows[l] = plan.segment_rows[l];

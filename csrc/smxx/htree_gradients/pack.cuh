@@ -73,6 +73,11 @@ __device__ __forceinline__ float lanes_sum(float x) {
   return x;
 }
 
+// 16 bytes of a row of a tile's panels.
+__device__ __forceinline__ char* panel_chunk(char* panels, int row, int chunk) {
+  return panels + chunk / 8 * kPanelBytes + row * 128 + ((chunk % 8 ^ row % 8) << 4);
+}
+
 // A key that is not finite is zeros with a NaN as its `inverse`, so that its score is NaN whatever the query, and its
 // product with the weight of a query that does not attend it is 0. Children beyond the end of the layer are zeros.
 template <class Element, int kK>
@@ -87,9 +92,17 @@ __global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_const
   std::int64_t const h = head % args.H_kv;
   std::int64_t const first = block % args.parents * kSiblings;
   int const children = static_cast<int>(min(args.N - first, static_cast<std::int64_t>(kSiblings)));
-  char* const packed = args.packed + block * (kNodeHeader + operand_bytes(kK, args.V));
-  char* const keys = packed + kNodeHeader;
-  char* const values = keys + kSiblings * kK * 2;
+  // Where this parent's part is: a block of its own, or some rows of each panel of its tile.
+  int const slot = static_cast<int>(block % kTileParents);
+  char* const packed = args.by_node ? args.packed + block / kTileParents * node_tile_bytes(kK, args.V)
+                                    : args.packed + block * (kNodeHeader + operand_bytes(kK, args.V));
+  float* const inverse = reinterpret_cast<float*>(packed) + (args.by_node ? slot * kSiblings : 0);
+  char* const keys = packed + (args.by_node ? kNodeTileHeader : kNodeHeader);
+  char* const values = keys + (args.by_node ? kTileRows : kSiblings) * kK * 2;
+  auto const chunk_of = [&](char* rows, int dim, int c, int chunk) {
+    return reinterpret_cast<uint4*>(args.by_node ? panel_chunk(rows, slot * kSiblings + c, chunk)
+                                                 : rows + c * dim * 2 + ((chunk ^ (c % 8)) << 4));
+  };
 
 #pragma unroll
   for (int step = 0; step < kSiblings / kRowsAtOnce; ++step) {
@@ -110,7 +123,9 @@ __global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_const
     }
     finite = lanes_max<kLanesPerRow>(finite ? 0.0f : 1.0f) == 0.0f;
     Normaliser const scale = normaliser(lanes_max<kLanesPerRow>(largest));
-    float4 const* const turns = reinterpret_cast<float4 const*>(args.turns + c * (kK / 2) + 8 * chunk);
+    // Nodes that do not exist are nobody's: their keys are zeros.
+    std::int64_t const position = args.by_node && c < children ? first + c : c;
+    float4 const* const turns = reinterpret_cast<float4 const*>(args.turns + position * (kK / 2) + 8 * chunk);
     alignas(16) half turned_lo[8], turned_hi[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -122,10 +137,9 @@ __global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_const
       turned_lo[i] = __float2half_rn(finite ? x * cosine - y * sine : 0.0f);
       turned_hi[i] = __float2half_rn(finite ? x * sine + y * cosine : 0.0f);
     }
-    uint4* const out = reinterpret_cast<uint4*>(keys + c * kK * 2);
-    out[chunk ^ (c % 8)] = *reinterpret_cast<uint4 const*>(turned_lo);
-    out[(chunk + kLanesPerRow) ^ (c % 8)] = *reinterpret_cast<uint4 const*>(turned_hi);
-    if (chunk == 0) reinterpret_cast<float*>(packed)[c] = finite ? scale.inverse : __int_as_float(0x7fffffff);
+    *chunk_of(keys, kK, c, chunk) = *reinterpret_cast<uint4 const*>(turned_lo);
+    *chunk_of(keys, kK, c, chunk + kLanesPerRow) = *reinterpret_cast<uint4 const*>(turned_hi);
+    if (chunk == 0) inverse[c] = finite ? scale.inverse : __int_as_float(0x7fffffff);
   }
 
   int const chunks = args.V / 8;
@@ -134,7 +148,7 @@ __global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_const
     int const chunk = i % chunks;
     uint4 x = {0, 0, 0, 0};
     if (c < children) x = load_chunk<Element>(args.v, row_of<Element>(args.v, b, first + c, h), chunk);
-    reinterpret_cast<uint4*>(values + c * args.V * 2)[chunk ^ (c % 8)] = x;
+    *chunk_of(values, args.V, c, chunk) = x;
   }
 }
 
@@ -146,19 +160,26 @@ __device__ __forceinline__ void keep(float& kept, float x, int step, int lane) {
 }
 
 // Heads beyond G are zeros with lse2 = +inf: their probabilities are 0. A row of q or dout that is not finite is zeros
-// too, and its lse2 NaN: its products with keys that it does not attend are then 0, and NaN where it attends.
+// too, and its lse2 NaN: its products with keys that it does not attend are then 0, and NaN where it attends. Queries
+// that do not exist are like those heads, in the tiles: nobody reads their other rows.
 template <class Element, int kK, int kV>
 __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_constant__ PackQueries args) {
   int const lane = threadIdx.x % 32;
   std::int64_t const item = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   int const row = static_cast<int>(item % args.chunk.rows);
   int const head = static_cast<int>(item / args.chunk.rows);
-  if (head >= args.chunk.heads || row >= args.chunk.queries) return;
+  if (head >= args.chunk.heads) return;
+  int const heads = row < args.chunk.queries ? args.G : 0;
   std::int64_t const bh = args.chunk.first_head + head;
   std::int64_t const b = bh / args.H_kv;
   std::int64_t const first = bh % args.H_kv * args.G;  // query head
   std::int64_t const query = args.chunk.first_query + row;
   char* const packed = args.packed + item * (kQueryHeader + operand_bytes(kK, kV));
+  char* const tile = args.tiles + item / kTileQueries * query_tile_bytes(kK, kV);
+  int const tile_row = static_cast<int>(item % kTileQueries) * kMaxGroupHeads;
+  char* const panels = tile + kQueryTileHeader;
+  int const top = args.tree.layers - 1;
+  std::int64_t const position = heads == 0 ? 0 : candidates(args.chunk.position(row), top, top + 1, args.tree.top_k).n - 1;
 
   // Lane i < 16 keeps what belongs to head i.
   float bad_dout = 0.0f, bad_q = 0.0f, delta = 0.0f, inverse = 0.0f;
@@ -171,7 +192,7 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
       int const g = step * kRows + lane / kLanes;
       uint4 x = {0, 0, 0, 0};
       float dout[8] = {}, out[8] = {};
-      if (g < args.G) {
+      if (g < heads) {
         x = load_chunk<Element>(args.dout, row_of<Element>(args.dout, b, query, first + g), chunk);
         to_float<Element>(x, dout);
         to_float<Element>(load_chunk<Element>(args.out, row_of<Element>(args.out, b, query, first + g), chunk), out);
@@ -188,6 +209,7 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
       keep<kRows>(delta, lanes_sum<kLanes>(sum), step, lane);
       if (bad != 0.0f) x = {0, 0, 0, 0};
       reinterpret_cast<uint4*>(packed + kQueryHeader + 2 * (kMaxGroupHeads * kK + g * kV))[chunk ^ (g % 8)] = x;
+      *reinterpret_cast<uint4*>(panel_chunk(panels + kTileRows * 2 * kK, tile_row + g, chunk)) = x;
     }
   }
   {
@@ -198,7 +220,7 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
     for (int step = 0; step < kMaxGroupHeads / kRows; ++step) {
       int const g = step * kRows + lane / kLanes;
       float q[8] = {};
-      if (g < args.G) {
+      if (g < heads) {
         to_float<Element>(load_chunk<Element>(args.q, row_of<Element>(args.q, b, query, first + g), chunk), q);
       }
       float largest = 0.0f;
@@ -212,26 +234,40 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
       Normaliser const scale = normaliser(lanes_max<kLanes>(largest));
       keep<kRows>(bad_q, bad, step, lane);
       keep<kRows>(inverse, scale.inverse, step, lane);
-      alignas(16) half normalised[8];
+      // The other half of the pairs is in the lane that has the chunk half a row away.
+      bool const high = chunk >= kLanes / 2;
+      float4 const* const turns =
+          reinterpret_cast<float4 const*>(args.turns + position * (kK / 2) + 8 * (chunk % (kLanes / 2)));
+      alignas(16) half normalised[8], turned[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) normalised[i] = __float2half_rn(bad != 0.0f ? 0.0f : q[i] * scale.factor);
+      for (int i = 0; i < 8; ++i) {
+        float const x = bad != 0.0f ? 0.0f : q[i] * scale.factor;
+        float const y = __shfl_xor_sync(kFullWarp, x, kLanes / 2);
+        float4 const two = __ldg(turns + i / 2);
+        float const cosine = i % 2 ? two.z : two.x;
+        float const sine = i % 2 ? two.w : two.y;
+        normalised[i] = __float2half_rn(x);
+        turned[i] = __float2half_rn(high ? y * sine + x * cosine : x * cosine - y * sine);
+      }
       reinterpret_cast<uint4*>(packed + kQueryHeader + g * kK * 2)[chunk ^ (g % 8)] =
           *reinterpret_cast<uint4 const*>(normalised);
+      *reinterpret_cast<uint4*>(panel_chunk(panels, tile_row + g, chunk)) = *reinterpret_cast<uint4 const*>(turned);
     }
   }
   if (lane >= kMaxGroupHeads) return;
   float lse2 = __int_as_float(0x7f800000);
-  if (lane < args.G) {
+  if (lane < heads) {
     std::int64_t const H = static_cast<std::int64_t>(args.H_kv) * args.G;
     bool const bad = bad_dout != 0.0f || bad_q != 0.0f;
     lse2 = bad ? __int_as_float(0x7fffffff)
                : args.lse[(b * args.T_q + query) * H + first + lane] * 1.44269504088896341f;
     delta -= args.dlse[b * args.dlse_stride_b + query * args.dlse_stride_t + (first + lane) * args.dlse_stride_h];
   }
-  float* const header = reinterpret_cast<float*>(packed);
-  header[lane] = args.scale_log2 * (1 << kHeadroom) * inverse;
-  header[kMaxGroupHeads + lane] = lse2;
-  header[2 * kMaxGroupHeads + lane] = delta;
+  float* const header = reinterpret_cast<float*>(packed) + lane;
+  float* const tile_header = reinterpret_cast<float*>(tile) + tile_row + lane;
+  header[0] = tile_header[0] = args.scale_log2 * (1 << kHeadroom) * inverse;
+  header[kMaxGroupHeads] = tile_header[kTileRows] = lse2;
+  header[2 * kMaxGroupHeads] = tile_header[2 * kTileRows] = delta;
 }
 
 }  // namespace htree_cuda::gradient
