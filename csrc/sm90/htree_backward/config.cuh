@@ -110,6 +110,32 @@ struct Config<Element, kK, kV, Pass::kNodes> : Operands<Element, kK, kV, 512> {
   static_assert(kSharedBytes <= Base::kMostShared);
 };
 
+// Tiles of 64 rows, see top_queries.cuh. A stage is the panels of a tile of nodes; headers have a place of their own.
+template <class Element, int kK, int kV>
+struct Config<Element, kK, kV, Pass::kTopQueries> : Operands<Element, kK, kV, 256> {
+  using Base = Operands<Element, kK, kV, 256>;
+  static constexpr Pass kPass = Pass::kTopQueries;
+  static constexpr int kThreads = 384;
+  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 24;
+  static_assert(Base::kConsumers * 32 + 128 == kThreads);
+  static_assert(Base::kConsumers * 32 * kConsumerRegisters + 128 * kProducerRegisters <= kThreads * 168);
+
+  static constexpr int kTiles = kGroupQueries / kTileQueries;
+  static_assert(kTiles * 4 == Base::kConsumers && kTileQueries == 4, "a warpgroup a tile, a warp a query");
+  static constexpr int kPanelsBytes = static_cast<int>(panels_bytes(kK, kV));
+  static constexpr int kNodeTileBytes = static_cast<int>(node_tile_bytes(kK, kV));
+  static constexpr std::int64_t kQueryTileBytes = query_tile_bytes(kK, kV);
+
+  static constexpr int kAlignment = 1024;
+  static constexpr int kFixedBytes = kAlignment + kTiles * kPanelsBytes + 8;
+  static constexpr int kStageBytes = kNodeTileBytes + 16;  // and full, empty
+  static constexpr int kFit = (Base::kMostShared - kFixedBytes) / kStageBytes;
+  static constexpr int kStages = kFit < 8 ? kFit : 8;
+  static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
+  static_assert(kStages >= 3 && kSharedBytes <= Base::kMostShared);
+};
+
 // Everything a launch reads and writes.
 struct Args {
   Tree tree;

@@ -1,8 +1,9 @@
-// Roles of the two matrix kernels; the work is in queries.cuh and nodes.cuh.
+// Roles of the matrix kernels; the work is in queries.cuh, nodes.cuh and top_queries.cuh.
 #pragma once
 
 #include "nodes.cuh"
 #include "queries.cuh"
+#include "top_queries.cuh"
 
 namespace htree_cuda::gradient {
 
@@ -15,6 +16,21 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) htree_backward_kernel(const 
 
   if constexpr (Cfg::kPass == Pass::kNodes) {
     run_nodes<Cfg>(args, shared, warp);
+  } else if constexpr (Cfg::kPass == Pass::kTopQueries) {
+    TopRing<Cfg> const ring(shared);
+    if (threadIdx.x == 0) {
+      ring.init();
+      barriers::mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    if (warp >= Cfg::kConsumers) {
+      ptx::lower_registers<Cfg::kProducerRegisters>();
+      if (warp == Cfg::kConsumers) produce_top<Cfg>(args, ring);
+    } else {
+      ptx::raise_registers<Cfg::kConsumerRegisters>();
+      TopQuery<Cfg>(args, warp).run(ring);
+    }
   } else {
     Ring<Cfg> const ring(shared);
     if (threadIdx.x == 0) {

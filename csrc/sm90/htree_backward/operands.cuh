@@ -102,10 +102,18 @@ struct Weights {
   float ds;
 };
 
+__device__ __forceinline__ float probability(float raw, float inverse, float unit, float lse2) {
+  return ptx::exp2_movable(fmaf(raw * (inverse * kHeadroomFactor), unit, -lse2));
+}
+
+__device__ __forceinline__ float weight(bool open, float p, float dp, float delta, float size) {
+  return open ? p * (dp - delta) * size : 0.0f;
+}
+
 __device__ __forceinline__ Weights weights(bool open, float raw, float inverse, float unit, float lse2, float dp,
                                            float delta, float size) {
-  float const p = ptx::exp2_movable(fmaf(raw * (inverse * kHeadroomFactor), unit, -lse2));
-  return {open ? p : 0.0f, open ? p * (dp - delta) * size : 0.0f};
+  float const p = probability(raw, inverse, unit, lse2);
+  return {open ? p : 0.0f, weight(open, p, dp, delta, size)};
 }
 
 }  // namespace htree_cuda::gradient
