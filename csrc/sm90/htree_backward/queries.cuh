@@ -26,10 +26,8 @@ __device__ void produce_parents(Args const& args, Ring<Cfg> const& ring) {
            (static_cast<std::int64_t>(head) * args.tree.parents[entry.detail] + entry.which) * Cfg::kNodeBytes;
   };
   for (int layer = args.tree.layers - 2; layer >= 0 && queries > 0; --layer) {
-    bool const works_here =
-        lane < queries && works(layer, candidates(args.chunk.position(first + lane), layer, args.tree.layers, args.tree.top_k),
-                                args.tree.top_k);
-    unsigned const working = __ballot_sync(kFullWarp, works_here);
+    Candidates const c = candidates(args.chunk.position(first + lane), layer, args.tree.layers, args.tree.top_k);
+    unsigned const working = __ballot_sync(kFullWarp, lane < queries && works(layer, c, args.tree.top_k));
     // Parents are nodes of the layer above: none beyond the last query's rightmost.
     std::int64_t const reach = args.chunk.position(first + queries - 1) >> (kLog2Siblings * (layer + 1));
     int const groups = working == 0 ? 0 : static_cast<int>(reach / kGroupParents) + 1;
