@@ -103,6 +103,7 @@ class TopQuery {
   static constexpr int kK = Cfg::kK;
   static constexpr int kV = Cfg::kV;
   static constexpr int kColumns = kTileRows / 8;  // blocks of eight nodes
+  static constexpr int kSteps = kK / wgmma::kDepth;
   static constexpr int kDepths = kTileRows / wgmma::kDepth;
   static_assert(kColumns * 4 == wgmma::kAccumulators && kTileParents == kDepths);
 
@@ -147,8 +148,8 @@ private:
   __device__ __forceinline__ void walk(TopRing<Cfg> const& ring) {
     // Through shuffles, which tell the compiler that addresses are uniform: descriptors live in uniform registers.
     uint32_t const queries = __shfl_sync(kFullWarp, ring.query_tile(warp_ / 4), 0);
-    wgmma::Descriptor const q(queries);
     wgmma::Descriptor const dout(queries + kK / 64 * kPanelBytes);
+    load_q(queries);
     RingPosition<Cfg::kStages> at;
     // The stage whose keys are multiplied; before there are weights, those of the first by zeros.
     uint32_t held = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
@@ -159,17 +160,19 @@ private:
       float p[kColumns][4], dp[kColumns][4];
       ring.barriers.wait_full(at, "htree_backward top consumer: full");
       uint32_t const stage = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
-      multiply<cutlass::half_t, kK>(p, q, wgmma::Descriptor(stage));
-      multiply<Element, kV>(dp, dout, wgmma::Descriptor(stage + kK / 64 * kPanelBytes));
+      multiply_keys(p, wgmma::Descriptor(stage));
+      multiply_values(dp, dout, wgmma::Descriptor(stage + kK / 64 * kPanelBytes));
       add_keys(ds, wgmma::Descriptor(held, kPanelBytes));
-      uint32_t const inverse = ring.header(at.slot) + tq_ * 8;
+      float2 inverse[kColumns];
+      load_inverse(inverse, ring.header(at.slot));
       uint32_t closed[2];
       find_closed(tile, closed);
       fetch_expanded(tile + 1);
       wgmma::wait<2>();
       wgmma::pin(flat(p));
       // A block of its own, or ptxas puts it behind the wait.
-      if ((closed[0] & closed[1]) != ~0u) exponentiate(p, inverse);
+      bool const any = (closed[0] & closed[1]) != ~0u;
+      if (any) exponentiate(p, inverse);
       wgmma::wait<1>();
       wgmma::pin(flat(dp));
       float largest[2] = {};
@@ -192,15 +195,35 @@ private:
     if (lane_ == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
   }
 
-  // Begins A B^T over rows of kDim elements.
-  template <class Type, int kDim>
-  static __device__ __forceinline__ void multiply(float (&sums)[kColumns][4], wgmma::Descriptor const& a,
-                                                  wgmma::Descriptor const& b) {
+  // A fragments of the warp's own rows. Shared memory passes 128 bytes a clock: with q in it too, products of 64 columns
+  // would wait for their operands.
+  __device__ __forceinline__ void load_q(uint32_t queries) {
+    int const row = warp_ % 4 * kMaxGroupHeads + lane_ % 16;
+#pragma unroll
+    for (int kk = 0; kk < kSteps; ++kk) {
+      int const chunk = kk % 4 * 2 + lane_ / 16;
+      ptx::load_matrix_x4(q_[kk], queries + kk / 4 * kPanelBytes + row * 128 + ((chunk ^ row % 8) << 4));
+    }
+  }
+
+  // Begins Q K^T.
+  __device__ __forceinline__ void multiply_keys(float (&sums)[kColumns][4], wgmma::Descriptor const& keys) const {
     wgmma::fence();
 #pragma unroll
-    for (int kk = 0; kk < kDim / wgmma::kDepth; ++kk) {
-      int const offset = kk / 4 * kPanelBytes + kk % 4 * 32;
-      wgmma::mma_ss<Type>(flat(sums), a.at(offset), b.at(offset), kk > 0);
+    for (int kk = 0; kk < kSteps; ++kk) {
+      wgmma::mma_rs<cutlass::half_t>(flat(sums), q_[kk], keys.at(kk / 4 * kPanelBytes + kk % 4 * 32), kk > 0);
+    }
+    wgmma::commit();
+  }
+
+  // Begins dO V^T.
+  static __device__ __forceinline__ void multiply_values(float (&sums)[kColumns][4], wgmma::Descriptor const& dout,
+                                                         wgmma::Descriptor const& values) {
+    wgmma::fence();
+#pragma unroll
+    for (int step = 0; step < kV / wgmma::kDepth; ++step) {
+      int const offset = step / 4 * kPanelBytes + step % 4 * 32;
+      wgmma::mma_ss<Element>(flat(sums), dout.at(offset), values.at(offset), step > 0);
     }
     wgmma::commit();
   }
@@ -233,11 +256,19 @@ private:
     }
   }
 
-  // The scores of a tile to probabilities.
-  __device__ __forceinline__ void exponentiate(float (&p)[kColumns][4], uint32_t inverse) const {
+  // Of this thread's columns.
+  __device__ __forceinline__ void load_inverse(float2 (&inverse)[kColumns], uint32_t header) const {
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) {
-      float2 const of_key = ptx::load_shared_8B(inverse + column * 32);
+      inverse[column] = ptx::load_shared_8B(header + tq_ * 8 + column * 32);
+    }
+  }
+
+  // The scores of a tile to probabilities.
+  __device__ __forceinline__ void exponentiate(float (&p)[kColumns][4], float2 const (&inverse)[kColumns]) const {
+#pragma unroll
+    for (int column = 0; column < kColumns; ++column) {
+      float2 const& of_key = inverse[column];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         p[column][e] = probability(p[column][e], e % 2 ? of_key.y : of_key.x, unit_[e / 2], lse2_[e / 2]);
@@ -246,12 +277,13 @@ private:
   }
 
   // Probabilities to dS.
-  __device__ __forceinline__ void weigh(float (&p)[kColumns][4], float const (&dp)[kColumns][4], uint32_t inverse,
-                                        uint32_t const (&closed)[2], float (&largest)[2]) const {
+  __device__ __forceinline__ void weigh(float (&p)[kColumns][4], float const (&dp)[kColumns][4],
+                                        float2 const (&inverse)[kColumns], uint32_t const (&closed)[2],
+                                        float (&largest)[2]) const {
     uint32_t const mine[2] = {closed[0] >> (2 * tq_), closed[1] >> (2 * tq_)};
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) {
-      float2 const of_key = ptx::load_shared_8B(inverse + column * 32);
+      float2 const& of_key = inverse[column];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         int const i = e / 2;
@@ -315,6 +347,7 @@ private:
   int candidates_;
   Below below_;
   uint32_t expanded_ = 0;  // of eight nodes of the tile at hand
+  uint32_t q_[kSteps][4];
   float unit_[2];
   float lse2_[2];
   float delta_[2];
