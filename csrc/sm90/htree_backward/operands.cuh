@@ -76,6 +76,10 @@ __device__ __forceinline__ float inverse_of(float power) {
   return __uint_as_float((254u << 23) - __float_as_uint(power));
 }
 
+__device__ __forceinline__ float exponent_of(float power) {
+  return static_cast<float>(static_cast<int>(__float_as_uint(power) >> 23) - 127);
+}
+
 // largest: of the weights of rows g and g + 8 in this thread, |x|.
 // multiply(factors): of those rows' sums; not called where no scale of the warp falls.
 template <class Multiply>

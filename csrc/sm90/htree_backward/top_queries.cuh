@@ -121,6 +121,7 @@ public:
       unit_[i] = __ldg(header + 8 * i);
       lse2_[i] = __ldg(header + kTileRows + 8 * i);
       delta_[i] = __ldg(header + 2 * kTileRows + 8 * i);
+      scaled_lse2_[i] = lse2_[i] - exponent_of(weight_scale_[i]);
     }
     clear(dq_);
   }
@@ -154,6 +155,7 @@ private:
     // The stage whose keys are multiplied; before there are weights, those of the first by zeros.
     uint32_t held = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
     uint32_t ds[kDepths][4] = {};
+    uint32_t const zero = static_cast<uint32_t>(args_.tree.layers) >> 31;  // which the compiler does not know
     fetch_expanded(0);
 #pragma unroll 1
     for (int tile = 0; tile < tiles_; ++tile) {
@@ -170,18 +172,23 @@ private:
       fetch_expanded(tile + 1);
       wgmma::wait<2>();
       wgmma::pin(flat(p));
-      // A block of its own, or ptxas puts it behind the wait.
+      // Blocks of their own, or ptxas puts them behind the wait.
       bool const any = (closed[0] & closed[1]) != ~0u;
       if (any) exponentiate(p, inverse);
       wgmma::wait<1>();
       wgmma::pin(flat(dp));
-      float largest[2] = {};
-      weigh(p, dp, inverse, closed, largest);
+      uint32_t early[kDepths][4] = {};
+      half2 largest[2] = {};
+      if (any) weigh(p, dp, inverse, closed, early, largest);
       wgmma::wait<0>();
       wgmma::pin(dq());
       wgmma::pin(reinterpret_cast<uint32_t(&)[4 * kDepths]>(ds));
       if (tile > 0) release(ring, at.behind(1));
-      pack(p, largest, ds);
+      if (leave(largest)) fit(p, dp, inverse, closed, early);
+      // No mere copies: ptxas would merge both registers, and serialises products whose operands are written while others
+      // are under way (C7513).
+#pragma unroll
+      for (int i = 0; i < 4 * kDepths; ++i) ds[i / 4][i % 4] = early[i / 4][i % 4] | zero;
       held = stage;
       at = at.ahead(1);
     }
@@ -264,39 +271,69 @@ private:
     }
   }
 
-  // The scores of a tile to probabilities.
+  // Both halves of the word are ones where the first and the second of this thread's nodes of a column are open.
+  __device__ __forceinline__ uint32_t open(uint32_t const (&closed)[2], int column) const {
+    uint32_t const second = ~closed[column / 4] << (6 - 2 * tq_);  // its bit is the sign of byte column % 4
+    return ptx::spread_signs(second << 1, second, column % 4);
+  }
+
+  // The scores of a tile to probabilities, times the row's scale.
   __device__ __forceinline__ void exponentiate(float (&p)[kColumns][4], float2 const (&inverse)[kColumns]) const {
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) {
-      float2 const& of_key = inverse[column];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        p[column][e] = probability(p[column][e], e % 2 ? of_key.y : of_key.x, unit_[e / 2], lse2_[e / 2]);
+        p[column][e] =
+            probability(p[column][e], e % 2 ? inverse[column].y : inverse[column].x, unit_[e / 2], scaled_lse2_[e / 2]);
       }
     }
   }
 
-  // Probabilities to dS.
-  __device__ __forceinline__ void weigh(float (&p)[kColumns][4], float const (&dp)[kColumns][4],
+  // dS, scaled, in A fragments, and the largest of each row.
+  __device__ __forceinline__ void weigh(float const (&p)[kColumns][4], float const (&dp)[kColumns][4],
                                         float2 const (&inverse)[kColumns], uint32_t const (&closed)[2],
-                                        float (&largest)[2]) const {
-    uint32_t const mine[2] = {closed[0] >> (2 * tq_), closed[1] >> (2 * tq_)};
+                                        uint32_t (&ds)[kDepths][4], half2 (&largest)[2]) const {
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) {
-      float2 const& of_key = inverse[column];
+      uint32_t const mask = open(closed, column);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float x[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          x[e] = weight(true, p[column][2 * i + e], dp[column][2 * i + e], delta_[i],
+                        e % 2 ? inverse[column].y : inverse[column].x);
+        }
+        uint32_t const both = Pairs<__half>::pack(x[0], x[1]) & mask;
+        ds[column / 2][column % 2 * 2 + i] = both;
+        largest[i] = __hmax2(largest[i], __habs2(*reinterpret_cast<half2 const*>(&both)));
+      }
+    }
+  }
+
+  // Whether a weight left the range of its row's scale: a vote among the heads of one query.
+  static __device__ __forceinline__ bool leave(half2 const (&largest)[2]) {
+    half2 const both = __hmax2(largest[0], largest[1]);
+    return __any_sync(kFullWarp, fmaxf(__low2float(both), __high2float(both)) > kMostWeight);
+  }
+
+  // Lowers scales, and weighs once more.
+  __device__ __forceinline__ void fit(float (&p)[kColumns][4], float const (&dp)[kColumns][4],
+                                      float2 const (&inverse)[kColumns], uint32_t const (&closed)[2],
+                                      uint32_t (&ds)[kDepths][4]) {
+    float const back[2] = {inverse_of(weight_scale_[0]), inverse_of(weight_scale_[1])};
+    float largest[2] = {};
+#pragma unroll
+    for (int column = 0; column < kColumns; ++column) {
+      uint32_t const mask = open(closed, column);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         int const i = e / 2;
-        bool const open = !(mine[column / 4] >> (column % 4 * 8 + e % 2) & 1u);
-        p[column][e] = weight(open, p[column][e], dp[column][e], delta_[i], e % 2 ? of_key.y : of_key.x);
+        p[column][e] = weight(mask >> (e % 2 * 16) & 1u, p[column][e] * back[i], dp[column][e], delta_[i],
+                              e % 2 ? inverse[column].y : inverse[column].x);
         largest[i] = fmaxf(largest[i], fabsf(p[column][e]));
       }
     }
-  }
-
-  // dS to A fragments.
-  __device__ __forceinline__ void pack(float const (&weights)[kColumns][4], float const (&largest)[2],
-                                       uint32_t (&ds)[kDepths][4]) {
     fit_scale(weight_scale_, largest, [&](float const (&factor)[2]) {
 #pragma unroll
       for (int block = 0; block < kK / 8; ++block) {
@@ -305,11 +342,13 @@ private:
       }
     });
 #pragma unroll
+    for (int i = 0; i < 2; ++i) scaled_lse2_[i] = lse2_[i] - exponent_of(weight_scale_[i]);
+#pragma unroll
     for (int column = 0; column < kColumns; ++column) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        ds[column / 2][column % 2 * 2 + i] = Pairs<__half>::pack(weights[column][2 * i] * weight_scale_[i],
-                                                                 weights[column][2 * i + 1] * weight_scale_[i]);
+        ds[column / 2][column % 2 * 2 + i] =
+            Pairs<__half>::pack(p[column][2 * i] * weight_scale_[i], p[column][2 * i + 1] * weight_scale_[i]);
       }
     }
   }
@@ -350,6 +389,7 @@ private:
   uint32_t q_[kSteps][4];
   float unit_[2];
   float lse2_[2];
+  float scaled_lse2_[2];  // less the logarithm of the scale
   float delta_[2];
   float weight_scale_[2] = {kFirstScale, kFirstScale};
   float dq_[kK / 8][4];
