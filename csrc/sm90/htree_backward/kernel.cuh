@@ -17,20 +17,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) htree_backward_kernel(const 
   if constexpr (Cfg::kPass == Pass::kNodes) {
     run_nodes<Cfg>(args, shared, warp);
   } else if constexpr (Cfg::kPass == Pass::kTopQueries) {
-    TopRing<Cfg> const ring(shared);
-    if (threadIdx.x == 0) {
-      ring.init();
-      barriers::mbarrier_init_fence();
-    }
-    __syncthreads();
-
-    if (warp >= Cfg::kConsumers) {
-      ptx::lower_registers<Cfg::kProducerRegisters>();
-      if (warp == Cfg::kConsumers) produce_top<Cfg>(args, ring);
-    } else {
-      ptx::raise_registers<Cfg::kConsumerRegisters>();
-      TopQuery<Cfg>(args, warp).run(ring);
-    }
+    run_top_queries<Cfg>(args, shared, warp);
   } else {
     Ring<Cfg> const ring(shared);
     if (threadIdx.x == 0) {

@@ -395,4 +395,22 @@ private:
   float dq_[kK / 8][4];
 };
 
+template <class Cfg>
+__device__ void run_top_queries(Args const& args, uint32_t shared, int warp) {
+  TopRing<Cfg> const ring(shared);
+  if (threadIdx.x == 0) {
+    ring.init();
+    barriers::mbarrier_init_fence();
+  }
+  __syncthreads();
+
+  if (warp >= Cfg::kConsumers) {
+    ptx::lower_registers<Cfg::kProducerRegisters>();
+    if (warp == Cfg::kConsumers) produce_top<Cfg>(args, ring);
+  } else {
+    ptx::raise_registers<Cfg::kConsumerRegisters>();
+    TopQuery<Cfg>(args, warp).run(ring);
+  }
+}
+
 }  // namespace htree_cuda::gradient
