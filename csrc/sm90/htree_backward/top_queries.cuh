@@ -203,8 +203,8 @@ private:
     if (lane_ == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
   }
 
-  // A fragments of the warp's own rows. From shared memory q would be read for every tile: 16 KB more at K = 128, beside
-  // 64 for the other operands and 16 that copies write, at 128 bytes a clock, in the 768 that the products take.
+  // A fragments of the warp's own rows. From shared memory q would be read for every tile: 16 KB more at K = V = 128,
+  // beside 64 for the other operands and 16 that copies write, at 128 bytes a clock, in the 768 of the products.
   __device__ __forceinline__ void load_q(uint32_t queries) {
     int const row = warp_ % 4 * kMaxGroupHeads + lane_ % 16;
 #pragma unroll
