@@ -1,7 +1,7 @@
 // dq: a warp holds a query and walks its parents, layer by layer.
 //
-// A parent of rank j adds sum_c dS_c R^-1(k_c, n - 1 - 16 j) to dq, k_c being turned by its place c. The scores' own
-// fragments of the keys turn, in packed fp16, and are transposed between registers: keys pass shared memory once.
+// A parent of rank j adds sum_c dS_c R^-1(k_c, n - 1 - 16 j) to dq, k_c being turned by its place c. So it is the keys
+// that turn, in packed fp16, once: for the scores, where q stays as it is, and transposed between registers for dq.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -117,8 +117,7 @@ private:
       for (int part = 0; part < 2; ++part) {
 #pragma unroll
         for (int step = 0; step < kK / 16; ++step) {
-          uint32_t const x = word(q, Cfg::kKeyRowBytes, row, step, part);
-          q_[step][2 * part + i] = *reinterpret_cast<half2 const*>(&x);
+          q_[step][2 * part + i] = word(q, Cfg::kKeyRowBytes, row, step, part);
         }
 #pragma unroll
         for (int step = 0; step < kV / 16; ++step) {
@@ -201,16 +200,17 @@ private:
     for (int kk = 0; kk < kHalf; ++kk) {
       uint4 const words = ptx::load_shared_16B(turns_of_lane + kk * 64);
       rope::Turns const& turns = reinterpret_cast<rope::Turns const&>(words);
-      half2 turned[2][4];
-      rope::turn_fragments(turned[0], turned[1], q_[kk], q_[kk + kHalf], turns);
+#pragma unroll
+      for (int step = kk; step < kK / 16; step += kHalf) {
+        ptx::load_matrix_x4(keys[step], rows[step] + Cfg::kRowsOffset);
+      }
+      turn_columns<true>(keys[kk], keys[kk + kHalf], turns);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        auto& b = keys[kk + half * kHalf];
-        ptx::load_matrix_x4(b, rows[kk + half * kHalf] + Cfg::kRowsOffset);
-        auto const& a = reinterpret_cast<uint32_t const(&)[4]>(turned[half]);
+        auto const& b = keys[kk + half * kHalf];
         auto& sums = half == 0 ? raw : raw_odd;
-        ptx::mma_fp16(sums[0], a, b[0], b[1]);
-        ptx::mma_fp16(sums[1], a, b[2], b[3]);
+        ptx::mma_fp16(sums[0], q_[kk + half * kHalf], b[0], b[1]);
+        ptx::mma_fp16(sums[1], q_[kk + half * kHalf], b[2], b[3]);
       }
 #pragma unroll
       for (int step = kk * kV / 16 / kHalf; step < (kk + 1) * kV / 16 / kHalf; ++step) {
@@ -220,7 +220,6 @@ private:
         Pairs<Element>::mma(sums[0], dout_[step], b[0], b[1]);
         Pairs<Element>::mma(sums[1], dout_[step], b[2], b[3]);
       }
-      turn_columns<true>(keys[kk], keys[kk + kHalf], turns);
 #pragma unroll
       for (int step = kk; step < kK / 16; step += kHalf) {
 #pragma unroll
@@ -283,7 +282,7 @@ private:
   int layer_ = kMaxLayers;
   Below below_;
   int position_ = 0;  // of the query as the parent at hand sees it: n - 1 - 16 rank
-  half2 q_[kK / 16][4];
+  uint32_t q_[kK / 16][4];
   uint32_t dout_[kV / 16][4];
   float unit_[2];
   float lse2_[2];
