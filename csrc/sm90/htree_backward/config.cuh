@@ -171,8 +171,8 @@ struct Args {
   int H_kv;
   int G;
 
-  // Nodes: a unit is a parent and a segment of the rows. They are ordered (layer, the top first; head; segment; parent,
-  // the last first: it belongs to the most recent tokens, which are visited most).
+  // Nodes below the top: a unit is a parent and a segment of the rows. They are ordered (layer, the highest first; head;
+  // segment; parent, the last first: it belongs to the most recent tokens, which are visited most).
   int first_unit[kMaxLayers];
   int units;
   int segments[kMaxLayers];
