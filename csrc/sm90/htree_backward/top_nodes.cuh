@@ -61,14 +61,14 @@ struct TopUnit {
 };
 
 template <class Cfg>
-struct TopRing {
+struct TopNodesRing {
   uint32_t nodes;
   uint32_t stages;
   RingBarriers<Cfg::kStages> barriers;
   RingBarriers<1> unit_barriers;
   uint32_t number;  // of the unit; negative: there is none left
 
-  __device__ explicit TopRing(uint32_t shared)
+  __device__ explicit TopNodesRing(uint32_t shared)
       : nodes(shared),
         stages(nodes + Cfg::kUnitTiles * Cfg::kAreaBytes),
         barriers{stages + Cfg::kStages * Cfg::kAreaBytes, stages + Cfg::kStages * (Cfg::kAreaBytes + 8)},
@@ -86,7 +86,7 @@ struct TopRing {
 
 // By one thread.
 template <class Cfg>
-__device__ void produce_top_queries(Args const& args, TopRing<Cfg> const& ring) {
+__device__ void produce_top_queries(Args const& args, TopNodesRing<Cfg> const& ring) {
   int const units = TopUnit::count(args, Cfg::kUnitTiles);
   RingPosition<Cfg::kStages> at;
   RingPosition<1> unit_at;
@@ -138,7 +138,7 @@ class TopParent {
   static_assert(kTileQueries * wgmma::kDepth == kTileRows && wgmma::kDepth == kMaxGroupHeads);
 
 public:
-  __device__ TopParent(Args const& args, TopRing<Cfg> const& ring, int warp)
+  __device__ TopParent(Args const& args, TopNodesRing<Cfg> const& ring, int warp)
       : args_(args), ring_(ring), warp_(warp), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4) {}
 
   __device__ void run() {
@@ -411,7 +411,7 @@ private:
   }
 
   Args const& args_;
-  TopRing<Cfg> const ring_;
+  TopNodesRing<Cfg> const ring_;
   int const warp_;
   int const lane_;
   int const g_;
@@ -428,7 +428,7 @@ private:
 
 template <class Cfg>
 __device__ void run_top_nodes(Args const& args, uint32_t shared, int warp) {
-  TopRing<Cfg> const ring(shared);
+  TopNodesRing<Cfg> const ring(shared);
   if (threadIdx.x == 0) {
     ring.init();
     barriers::mbarrier_init_fence();
