@@ -55,7 +55,8 @@ struct TopUnit {
     int const first = segment * args.top_segment_rows;
     int const end = min(first + args.top_segment_rows, args.chunk.queries);
     int const reached = first_visitor(args, tile * kTileRows);
-    int const earlier = reached < end ? segment - reached / args.top_segment_rows : -1;
+    // A chunk's last segments may have no rows.
+    int const earlier = max(reached, first) < end ? segment - reached / args.top_segment_rows : -1;
     return {unit / args.top_segments, tile, max(first, reached / kTileQueries * kTileQueries), end, earlier};
   }
 };
