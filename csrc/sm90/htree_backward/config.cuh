@@ -136,6 +136,41 @@ struct Config<Element, kK, kV, Pass::kTopQueries> : Operands<Element, kK, kV, 25
   static_assert(kStages >= 3 && kSharedBytes <= Base::kMostShared);
 };
 
+// Two warpgroups hold a tile of nodes each, their warps a parent each; a producer warp streams tiles of queries to both.
+// An area of a tile ends its first kilobyte with the header, so that one bulk copy brings all.
+template <class Element_, int kK_, int kV_>
+struct Config<Element_, kK_, kV_, Pass::kTopNodes> {
+  using Element = Element_;
+  static constexpr int kK = kK_;
+  static constexpr int kV = kV_;
+  static constexpr Pass kPass = Pass::kTopNodes;
+  static constexpr int kConsumers = 8;
+  static constexpr int kThreads = 384;
+  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 24;
+  static_assert(kConsumers * 32 + 128 == kThreads);
+  static_assert(kConsumers * 32 * kConsumerRegisters + 128 * kProducerRegisters <= kThreads * 168);
+
+  static constexpr int kUnitTiles = kConsumers / kTileParents;
+  static constexpr int kAlignment = 1024;
+  static constexpr int kKeyOffset = 1024;
+  static constexpr int kValueOffset = kKeyOffset + kK / 64 * kPanelBytes;
+  static constexpr int kAreaBytes = kValueOffset + kV / 64 * kPanelBytes;
+  static constexpr int kNodeOffset = kKeyOffset - kNodeTileHeader;  // of a tile's copy in its area
+  static constexpr int kQueryOffset = kKeyOffset - kQueryTileHeader;
+  static constexpr int kNodeBytes = kAreaBytes - kNodeOffset;
+  static constexpr int kQueryBytes = kAreaBytes - kQueryOffset;
+  static_assert(kNodeBytes == node_tile_bytes(kK, kV) && kNodeBytes % 16 == 0 && kQueryBytes % 16 == 0);
+
+  static constexpr int kMostShared = 232448;
+  static constexpr int kUnitBytes = 8 + 8 + 16;  // full, empty, the unit's number
+  static constexpr int kFixedBytes = kAlignment + kUnitTiles * kAreaBytes + kUnitBytes;
+  static constexpr int kFit = (kMostShared - kFixedBytes) / (kAreaBytes + 16);
+  static constexpr int kStages = kFit < 8 ? kFit : 8;
+  static constexpr int kSharedBytes = kFixedBytes + kStages * (kAreaBytes + 16);
+  static_assert(kStages >= 3 && kSharedBytes <= kMostShared);
+};
+
 // Everything a launch reads and writes.
 struct Args {
   Tree tree;
@@ -162,8 +197,8 @@ struct Args {
   int H_kv;
   int G;
 
-  // Nodes: a unit is a parent and a segment of the rows. They are ordered (layer, the top first; head; segment; parent,
-  // the last first: it belongs to the most recent tokens, which are visited most).
+  // Nodes below the top: a unit is a parent and a segment of the rows. They are ordered (layer, the highest first; head;
+  // segment; parent, the last first: it belongs to the most recent tokens, which are visited most).
   int first_unit[kMaxLayers];
   int units;
   int segments[kMaxLayers];

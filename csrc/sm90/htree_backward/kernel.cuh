@@ -1,8 +1,9 @@
-// Roles of the matrix kernels; the work is in queries.cuh, nodes.cuh and top_queries.cuh.
+// Roles of the matrix kernels; the work is in queries.cuh, nodes.cuh, top_queries.cuh and top_nodes.cuh.
 #pragma once
 
 #include "nodes.cuh"
 #include "queries.cuh"
+#include "top_nodes.cuh"
 #include "top_queries.cuh"
 
 namespace htree_cuda::gradient {
@@ -18,6 +19,8 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) htree_backward_kernel(const 
     run_nodes<Cfg>(args, shared, warp);
   } else if constexpr (Cfg::kPass == Pass::kTopQueries) {
     run_top_queries<Cfg>(args, shared, warp);
+  } else if constexpr (Cfg::kPass == Pass::kTopNodes) {
+    run_top_nodes<Cfg>(args, shared, warp);
   } else {
     Ring<Cfg> const ring(shared);
     if (threadIdx.x == 0) {

@@ -292,6 +292,7 @@ void run_chunk(BackwardParams const& params, Plan const& plan, Chunk const& chun
   args.H_kv = static_cast<int>(p.H_kv);
   args.G = static_cast<int>(p.G);
   args.node_rows = plan.node_rows;
+  std::copy(std::begin(plan.begin), std::end(plan.begin), args.begin);
   args.dk = plan.dk;
   args.dv = plan.dv;
   args.next_unit = plan.next_unit;
@@ -306,7 +307,6 @@ void run_chunk(BackwardParams const& params, Plan const& plan, Chunk const& chun
     args.nodes[l] = plan.nodes[l];
     args.segments[l] = plan.segments[l];
     args.segment_rows[l] = plan.segment_rows[l];
-    args.begin[l] = plan.begin[l];
     args.first_unit[l] = args.units;
     args.units = as_blocks(args.units + std::int64_t(chunk.heads) * plan.tree.parents[l] * plan.segments[l]);
   }
