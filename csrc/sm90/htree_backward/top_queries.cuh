@@ -1,6 +1,6 @@
-// The top layer's share of dq. Every query visits the same parents there, so that four queries and four parents, 64 heads
-// and 64 nodes, are one product of WGMMA: a warpgroup holds a tile of queries, and the tiles of nodes pass by. What lies
-// between the products is a warp's own: its 16 rows are the heads of one query.
+// The top layer's share of dq. Every query visits the same parents there, so that four queries and four parents, 64
+// heads and 64 nodes, are one product of WGMMA: a warpgroup holds a tile of queries, and the tiles of nodes pass by.
+// What lies between the products is a warp's own: its 16 rows are the heads of one query.
 //
 //   barrier        arrives                        waits          makes visible / frees
 //   queries        producer, once, and the bytes  8 consumers    the panels of both tiles of queries
@@ -8,7 +8,8 @@
 //   empty[stage]   each consumer warp, once,      producer       the stage may be overwritten
 //                  when its products are complete
 //
-// Keys and queries are turned by their positions, so that dq adds up turned by the query's and turns back once in the end.
+// Keys and queries are turned by their positions, so that dq adds up turned by the query's and turns back once in the
+// end.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -144,8 +145,8 @@ private:
   }
   __device__ __forceinline__ auto& dq() { return reinterpret_cast<float(&)[kK / 2]>(dq_); }
 
-  // Exponentials of a tile run under its dP, what follows from dP under dS K of the tile before. Nothing is in flight from
-  // one turn of the loop to the next: ptxas would serialise the products (C7514).
+  // Exponentials of a tile run under its dP, what follows from dP under dS K of the tile before. Nothing is in flight
+  // from one turn of the loop to the next: ptxas would serialise the products (C7514).
   __device__ __forceinline__ void walk(TopRing<Cfg> const& ring) {
     // Through shuffles, which tell the compiler that addresses are uniform: descriptors live in uniform registers.
     uint32_t const queries = __shfl_sync(kFullWarp, ring.query_tile(warp_ / 4), 0);
@@ -185,8 +186,8 @@ private:
       wgmma::pin(reinterpret_cast<uint32_t(&)[4 * kDepths]>(ds));
       if (tile > 0) release(ring, at.behind(1));
       if (leave(largest)) fit(p, dp, inverse, closed, early);
-      // No mere copies: ptxas would merge both registers, and serialises products whose operands are written while others
-      // are under way (C7513).
+      // No mere copies: ptxas would merge both registers, and serialises products whose operands are written while
+      // others are under way (C7513).
 #pragma unroll
       for (int i = 0; i < 4 * kDepths; ++i) ds[i / 4][i % 4] = early[i / 4][i % 4] | zero;
       held = stage;
@@ -202,8 +203,8 @@ private:
     if (lane_ == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
   }
 
-  // A fragments of the warp's own rows. Shared memory passes 128 bytes a clock: with q in it too, products of 64 columns
-  // would wait for their operands.
+  // A fragments of the warp's own rows. From shared memory q would be read for every tile: 16 KB more at K = V = 128,
+  // beside 64 for the other operands and 16 that copies write, at 128 bytes a clock, in the 768 of the products.
   __device__ __forceinline__ void load_q(uint32_t queries) {
     int const row = warp_ % 4 * kMaxGroupHeads + lane_ % 16;
 #pragma unroll
