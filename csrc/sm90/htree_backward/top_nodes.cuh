@@ -138,8 +138,8 @@ class TopParent {
   static_assert(kTileQueries * wgmma::kDepth == kTileRows && wgmma::kDepth == kMaxGroupHeads);
 
 public:
-  __device__ TopParent(Args const& args, TopNodesRing<Cfg> const& ring, int warp)
-      : args_(args), ring_(ring), warp_(warp), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4) {}
+  __device__ TopParent(Args const& args, TopNodesRing<Cfg> const& ring)
+      : args_(args), ring_(ring), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4) {}
 
   __device__ void run() {
     RingPosition<1> unit_at;
@@ -165,23 +165,24 @@ private:
     if (lane_ == 0) barriers::mbarrier_arrive(empty);
   }
 
-  __device__ __forceinline__ int parent_of(TopUnit const& unit) const { return unit.tile * kTileParents + warp_; }
+  static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
+  __device__ __forceinline__ int parent_of(TopUnit const& unit) const { return unit.tile * kTileParents + warp(); }
 
   __device__ __forceinline__ void begin(TopUnit const& unit) {
     int const top = args_.tree.layers - 1;
     int const parent = parent_of(unit);
     // Opaque: kept from unit to unit it would cost a register.
-    uint32_t const header = ptx::opaque(ring_.tile(warp_ / kTileParents) + Cfg::kNodeOffset);
+    uint32_t const header = ptx::opaque(ring_.tile(warp() / kTileParents) + Cfg::kNodeOffset);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      int const row = warp_ % kTileParents * kSiblings + g_ + 8 * i;
+      int const row = warp() % kTileParents * kSiblings + g_ + 8 * i;
       int const node = parent * kSiblings + g_ + 8 * i;
       inverse_[i] = ptx::load_shared_float(header + 4 * row) * kHeadroomFactor;
       first_[i] = node < args_.tree.N[top] ? first_visitor(args_, node) : std::numeric_limits<int>::max();
       weight_scale_[i] = kFirstScale;
     }
     if (top > 0) {
-      expanded_ = entry_of(args_, top - 1, unit.head, 2 * parent, unit.first + tq_);
+      expanded_ = (unit.head * args_.tree.groups[top - 1] + 2 * parent) * args_.chunk.rows + unit.first + tq_;
     }
 #pragma unroll
     for (auto& x : dk_) x = 0.0f;
@@ -193,11 +194,11 @@ private:
 
   // A lane asks for query tq of a tile and children g and g + 8, where the row has come so far.
   __device__ __forceinline__ void fetch(int row) {
-    if (args_.tree.layers > 1) {
-      if (row >= first_[0]) words_[0] = __ldg(expanded_);
-      if (row >= first_[1]) words_[1] = __ldg(expanded_ + args_.chunk.rows);
-      expanded_ += kTileQueries;
-    }
+    if (args_.tree.layers == 1) return;
+    std::uint32_t const* const expanded = args_.visits.layer[args_.tree.layers - 2];
+    if (row >= first_[0]) words_[0] = __ldg(expanded + expanded_);
+    if (row >= first_[1]) words_[1] = __ldg(expanded + (expanded_ + args_.chunk.rows));
+    expanded_ += kTileQueries;
   }
 
   // Who takes part in a tile: bit 4 i + j: child g + 8 i is a leaf of query j. Of the warp: bit 4 lane + j; where none
@@ -228,7 +229,7 @@ private:
   __device__ __forceinline__ void multiply() {
     TopUnit const unit = this_unit();
     begin(unit);
-    uint32_t const nodes = __shfl_sync(kFullWarp, ring_.tile(warp_ / kTileParents), 0);
+    uint32_t const nodes = __shfl_sync(kFullWarp, ring_.tile(warp() / kTileParents), 0);
     wgmma::Descriptor const keys(nodes + Cfg::kKeyOffset);
     wgmma::Descriptor const values(nodes + Cfg::kValueOffset);
     Products s, dp;
@@ -244,7 +245,7 @@ private:
     fetch(row);
     begin_scores();
     for (;;) {
-      uint32_t const stage = ring_.stage(at_.slot);
+      uint32_t const stage = __shfl_sync(kFullWarp, ring_.stage(at_.slot), 0);
       multiply<Value, kV>(dp, values, wgmma::Descriptor(stage + Cfg::kValueOffset));
       Open const open = find_open(row);
       row += kTileQueries;
@@ -412,7 +413,6 @@ private:
 
   Args const& args_;
   TopNodesRing<Cfg> const ring_;
-  int const warp_;
   int const lane_;
   int const g_;
   int const tq_;
@@ -420,7 +420,7 @@ private:
   float inverse_[2];       // of the keys, less the headroom
   int first_[2];           // row that visits the node
   float weight_scale_[2];
-  std::uint32_t const* expanded_ = nullptr;  // words of the reverse index, of this lane's row of the tile to come
+  uint32_t expanded_ = 0;   // in the reverse index: this lane's row of the tile to come; a chunk's has no 2^32 entries
   uint32_t words_[2] = {};  // of the tile to come
   float dk_[kK / 2];
   float dv_[kV / 2];
@@ -439,7 +439,7 @@ __device__ void run_top_nodes(Args const& args, uint32_t shared, int warp) {
     if (threadIdx.x == Cfg::kConsumers * 32) produce_top_queries<Cfg>(args, ring);
   } else {
     ptx::raise_registers<Cfg::kConsumerRegisters>();
-    TopParent<Cfg>(args, ring, warp).run();
+    TopParent<Cfg>(args, ring).run();
   }
 }
 
