@@ -52,11 +52,11 @@ struct TopUnit {
     int const tile = unit % per_segment * tiles;
     unit /= per_segment;
     int const segment = unit % args.top_segments;
-    int const first = segment * args.top_segment_rows;
-    int const end = min(first + args.top_segment_rows, args.chunk.queries);
     int const reached = first_visitor(args, tile * kTileRows);
-    int const earlier = reached < end ? segment - reached / args.top_segment_rows : -1;
-    return {unit / args.top_segments, tile, max(first, reached / kTileQueries * kTileQueries), end, earlier};
+    int const first = max(segment * args.top_segment_rows, reached / kTileQueries * kTileQueries);
+    int const end = min((segment + 1) * args.top_segment_rows, args.chunk.queries);
+    int const earlier = max(first, reached) < end ? segment - reached / args.top_segment_rows : -1;
+    return {unit / args.top_segments, tile, first, end, earlier};
   }
 };
 
@@ -358,8 +358,9 @@ private:
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         int const e = 4 * block + 2 * i;
-        uint32_t const scaled = Pairs<__half>::pack(s[e] * weight_scale_[i], s[e + 1] * weight_scale_[i]);
-        ds[block / 2][block % 2 * 2 + i] = open(i, block) ? scaled : 0u;
+        uint32_t& pair = ds[block / 2][block % 2 * 2 + i];
+        pair = 0;
+        if (open(i, block)) pair = Pairs<__half>::pack(s[e] * weight_scale_[i], s[e + 1] * weight_scale_[i]);
       }
     }
   }
