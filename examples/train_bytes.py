@@ -142,10 +142,11 @@ PRESETS = {
         text=Task((Stage(32768, 1, 1200),), lr=1e-3, eval_every=100, eval_batches=16),
         recall=Task(
             (
-                Stage(512, 64, 150), Stage(2048, 16, 150), Stage(4096, 8, 250), Stage(8192, 4, 450),
-                Stage(16384, 2, 600), Stage(32768, 1, 1000),
+                Stage(512, 64, 150), Stage(2048, 16, 150), Stage(4096, 8, 200), Stage(8192, 4, 300),
+                Stage(16384, 2, 400), Stage(20480, 1, 200), Stage(24576, 1, 250), Stage(28672, 1, 250),
+                Stage(32768, 1, 700),
             ),
-            lr=3e-4, eval_every=100, eval_batches=16,
+            lr=1.5e-4, eval_every=100, eval_batches=16,
         ),
         n_keys=8, n_values=8, n_filler=1, n_rounds=8, autocast=True,
     ),

@@ -60,11 +60,17 @@ def identity(device: str) -> dict:
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
     }
     if device == "cuda":
-        driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+        driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", _this_gpu()])
         about |= {"gpu": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda}
     else:
         about |= {"cpu": _cpu_name(), "threads": torch.get_num_threads(), "cores": os.cpu_count()}
     return about
+
+
+def _this_gpu() -> str:
+    """The option of nvidia-smi that picks the current device."""
+    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
+    return "--id=0" if uuid is None else f"--id=GPU-{uuid}"
 
 
 def _cpu_name() -> str:
@@ -101,7 +107,7 @@ def measure(call: Callable[[], object], device: str) -> dict:
         torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "--id=0"]
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", _this_gpu()]
     probe = None
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     start = time.perf_counter()
