@@ -38,7 +38,7 @@ struct Unit {
         static_cast<int>(min(max(late, std::int64_t(0)), static_cast<std::int64_t>(args.chunk.queries)));
     int const first = segment * args.segment_rows[layer];
     int const end = min(first + args.segment_rows[layer], args.chunk.queries);
-    int const earlier = reached < end ? segment - reached / args.segment_rows[layer] : -1;
+    int const earlier = max(first, reached) < end ? segment - reached / args.segment_rows[layer] : -1;
     return {layer, head, parent, max(first, reached / kRowStep * kRowStep), end, earlier};
   }
 };
