@@ -24,7 +24,8 @@ struct Unit {
   int earlier;  // segments of the parent that somebody may visit and that are added before this one; negative: nobody
 
   static __device__ Unit numbered(Args const& args, int unit) {
-    int layer = args.tree.layers - 2;
+    // Opaque: it would be kept in a register that the products need.
+    int layer = static_cast<int>(ptx::opaque(static_cast<uint32_t>(args.tree.layers))) - 2;
     while (layer > 0 && unit >= args.first_unit[layer - 1]) --layer;
     unit -= args.first_unit[layer];
     int const parent = args.tree.parents[layer] - 1 - unit % args.tree.parents[layer];
