@@ -63,6 +63,13 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
   return transposed;
 }
 
+// The sign of byte i of x in all bits of the lower half of the result, that of y's in those of the upper half.
+__device__ __forceinline__ uint32_t spread_signs(uint32_t x, uint32_t y, int i) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(0xcc88 + 0x1111 * i));
+  return result;
+}
+
 // The inverse of load_matrix_x4.
 __device__ __forceinline__ void store_matrix_x4(uint32_t row_address, uint32_t const (&fragment)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(fragment[0]),

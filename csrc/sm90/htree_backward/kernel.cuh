@@ -1,8 +1,10 @@
-// Roles of the two matrix kernels; the work is in queries.cuh and nodes.cuh.
+// Roles of the matrix kernels; the work is in queries.cuh, nodes.cuh, top_queries.cuh and top_nodes.cuh.
 #pragma once
 
 #include "nodes.cuh"
 #include "queries.cuh"
+#include "top_nodes.cuh"
+#include "top_queries.cuh"
 
 namespace htree_cuda::gradient {
 
@@ -15,6 +17,10 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) htree_backward_kernel(const 
 
   if constexpr (Cfg::kPass == Pass::kNodes) {
     run_nodes<Cfg>(args, shared, warp);
+  } else if constexpr (Cfg::kPass == Pass::kTopQueries) {
+    run_top_queries<Cfg>(args, shared, warp);
+  } else if constexpr (Cfg::kPass == Pass::kTopNodes) {
+    run_top_nodes<Cfg>(args, shared, warp);
   } else {
     Ring<Cfg> const ring(shared);
     if (threadIdx.x == 0) {

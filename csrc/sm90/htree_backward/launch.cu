@@ -25,16 +25,17 @@ namespace {
 // What lives at once, besides the pooled tree and the tables: rows of one chunk of queries in at most
 // half the bytes of q and out, but no less and no more than these; nodes and sums of as many heads as fit
 // in kTreeBytes, of one head at least.
-constexpr std::int64_t kLeastChunkBytes = std::int64_t(16) << 20;
+constexpr std::int64_t kLeastChunkBytes = std::int64_t(64) << 20;
 constexpr std::int64_t kMostChunkBytes = std::int64_t(256) << 20;
 constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
 // A layer with fewer parents than this splits the rows: sixteen units of work for each warp of a large GPU.
 constexpr std::int64_t kNodeUnits = 16384;
 constexpr std::int64_t kLeastSegmentRows = 256;
 constexpr std::int64_t kMostSegmentRows = 1024;
-// The top layer works on two tiles of nodes at a time: six units or so for each multiprocessor of a large GPU.
+// The top layer works on two tiles of nodes at a time: three units or so for each multiprocessor of a large GPU. The sums
+// of a unit wait for those of the segment before, so that more and shorter ones lose time.
 constexpr int kUnitTiles = 2;
-constexpr std::int64_t kTopUnits = 768;
+constexpr std::int64_t kTopUnits = 396;
 
 using tree_request::aligned;
 
@@ -94,7 +95,8 @@ struct Plan {
       rows = std::min(rows, std::max<std::int64_t>(chunk_bytes / row_bytes / kRowStep, 1) * kRowStep);
     }
     for (int l = 0; l < tree.layers; ++l) {
-      split(kNodeUnits / (heads * tree.parents[l]), segments[l], segment_rows[l]);
+      std::int64_t const filling = kNodeUnits / (heads * tree.parents[l]);
+      split(std::max(filling, ceil_div(rows, kMostSegmentRows)), segments[l], segment_rows[l]);
     }
     split(kTopUnits / (heads * (top_tiles / kUnitTiles)), top_segments, top_segment_rows);
 
@@ -137,11 +139,10 @@ private:
     positions = std::max<std::int64_t>(std::min(p.T, p.top_k * kSiblings), kSiblings);
   }
 
-  // Rows are split by shapes alone, so that sums do not depend on the device: into as many segments as fill it, and
-  // none so long that a parent which every row visits is the last to end.
+  // Rows are split by shapes alone, so that sums do not depend on the device: into as many segments as fill it, and below
+  // the top none so long that a parent which every row visits is the last to end.
   void split(std::int64_t filling, int& segments, int& segment_rows) const {
-    std::int64_t const wanted =
-        std::max({std::min(filling, rows / kLeastSegmentRows), ceil_div(rows, kMostSegmentRows), std::int64_t(1)});
+    std::int64_t const wanted = std::max(std::min(filling, rows / kLeastSegmentRows), std::int64_t(1));
     segment_rows = static_cast<int>(round_up(ceil_div(rows, wanted), kRowStep));
     segments = static_cast<int>(ceil_div(rows, segment_rows));
   }
@@ -292,6 +293,7 @@ void run_chunk(BackwardParams const& params, Plan const& plan, Chunk const& chun
   args.H_kv = static_cast<int>(p.H_kv);
   args.G = static_cast<int>(p.G);
   args.node_rows = plan.node_rows;
+  std::copy(std::begin(plan.begin), std::end(plan.begin), args.begin);
   args.dk = plan.dk;
   args.dv = plan.dv;
   args.next_unit = plan.next_unit;
@@ -306,7 +308,6 @@ void run_chunk(BackwardParams const& params, Plan const& plan, Chunk const& chun
     args.nodes[l] = plan.nodes[l];
     args.segments[l] = plan.segments[l];
     args.segment_rows[l] = plan.segment_rows[l];
-    args.begin[l] = plan.begin[l];
     args.first_unit[l] = args.units;
     args.units = as_blocks(args.units + std::int64_t(chunk.heads) * plan.tree.parents[l] * plan.segments[l]);
   }

@@ -1,6 +1,6 @@
-// dk and dv of every layer's nodes: a warp holds a parent and takes the queries that visit it. A persistent grid: warps
-// get their units, a parent and a segment of the rows, from a counter, so that none waits for another's; what is added
-// to a sum, and in which order, follows from shapes and lists alone.
+// dk and dv of the nodes below the top layer: a warp holds a parent and takes the queries that visit it. A persistent
+// grid: warps get their units, a parent and a segment of the rows, from a counter, so that none waits for another's;
+// what is added to a sum, and in which order, follows from shapes and lists alone.
 //
 // With R(q, n - 1 - 16 j) for a parent of rank j, scores and gradients need the keys turned by their place alone, so
 // dk adds up in that frame over all queries and turns back once in the end.
@@ -24,7 +24,8 @@ struct Unit {
   int earlier;  // segments of the parent that somebody may visit and that are added before this one; negative: nobody
 
   static __device__ Unit numbered(Args const& args, int unit) {
-    int layer = args.tree.layers - 1;
+    // Opaque: it would be kept in a register that the products need.
+    int layer = static_cast<int>(ptx::opaque(static_cast<uint32_t>(args.tree.layers))) - 2;
     while (layer > 0 && unit >= args.first_unit[layer - 1]) --layer;
     unit -= args.first_unit[layer];
     int const parent = args.tree.parents[layer] - 1 - unit % args.tree.parents[layer];
@@ -38,7 +39,7 @@ struct Unit {
         static_cast<int>(min(max(late, std::int64_t(0)), static_cast<std::int64_t>(args.chunk.queries)));
     int const first = segment * args.segment_rows[layer];
     int const end = min(first + args.segment_rows[layer], args.chunk.queries);
-    int const earlier = reached < end ? segment - reached / args.segment_rows[layer] : -1;
+    int const earlier = max(first, reached) < end ? segment - reached / args.segment_rows[layer] : -1;
     return {layer, head, parent, max(first, reached / kRowStep * kRowStep), end, earlier};
   }
 };
@@ -118,13 +119,12 @@ public:
 private:
   // ---- who visits ------------------------------------------------------------------------------------------------
 
-  // A row's word of the index; nothing at the top, where it follows from the position.
+  // A row's word of the index.
   __device__ __forceinline__ uint32_t word_of(Unit const& unit, int row) const {
-    if (top(unit) || row >= unit.end) return 0;
+    if (row >= unit.end) return 0;
     return __ldg(entry_of(args_, unit.layer, unit.head, unit.parent / kGroupParents, row));
   }
 
-  __device__ __forceinline__ bool top(Unit const& unit) const { return unit.layer == args_.tree.layers - 1; }
   static __device__ __forceinline__ uint32_t own_bit(Unit const& unit) { return 1u << (unit.parent % kGroupParents); }
 
   // Appends those of the next 32 rows that visit the parent.
@@ -134,14 +134,13 @@ private:
     uint32_t const word = word_;
     progress.next += 32;
     word_ = word_of(unit, row + 32);
-    bool visits = row < unit.end && (top(unit) || (word & own_bit(unit)) != 0);
+    bool visits = row < unit.end && (word & own_bit(unit)) != 0;
     if (!__any_sync(kFullWarp, visits)) return;
     Candidates const c = candidates(args_.chunk.position(row), unit.layer, args_.tree.layers, args_.tree.top_k);
-    visits = visits && works(unit.layer, c, args_.tree.top_k) && (!top(unit) || unit.parent < c.parents);
+    visits = visits && works(unit.layer, c, args_.tree.top_k);
     unsigned const visitors = __ballot_sync(kFullWarp, visits);
     if (visits) {
-      int const rank = top(unit) ? unit.parent
-                             : static_cast<int>(word >> kGroupParents) + __popc(word & (own_bit(unit) - 1u));
+      int const rank = static_cast<int>(word >> kGroupParents) + __popc(word & (own_bit(unit) - 1u));
       int const position = c.n - 1 - kSiblings * rank;
       uint32_t const closed =
           Below(args_, unit.layer, unit.head).expanded(args_, unit.parent, row) | beyond(position);
@@ -155,7 +154,6 @@ private:
   // To the first of the next eight times 32 rows in which somebody visits the parent.
   __device__ __forceinline__ void skip(Progress& progress) {
     Unit const& unit = progress.unit;
-    if (top(unit)) return;
     uint32_t words[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) words[i] = word_of(unit, progress.next + 32 * i + lane_);

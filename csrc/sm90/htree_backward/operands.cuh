@@ -76,6 +76,10 @@ __device__ __forceinline__ float inverse_of(float power) {
   return __uint_as_float((254u << 23) - __float_as_uint(power));
 }
 
+__device__ __forceinline__ float exponent_of(float power) {
+  return static_cast<float>(static_cast<int>(__float_as_uint(power) >> 23) - 127);
+}
+
 // largest: of the weights of rows g and g + 8 in this thread, |x|.
 // multiply(factors): of those rows' sums; not called where no scale of the warp falls.
 template <class Multiply>
@@ -102,10 +106,18 @@ struct Weights {
   float ds;
 };
 
+__device__ __forceinline__ float probability(float raw, float inverse, float unit, float lse2) {
+  return ptx::exp2_movable(fmaf(raw * (inverse * kHeadroomFactor), unit, -lse2));
+}
+
+__device__ __forceinline__ float weight(bool open, float p, float dp, float delta, float size) {
+  return open ? p * (dp - delta) * size : 0.0f;
+}
+
 __device__ __forceinline__ Weights weights(bool open, float raw, float inverse, float unit, float lse2, float dp,
                                            float delta, float size) {
-  float const p = ptx::exp2_movable(fmaf(raw * (inverse * kHeadroomFactor), unit, -lse2));
-  return {open ? p : 0.0f, open ? p * (dp - delta) * size : 0.0f};
+  float const p = probability(raw, inverse, unit, lse2);
+  return {open ? p : 0.0f, weight(open, p, dp, delta, size)};
 }
 
 }  // namespace htree_cuda::gradient

@@ -1,4 +1,5 @@
-// dq: a warp holds a query and walks its parents, layer by layer.
+// dq: a warp holds a query and walks its parents below the top, layer by layer; then it adds the top's share, which is
+// there already (top_queries.cuh).
 //
 // A parent of rank j adds sum_c dS_c R^-1(k_c, n - 1 - 16 j) to dq, k_c being turned by its place c. So it is the keys
 // that turn, in packed fp16, once: for the scores, where q stays as it is, and transposed between registers for dq.
@@ -25,20 +26,15 @@ __device__ void produce_parents(Args const& args, Ring<Cfg> const& ring) {
     return args.nodes[entry.detail] +
            (static_cast<std::int64_t>(head) * args.tree.parents[entry.detail] + entry.which) * Cfg::kNodeBytes;
   };
-  for (int layer = args.tree.layers - 1; layer >= 0 && queries > 0; --layer) {
-    bool const top = layer == args.tree.layers - 1;
-    int parents = 0;  // of query `lane`
-    if (lane < queries) {
-      Candidates const c = candidates(args.chunk.position(first + lane), layer, args.tree.layers, args.tree.top_k);
-      if (works(layer, c, args.tree.top_k)) parents = c.parents;
-    }
-    unsigned const working = __ballot_sync(kFullWarp, parents > 0);
+  for (int layer = args.tree.layers - 2; layer >= 0 && queries > 0; --layer) {
+    Candidates const c = candidates(args.chunk.position(first + lane), layer, args.tree.layers, args.tree.top_k);
+    unsigned const working = __ballot_sync(kFullWarp, lane < queries && works(layer, c, args.tree.top_k));
     // Parents are nodes of the layer above: none beyond the last query's rightmost.
     std::int64_t const reach = args.chunk.position(first + queries - 1) >> (kLog2Siblings * (layer + 1));
     int const groups = working == 0 ? 0 : static_cast<int>(reach / kGroupParents) + 1;
     for (int base = 0; base < groups; base += 32) {
       uint4 visited[kGroupQueries / 4] = {};  // by the eight queries, one word each
-      if (!top && base + lane < groups) {
+      if (base + lane < groups) {
         uint4 const* const entries =
             reinterpret_cast<uint4 const*>(entry_of(args, layer, head, base + lane, first));
 #pragma unroll
@@ -50,8 +46,6 @@ __device__ void produce_parents(Args const& args, Ring<Cfg> const& ring) {
       for (int i = 0; i < kGroupQueries; ++i) {
         uint4 const& four = visited[i / 4];
         uint32_t mask = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
-        int const its_parents = __shfl_sync(kFullWarp, parents, i);
-        if (top) mask = visits_at_top(its_parents, base + lane);
         if (!(working >> i & 1u)) mask = 0;
         // Four bits to the lowest bit of a byte each: 0x204081 puts bit b at 8 b.
         takers[0] |= ((mask & 0xfu) * 0x204081u & 0x01010101u) << i;
@@ -258,15 +252,22 @@ private:
     std::int64_t const bh = args_.chunk.first_head + head_;
     std::int64_t const query = bh / args_.H_kv * args_.T_q + args_.chunk.first_query + row_;
     std::int64_t const first = (query * args_.H_kv + bh % args_.H_kv) * args_.G;
+    std::int64_t const row = static_cast<std::int64_t>(head_) * args_.chunk.rows + row_;
+    float const* const top =
+        reinterpret_cast<float const*>(args_.top_queries + row / kTileQueries * query_tile_bytes(kK, kV) +
+                                       kQueryTileHeader) +
+        row % kTileQueries * kMaxGroupHeads * kK + 2 * tq_;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const g = g_ + 8 * i;
       if (g >= args_.G) continue;
-      float const scale = args_.scale * inverse_of(weight_scale_[i]);
+      float const inverse = inverse_of(weight_scale_[i]);
       uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<Element*>(args_.dq) + (first + g) * kK) + tq_;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        out[4 * tile] = Pairs<Element>::pack(dq_[tile][2 * i] * scale, dq_[tile][2 * i + 1] * scale);
+        float2 const share = __ldg(reinterpret_cast<float2 const*>(top + g * kK + 8 * tile));
+        out[4 * tile] = Pairs<Element>::pack(fmaf(dq_[tile][2 * i], inverse, share.x) * args_.scale,
+                                             fmaf(dq_[tile][2 * i + 1], inverse, share.y) * args_.scale);
       }
     }
   }

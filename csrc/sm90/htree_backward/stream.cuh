@@ -76,18 +76,10 @@ struct Ring {
 // A layer that holds no leaf of the query is passed over: above the bottom, one whose candidates are all selected.
 __device__ __forceinline__ bool works(int layer, Candidates const& c, int top_k) { return layer == 0 || c.n > top_k; }
 
-// Where the table of visits holds a row's entry for a group; not at the top.
+// Where the table of visits holds a row's entry for a group; below the top.
 __device__ __forceinline__ std::uint32_t const* entry_of(Args const& args, int layer, int head, int group, int row) {
   return args.visits.layer[layer] +
          (static_cast<std::int64_t>(head) * args.tree.groups[layer] + group) * args.chunk.rows + row;
-}
-
-// The same entry at the top, for a row of so many parents.
-__device__ __forceinline__ uint32_t visits_at_top(int parents, int group) {
-  int const left = parents - group * kGroupParents;
-  if (left <= 0) return 0;
-  return (left >= kGroupParents ? 0xffu : (1u << left) - 1u) |
-         static_cast<uint32_t>(group) * kGroupParents << kGroupParents;
 }
 
 // Which children of a parent a row expanded, a bit each: those it visits as parents of the layer below. Bits from 16 on
@@ -110,6 +102,12 @@ struct Below {
     uint32_t const first = __ldg(entries + (group * rows + row));
     uint32_t const second = __ldg(entries + (min(group + 1, last) * rows + row));
     return __byte_perm(first, second, 0x5540);
+  }
+
+  // The same of children 8 group .. 8 group + 7, counted over all parents; bits from 8 on mean nothing.
+  __device__ __forceinline__ uint32_t of_group(Args const& args, int group, int row) const {
+    if (entries == nullptr) return 0;
+    return __ldg(entries + (min(group, last) * static_cast<uint32_t>(args.chunk.rows) + row));
   }
 };
 
