@@ -144,6 +144,12 @@ def test_rows_split_over_blocks():
 
 
 @pytest.mark.hardware
+def test_last_chunk_is_shorter_than_a_segment():
+    """Its other segments have no rows: they are no units of work, and nobody waits for them."""
+    check_with_the_torch_backend(*inputs(4010, 4010, G=1, K=128, V=128), top_k_per_layer=16)
+
+
+@pytest.mark.hardware
 def test_several_heads_at_once():
     check_with_the_torch_backend(*inputs(9000, 9000, B=2, H_kv=2, G=4), top_k_per_layer=64)
 
