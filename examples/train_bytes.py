@@ -142,9 +142,9 @@ PRESETS = {
         text=Task((Stage(32768, 1, 1200),), lr=1e-3, eval_every=100, eval_batches=16),
         recall=Task(
             (
-                Stage(512, 64, 150), Stage(2048, 16, 100), Stage(4096, 8, 150), Stage(8192, 4, 250),
-                Stage(16384, 2, 350), Stage(20480, 1, 200), Stage(24576, 1, 250), Stage(28672, 1, 250),
-                Stage(32768, 1, 750),
+                Stage(512, 64, 150), Stage(2048, 16, 150), Stage(4096, 8, 200), Stage(8192, 4, 300),
+                Stage(16384, 2, 400), Stage(20480, 1, 200), Stage(24576, 1, 250), Stage(28672, 1, 250),
+                Stage(32768, 1, 900),
             ),
             lr=1.5e-4, eval_every=100, eval_batches=16,
         ),

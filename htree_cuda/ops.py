@@ -182,10 +182,12 @@ def _save_for_backward(ctx, inputs, keyword_only_inputs, output):
     tree = {name: x for name, x in ctx.options.items() if name != "deterministic"}
     ctx.has_selection = output[2].shape[0] == _layers(k, checks.forward(q, k, v, **tree)) - 1
     ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)  # or autograd makes zeros as large as the selection
 
 
 def _run_backward(ctx, dout, dlse, _dselection):
     q, k, v, out, lse, selection = ctx.saved_tensors
+    dout, dlse = (x.new_zeros(()).expand_as(x) if dx is None else dx for x, dx in ((out, dout), (lse, dlse)))
     if not ctx.has_selection:
         selection = torch.ops.htree_cuda.forward(q, k, v, need_selection=True, **ctx.options)[2]
     return torch.ops.htree_cuda.backward(dout, dlse, q, k, v, out, lse, selection, **ctx.options)

@@ -339,36 +339,35 @@ def training_short() -> str:
 
 
 def training_gpu() -> str:
-    """The logs of both tasks, which may be of different presets and of some arms and seeds only."""
-    text, recall = load("train_gpu_text"), load("train_gpu_recall")
-    if text is None or recall is None:
+    """The log of the GPU preset; an arm may lack seeds."""
+    report = load("train_gpu")
+    if report is None:
         return NOT_MEASURED
-    speed = {(found["T"], found["arm"]): found["tokens_per_s"] for found in text["throughput"]}
+    preset = report["preset"]
+    speed = {(found["T"], found["arm"]): found["tokens_per_s"] for found in report["throughput"]}
     lengths = sorted({T for T, _ in speed})
-    parts = []
-    for name, report in (("text", text), ("recall", recall)):
-        task, preset = report["tasks"][name], report["preset"]
+    tree = report["tasks"]["text"]["tree"]
+    parts = [
+        f"{_gpu(report)}; {preset['n_heads']} query heads on {preset['n_kv_heads']} KV heads of {preset['head_dim']}, "
+        f"{preset['n_layers']} blocks; {tree['layers']} layers, {tree['candidates_mean']:.0f} candidates a query on "
+        f"average, the last query visits {tree['share_last']:.1%} of T.\n"
+    ]
+    for name, what in (("text", "loss"), ("recall", "accuracy")):
+        task = report["tasks"][name]
         stages = ", ".join(f"{s['T']:,} x {s['batch']} ({s['steps']:,})" for s in preset[name]["stages"])
-        seeds = sorted({run["seed"] for run in task["runs"]})
-        header = ["arm", "held-out loss" if name == "text" else f"accuracy (chance {task['data']['chance']:.1%})"]
-        header += ["seconds"] + [f"tokens/s, T {T:,}" for T in lengths if name == "text"]
+        header = ["arm", "held-out loss, by seed" if name == "text" else "accuracy, by seed", "mean", "seconds a run"]
+        header += [f"tokens/s, T {T:,}" for T in lengths if name == "text"]
         rows = []
         for arm in ("dense", "htree", "window"):
-            finals = [run["final"] for run in task["runs"] if run["arm"] == arm]
-            if not finals:
-                continue
-            values = [f"{x['loss']:.3f}" if name == "text" else f"{x['accuracy']:.1%}" for x in finals]
-            seconds = [f"{run['seconds']:.0f}" for run in task["runs"] if run["arm"] == arm]
-            rows.append([arm, ", ".join(values), ", ".join(seconds)])
+            runs = [run for run in task["runs"] if run["arm"] == arm]
+            finals = [run["final"][what] for run in runs]
+            show = "{:.3f}".format if name == "text" else "{:.1%}".format
+            seconds = statistics.fmean(run["seconds"] for run in runs)
+            rows.append([arm, ", ".join(map(show, finals)), show(statistics.fmean(finals)), f"{seconds:.0f}"])
             if name == "text":
                 rows[-1] += [f"{speed[T, arm]:,}" for T in lengths]
-        parts.append(
-            f"{name.capitalize()} ({_gpu(report)}): {preset['n_heads']} query heads on {preset['n_kv_heads']} KV "
-            f"head{'s' if preset['n_kv_heads'] > 1 else ''}; T x batch (steps): {stages}; "
-            f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}. {task['tree']['layers']} layers, "
-            f"{task['tree']['candidates_mean']:.0f} candidates a query on average, the last query visits "
-            f"{task['tree']['share_last']:.1%} of T.\n\n" + markdown(header, rows)
-        )
+        chance = f", chance {task['data']['chance']:.1%}" if name == "recall" else ""
+        parts.append(f"{name.capitalize()}{chance}: T x batch (steps) {stages}.\n\n" + markdown(header, rows))
     return "\n".join(parts)
 
 

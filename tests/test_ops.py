@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import htree_cuda
 from htree_cuda import UnsupportedError
@@ -225,6 +226,32 @@ def test_the_memory_rule_of_auto(monkeypatch, top_k, kept):
     out = htree_cuda.forward(q, k, v, compression_rate=4, top_k_per_layer=top_k, max_top_nodes=16)
     out.sum().backward()
     assert calls.count("forward") == (1 if kept else 2)
+
+
+class Made(TorchDispatchMode):
+    """What the calls below make: (name of the operation, numbers in its result)."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.found.append((function.overloadpacket.__name__, result.numel()))
+        return result
+
+
+@pytest.mark.parametrize("differentiate", ["out", "lse"])
+def test_outputs_without_a_gradient_cost_nothing(differentiate):
+    """Neither the selection, which has none, nor an output that was not used is given zeros of its size."""
+    q, k, v = qkv(T=300, T_q=90, grad=True)
+    out, lse = htree_cuda.forward(q, k, v, return_lse=True, save_selection=True, **SMALL)
+    with Made() as made:
+        (out if differentiate == "out" else lse).sum().backward()
+    assert [n for name, n in made.found if name in ("zeros", "new_zeros", "zeros_like") and n > 1] == []
+    for x in (q, k) if differentiate == "lse" else (q, k, v):
+        assert x.grad.abs().sum() > 0
 
 
 def test_a_returned_selection_is_kept(monkeypatch):
