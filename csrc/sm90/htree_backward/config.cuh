@@ -111,15 +111,12 @@ struct Config<Element, kK, kV, Pass::kNodes> : Operands<Element, kK, kV, 512> {
   static_assert(kSharedBytes <= Base::kMostShared);
 };
 
-// Two warpgroups hold a tile of queries each, their warps a query each: q, dq and what lies between the products in
-// registers, dout in shared memory. A producer warp streams tiles of nodes to both. A stage is the panels of a tile;
-// headers have a place of their own, so that panels lie at multiples of 1024 bytes without gaps.
+// Of both kernels of the top layer: two warpgroups multiply, a warp of a third one copies.
 template <class Element_, int kK_, int kV_>
-struct Config<Element_, kK_, kV_, Pass::kTopQueries> {
+struct TopTiles {
   using Element = Element_;
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
-  static constexpr Pass kPass = Pass::kTopQueries;
   static constexpr int kConsumers = 8;
   static constexpr int kThreads = 384;
   static constexpr int kConsumerRegisters = 240;
@@ -127,40 +124,41 @@ struct Config<Element_, kK_, kV_, Pass::kTopQueries> {
   static_assert(kConsumers * 32 + 128 == kThreads);
   static_assert(kConsumers * 32 * kConsumerRegisters + 128 * kProducerRegisters <= kThreads * 168);
 
-  static constexpr int kTiles = kConsumers / kTileQueries;
-  static_assert(kConsumers == kGroupQueries && kTileQueries == 4, "a warpgroup a tile, a warp a query");
+  static constexpr int kAlignment = 1024;  // of panels
+  static constexpr int kMostShared = 232448;
+};
+
+// Two warpgroups hold a tile of queries each, their warps a query each: q, dq and what lies between the products in
+// registers, dout in shared memory. A producer warp streams tiles of nodes to both. A stage is the panels of a tile;
+// headers have a place of their own, so that panels lie at multiples of 1024 bytes without gaps.
+template <class Element, int kK, int kV>
+struct Config<Element, kK, kV, Pass::kTopQueries> : TopTiles<Element, kK, kV> {
+  using Base = TopTiles<Element, kK, kV>;
+  static constexpr Pass kPass = Pass::kTopQueries;
+
+  static constexpr int kTiles = Base::kConsumers / kTileQueries;
+  static_assert(Base::kConsumers == kGroupQueries && kTileQueries == 4, "a warpgroup a tile, a warp a query");
   static constexpr int kPanelsBytes = static_cast<int>(panels_bytes(kK, kV));
   static constexpr int kNodeTileBytes = static_cast<int>(node_tile_bytes(kK, kV));
   static constexpr std::int64_t kQueryTileBytes = query_tile_bytes(kK, kV);
   static_assert(kPanelsBytes % 1024 == 0 && kQueryTileBytes % 16 == 0);
 
-  static constexpr int kMostShared = 232448;
-  static constexpr int kAlignment = 1024;
-  static constexpr int kFixedBytes = kAlignment + kTiles * kPanelsBytes + 8;
+  static constexpr int kFixedBytes = Base::kAlignment + kTiles * kPanelsBytes + 8;
   static constexpr int kStageBytes = kNodeTileBytes + 16;  // and full, empty
-  static constexpr int kFit = (kMostShared - kFixedBytes) / kStageBytes;
+  static constexpr int kFit = (Base::kMostShared - kFixedBytes) / kStageBytes;
   static constexpr int kStages = kFit < 8 ? kFit : 8;
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
-  static_assert(kStages >= 3 && kSharedBytes <= kMostShared);
+  static_assert(kStages >= 3 && kSharedBytes <= Base::kMostShared);
 };
 
 // Two warpgroups hold a tile of nodes each, their warps a parent each; a producer warp streams tiles of queries to both.
 // An area of a tile ends its first kilobyte with the header, so that one bulk copy brings all.
-template <class Element_, int kK_, int kV_>
-struct Config<Element_, kK_, kV_, Pass::kTopNodes> {
-  using Element = Element_;
-  static constexpr int kK = kK_;
-  static constexpr int kV = kV_;
+template <class Element, int kK, int kV>
+struct Config<Element, kK, kV, Pass::kTopNodes> : TopTiles<Element, kK, kV> {
+  using Base = TopTiles<Element, kK, kV>;
   static constexpr Pass kPass = Pass::kTopNodes;
-  static constexpr int kConsumers = 8;
-  static constexpr int kThreads = 384;
-  static constexpr int kConsumerRegisters = 240;
-  static constexpr int kProducerRegisters = 24;
-  static_assert(kConsumers * 32 + 128 == kThreads);
-  static_assert(kConsumers * 32 * kConsumerRegisters + 128 * kProducerRegisters <= kThreads * 168);
 
-  static constexpr int kUnitTiles = kConsumers / kTileParents;
-  static constexpr int kAlignment = 1024;
+  static constexpr int kUnitTiles = Base::kConsumers / kTileParents;
   static constexpr int kKeyOffset = 1024;
   static constexpr int kValueOffset = kKeyOffset + kK / 64 * kPanelBytes;
   static constexpr int kAreaBytes = kValueOffset + kV / 64 * kPanelBytes;
@@ -170,13 +168,12 @@ struct Config<Element_, kK_, kV_, Pass::kTopNodes> {
   static constexpr int kQueryBytes = kAreaBytes - kQueryOffset;
   static_assert(kNodeBytes == node_tile_bytes(kK, kV) && kNodeBytes % 16 == 0 && kQueryBytes % 16 == 0);
 
-  static constexpr int kMostShared = 232448;
   static constexpr int kUnitBytes = 8 + 8 + 16;  // full, empty, the unit's number
-  static constexpr int kFixedBytes = kAlignment + kUnitTiles * kAreaBytes + kUnitBytes;
-  static constexpr int kFit = (kMostShared - kFixedBytes) / (kAreaBytes + 16);
+  static constexpr int kFixedBytes = Base::kAlignment + kUnitTiles * kAreaBytes + kUnitBytes;
+  static constexpr int kFit = (Base::kMostShared - kFixedBytes) / (kAreaBytes + 16);
   static constexpr int kStages = kFit < 8 ? kFit : 8;
   static constexpr int kSharedBytes = kFixedBytes + kStages * (kAreaBytes + 16);
-  static_assert(kStages >= 3 && kSharedBytes <= kMostShared);
+  static_assert(kStages >= 3 && kSharedBytes <= Base::kMostShared);
 };
 
 // Everything a launch reads and writes.
