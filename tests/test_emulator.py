@@ -163,6 +163,12 @@ def test_bulk_copies_over_ordinary_stores_come_after_a_fence(faults):
         assert "cp.async.bulk writes shared memory" in faults(83, a, out, seed=seed)
 
 
+def test_a_warp_that_asks_again_keeps_no_copy_from_landing(faults):
+    a, out = torch.randn(32), torch.empty(32)
+    for seed in SEEDS:
+        assert faults(84, a, out, seed=seed) == "" and torch.equal(a, out)
+
+
 def test_registers_that_setmaxnreg_may_take(faults):
     a, out = torch.randn(384), torch.empty(384)
     for seed in SEEDS:

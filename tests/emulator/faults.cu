@@ -230,6 +230,33 @@ __global__ void overwrite(float const* in, float* out) {
   out[lane] = stage[lane];
 }
 
+// A warp asks again and again, and so is never blocked, for what another does once its copy has landed.
+__global__ void ask_again(float const* in, float* out) {
+  __shared__ alignas(128) float stage[32];
+  __shared__ uint64_t full;
+  __shared__ int stored;
+  int const lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    init(&full, 1);
+    stored = 0;
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    if (lane == 0) {
+      expect(&full, 128);
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 128, [%2];" ::"r"(address(stage)),
+                   "l"(in), "r"(address(&full))
+                   : "memory");
+    }
+    wait(&full, 0);
+    out[lane] = stage[lane];
+    __syncwarp();
+    if (lane == 0) atomicAdd(&stored, 1);
+  } else if (lane == 0) {
+    while (atomicAdd(&stored, 0) == 0) __nanosleep(200);
+  }
+}
+
 // A producer warpgroup gives registers to two others; the launch granted 168 a thread.
 enum class Registers { kRight, kTooMany, kDisagree };
 
@@ -321,6 +348,7 @@ extern "C" __attribute__((visibility("default"))) char const* run_fault(int whic
     case 81: pass_on<true><<<2, 32>>>(in, out); break;
     case 82: overwrite<true><<<1, 32>>>(in, out); break;
     case 83: overwrite<false><<<1, 32>>>(in, out); break;
+    case 84: ask_again<<<1, 64>>>(in, out); break;
     case 70: registers<Registers::kRight><<<1, 384>>>(in, out); break;
     case 71: registers<Registers::kTooMany><<<1, 384>>>(in, out); break;
     case 72: registers<Registers::kDisagree><<<1, 384>>>(in, out); break;

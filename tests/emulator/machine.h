@@ -16,6 +16,7 @@ inline constexpr uint32_t kMBarriers = 256;  // a block's, where races are looke
 inline constexpr size_t kStackBytes = 512 << 10;
 inline constexpr uint64_t kMapMagic = 0x70616d726f736e74;
 inline constexpr uint64_t kIdleLimit = 20'000'000;  // polls without any event before a launch counts as stuck
+inline constexpr uint64_t kPatience = 100'000;  // and before a late copy lands, though something asks again and again
 
 struct Failure {
   std::string message;
@@ -108,7 +109,7 @@ struct AsyncOperation {
   Place barrier{nullptr, 0};
   uint32_t bytes = 0;
   Place source{nullptr, 0};  // shared memory that must not change before it has been read
-  bool late = false;         // lands when nothing else can run
+  bool late = false;         // lands when nothing else happens
 };
 
 // The warps of a warpgroup execute the same instructions on it, each at its own time: what one of them has executed and

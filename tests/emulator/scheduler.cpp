@@ -115,6 +115,9 @@ void run_fibers() {
     if (++machine.idle > kIdleLimit) {
       throw Failure{"no event in " + std::to_string(kIdleLimit) + " polls; " + stuck()};
     }
+    if (machine.idle % kPatience == 0 && !machine.in_flight.empty()) {
+      land_operation(machine.draw() % machine.in_flight.size());
+    }
     fiber->state = State::running;
     machine.current = fiber;
     emulator_switch(&machine.scheduler, fiber->stack_pointer);
