@@ -286,8 +286,11 @@ def run_forward(args: argparse.Namespace) -> list[dict]:
 # ------------------------------------------------------------------------------------------------------- backward
 
 
-# The two kernels of the backward that multiply, by their names.
-GRADIENT_KERNELS = {"queries": "gradient::Pass)0", "nodes": "gradient::Pass)1"}
+# The kernels of the backward that multiply, by their names: below the top layer, and at the top.
+GRADIENT_KERNELS = {
+    "queries": "gradient::Pass)0", "nodes": "gradient::Pass)1", "top queries": "gradient::Pass)2",
+    "top nodes": "gradient::Pass)3",
+}  # fmt: skip
 
 
 def gradients_of(attention: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:

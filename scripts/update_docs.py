@@ -219,25 +219,17 @@ def backward_gpu() -> str:
     report = load("backward_gpu")
     if report is None:
         return NOT_MEASURED
+    kernels = [name for name in report["figures"][0]["kernels_ms"] if name != "all"]
     rows = [
         [
-            f"{f['T']:,}", f["inputs"], f"{f['ms']:.1f}", f"{f['p90_ms']:.1f}", f"{f['kernels_ms']['nodes']:.1f}",
-            f"{f['kernels_ms']['queries']:.1f}", f"{f['dense']['ms']:.1f}" if "dense" in f else "",
+            f"{f['T']:,}", f["inputs"], f"{f['ms']:.1f}", f"{f['p90_ms']:.1f}",
+            *(f"{f['kernels_ms'][name]:.1f}" for name in kernels),
+            f"{f['dense']['ms']:.1f}" if "dense" in f else "",
             f"{f['peak_bytes'] / 1e6:,.0f}", f"{f['gradient_bytes'] / 1e6:,.0f}",
         ]
         for f in report["figures"]
     ]  # fmt: skip
-    header = [
-        "T",
-        "inputs",
-        "median, ms",
-        "p90, ms",
-        "nodes",
-        "queries",
-        "dense (SDPA), ms",
-        "peak, MB",
-        "of it gradients",
-    ]
+    header = ["T", "inputs", "median, ms", "p90, ms", *kernels, "dense (SDPA), ms", "peak, MB", "of it gradients"]
     return f"{_gpu(report)}:\n\n" + markdown(header, rows)
 
 

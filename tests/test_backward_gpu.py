@@ -138,6 +138,22 @@ def check_with_the_torch_backend(*tensors, **options):
 
 
 @pytest.mark.emulated
+def test_more_tiles_at_the_top_than_stages():
+    check(*inputs(700, 9, H_kv=2, G=3, seed=4), top_k_per_layer=64)
+
+
+@pytest.mark.emulated
+def test_more_than_one_unit_at_the_top():
+    """Twelve parents at the top, no multiple of eight, and a layer below."""
+    check(*inputs(3001, 6, H_kv=2, G=2, seed=6), top_k_per_layer=16)
+
+
+@pytest.mark.emulated
+def test_a_share_of_dq_smaller_than_its_tile():
+    check(*inputs(300, 9, H_kv=2, G=3, K=64, V=128, seed=7), top_k_per_layer=16)
+
+
+@pytest.mark.emulated
 def test_rows_split_over_blocks():
     """As many queries as make two segments of every layer, whose sums are added in order."""
     check_with_the_torch_backend(*inputs(520, 520, G=2, seed=5), top_k_per_layer=16)

@@ -68,7 +68,7 @@ __host__ __device__ constexpr std::int64_t operand_bytes(std::int64_t K, std::in
 // A panel is 64 rows of 64 elements, 128 bytes each, in the 128-byte swizzle: 16-byte chunk i of row c lies at i ^ (c % 8).
 // Row 16 i + g of a tile of queries is head g of its i-th query. Every tile is complete: nodes that do not exist are
 // zeros, and so are queries and heads, whose lse2 is +inf.
-// Behind a tile of queries there is room for its share of dq, which takes the place of the panels: float32 [64, K].
+// A tile of queries has room for its share of dq, which takes the place of the panels: float32 [64, K].
 inline constexpr int kTileRows = 64;
 inline constexpr int kTileParents = kTileRows / kSiblings;
 inline constexpr int kTileQueries = kTileRows / kMaxGroupHeads;

@@ -1,4 +1,4 @@
-// What both matrix kernels do with one query and one parent.
+// What the matrix kernels do with one query and one parent.
 #pragma once
 
 #include <cuda_runtime.h>

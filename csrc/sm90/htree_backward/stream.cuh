@@ -1,4 +1,4 @@
-// What both matrix kernels ask of the reverse index; the ring between the producer and the consumers of the queries
+// What the matrix kernels ask of the reverse index; the ring between the producer and the consumers of the queries
 // kernel, and how the producer finds what to send.
 //
 //   barrier        arrives                        waits          makes visible / frees

@@ -1,5 +1,5 @@
-// Packing nodes and queries as operands of the backward's matrix products (layout: device/backward_steps.h), and the
-// tables of turns. A warp a parent or query; 16-byte accesses where the strides allow them.
+// Packing nodes and queries as operands of the backward's matrix products (layout: device/backward_steps.h). A warp a
+// parent or query; 16-byte accesses where the strides allow them.
 #pragma once
 
 #include <cuda_bf16.h>
