@@ -29,6 +29,11 @@ __device__ inline void wait(uint64_t* barrier, uint32_t parity) {
 __device__ inline void copy16(void* to, void const* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to)), "l"(from) : "memory");
 }
+__device__ inline void bulk_copy(void* to, void const* from, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)),
+               "l"(from), "r"(bytes), "r"(address(barrier))
+               : "memory");
+}
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // out = in through shared memory: cp.async by one warp, handed over by an mbarrier, stored by a bulk copy of another.
@@ -222,9 +227,7 @@ __global__ void overwrite(float const* in, float* out) {
   __syncthreads();
   if (lane == 0) {
     expect(&full, 128);
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 128, [%2];" ::"r"(address(stage)),
-                 "l"(in), "r"(address(&full))
-                 : "memory");
+    bulk_copy(stage, in, 128, &full);
   }
   wait(&full, 0);
   out[lane] = stage[lane];
@@ -244,9 +247,7 @@ __global__ void ask_again(float const* in, float* out) {
   if (threadIdx.x < 32) {
     if (lane == 0) {
       expect(&full, 128);
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 128, [%2];" ::"r"(address(stage)),
-                   "l"(in), "r"(address(&full))
-                   : "memory");
+      bulk_copy(stage, in, 128, &full);
     }
     wait(&full, 0);
     out[lane] = stage[lane];

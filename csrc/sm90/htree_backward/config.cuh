@@ -111,6 +111,9 @@ struct Config<Element, kK, kV, Pass::kNodes> : Operands<Element, kK, kV, 512> {
   static_assert(kSharedBytes <= Base::kMostShared);
 };
 
+// Tiles of nodes that a CTA of kTopNodes works on.
+inline constexpr int kUnitTiles = 2;
+
 // Of both kernels of the top layer: two warpgroups multiply, a warp of a third one copies.
 template <class Element_, int kK_, int kV_>
 struct TopTiles {
@@ -158,7 +161,8 @@ struct Config<Element, kK, kV, Pass::kTopNodes> : TopTiles<Element, kK, kV> {
   using Base = TopTiles<Element, kK, kV>;
   static constexpr Pass kPass = Pass::kTopNodes;
 
-  static constexpr int kUnitTiles = Base::kConsumers / kTileParents;
+  static constexpr int kUnitTiles = gradient::kUnitTiles;
+  static_assert(kUnitTiles * kTileParents == Base::kConsumers, "a warpgroup a tile, a warp a parent");
   static constexpr int kKeyOffset = 1024;
   static constexpr int kValueOffset = kKeyOffset + kK / 64 * kPanelBytes;
   static constexpr int kAreaBytes = kValueOffset + kV / 64 * kPanelBytes;

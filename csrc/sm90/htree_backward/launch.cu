@@ -32,9 +32,8 @@ constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
 constexpr std::int64_t kNodeUnits = 16384;
 constexpr std::int64_t kLeastSegmentRows = 256;
 constexpr std::int64_t kMostSegmentRows = 1024;
-// The top layer works on two tiles of nodes at a time: three units or so for each multiprocessor of a large GPU. The sums
-// of a unit wait for those of the segment before, so that more and shorter ones lose time.
-constexpr int kUnitTiles = 2;
+// At the top a unit is kUnitTiles tiles of nodes and a segment: three or so for each multiprocessor of a large GPU. The
+// sums of a unit wait for those of the segment before, so that more and shorter ones lose time.
 constexpr std::int64_t kTopUnits = 396;
 
 using tree_request::aligned;

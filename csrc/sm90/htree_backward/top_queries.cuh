@@ -23,14 +23,14 @@
 namespace htree_cuda::gradient {
 
 template <class Cfg>
-struct TopRing {
+struct TopQueriesRing {
   uint32_t queries;
   uint32_t stages;
   uint32_t headers;
   RingBarriers<Cfg::kStages> barriers;
   uint32_t queries_full;
 
-  __device__ explicit TopRing(uint32_t shared)
+  __device__ explicit TopQueriesRing(uint32_t shared)
       : queries(shared),
         stages(queries + Cfg::kTiles * Cfg::kPanelsBytes),
         headers(stages + Cfg::kStages * Cfg::kPanelsBytes),
@@ -74,7 +74,7 @@ struct TopBlock {
 };
 
 template <class Cfg>
-__device__ void produce_top(Args const& args, TopRing<Cfg> const& ring) {
+__device__ void produce_top_nodes(Args const& args, TopQueriesRing<Cfg> const& ring) {
   TopBlock const block(args);
   if (threadIdx.x % 32 != 0 || block.tiles == 0) return;
   barriers::mbarrier_arrive_expect_bytes(ring.queries_full, Cfg::kTiles * Cfg::kPanelsBytes);
@@ -127,7 +127,7 @@ public:
     clear(dq_);
   }
 
-  __device__ void run(TopRing<Cfg> const& ring) {
+  __device__ void run(TopQueriesRing<Cfg> const& ring) {
     if (tiles_ > 0) {
       barriers::mbarrier_wait(ring.queries_full, 0, "htree_backward top consumer: queries");
       walk(ring);
@@ -147,7 +147,7 @@ private:
 
   // Exponentials of a tile run under its dP, what follows from dP under dS K of the tile before. Nothing is in flight
   // from one turn of the loop to the next: ptxas would serialise the products (C7514).
-  __device__ __forceinline__ void walk(TopRing<Cfg> const& ring) {
+  __device__ __forceinline__ void walk(TopQueriesRing<Cfg> const& ring) {
     // Through shuffles, which tell the compiler that addresses are uniform: descriptors live in uniform registers.
     uint32_t const queries = __shfl_sync(kFullWarp, ring.query_tile(warp_ / 4), 0);
     wgmma::Descriptor const dout(queries + kK / 64 * kPanelBytes);
@@ -198,7 +198,7 @@ private:
     wgmma::pin(dq());
   }
 
-  __device__ __forceinline__ void release(TopRing<Cfg> const& ring, RingPosition<Cfg::kStages> at) const {
+  __device__ __forceinline__ void release(TopQueriesRing<Cfg> const& ring, RingPosition<Cfg::kStages> at) const {
     __syncwarp();
     if (lane_ == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
   }
@@ -398,7 +398,7 @@ private:
 
 template <class Cfg>
 __device__ void run_top_queries(Args const& args, uint32_t shared, int warp) {
-  TopRing<Cfg> const ring(shared);
+  TopQueriesRing<Cfg> const ring(shared);
   if (threadIdx.x == 0) {
     ring.init();
     barriers::mbarrier_init_fence();
@@ -407,7 +407,7 @@ __device__ void run_top_queries(Args const& args, uint32_t shared, int warp) {
 
   if (warp >= Cfg::kConsumers) {
     ptx::lower_registers<Cfg::kProducerRegisters>();
-    if (warp == Cfg::kConsumers) produce_top<Cfg>(args, ring);
+    if (warp == Cfg::kConsumers) produce_top_nodes<Cfg>(args, ring);
   } else {
     ptx::raise_registers<Cfg::kConsumerRegisters>();
     TopQuery<Cfg>(args, warp).run(ring);
