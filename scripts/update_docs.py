@@ -118,15 +118,17 @@ def sparse_table(report: dict) -> str:
             f"{t['p90_ms']:.3f}",
             f"{t['tflops']:.0f}",
             f"{t['gathered_tb_per_s']:.2f}",
+            *([f"{t['spaced']['median_ms']:.3f}"] if "spaced" in t else []),
         ]
         for t in report["timings"]
     ]
     first = report["timings"][0]
+    spaced = ["with pauses, ms"] if "spaced" in first else []
     of = f"{report['of'].capitalize()}: " if "of" in report else ""
     return (
         f"{of}s_q {first['s_q']:,}, topk {first['topk']:,}, d_qk {first['d_qk']}, {first['dtype']}, "
         f"one {report['gpu']} (driver {report['driver']}), {report['date'][:10]}, back to back:\n\n"
-        + markdown(["h_q", "s_kv", "median, ms", "p90, ms", "TFLOP/s", "gathered TB/s"], rows)
+        + markdown(["h_q", "s_kv", "median, ms", "p90, ms", "TFLOP/s", "gathered TB/s", *spaced], rows)
     )
 
 

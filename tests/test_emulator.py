@@ -75,6 +75,12 @@ def test_global_bounds(faults):
     assert "outside every allocation" in faults(10, a[8:40], out, number=-1)
 
 
+def test_a_grid_waits_for_the_one_before_it(faults):
+    a, out = torch.randn(32), torch.empty(32)
+    assert faults(90, a, out) == "" and torch.equal(out, a)
+    assert "global memory before griddepcontrol.wait" in faults(91, a, out)
+
+
 def test_shared_bounds(faults):
     a, out = torch.randn(1), torch.empty(32)
     assert faults(11, a, out) == "" and (out == 1).all()

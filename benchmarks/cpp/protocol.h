@@ -1,5 +1,5 @@
 // The timing protocol of every C++ benchmark: 0.5 s of warm-up, then back-to-back calls for at least 1 s (at least
-// 5), a CUDA event between each two, median and 90th percentile, clocks and power beside them.
+// 5), CUDA events around each, median and 90th percentile, clocks and power beside them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -84,8 +84,15 @@ inline double quantile(std::vector<double> values, double q) {
   return values[static_cast<std::size_t>(std::ceil(q * double(values.size()))) - 1];
 }
 
+enum class Pace {
+  kBackToBack,
+  kSpaced,  // after each call a pause as long: the power cap, which is a mean over milliseconds, does not bind
+};
+
 template <class Call>
-Timing measure(Nvml const& nvml, cudaStream_t stream, Call&& call, double warm_up_s = 0.5, double timed_s = 1.0) {
+Timing measure(Nvml const& nvml, cudaStream_t stream, Call&& call, Pace pace = Pace::kBackToBack) {
+  constexpr double warm_up_s = 0.5;
+  constexpr double timed_s = 1.0;
   using Clock = std::chrono::steady_clock;
   auto const since = [](Clock::time_point start) {
     return std::chrono::duration<double>(Clock::now() - start).count();
@@ -100,7 +107,7 @@ Timing measure(Nvml const& nvml, cudaStream_t stream, Call&& call, double warm_u
   double const estimate_s = since(start) / warm_calls;
   int const calls = std::max(5, int(std::ceil(1.2 * timed_s / estimate_s)));
 
-  std::vector<cudaEvent_t> events(calls + 1);
+  std::vector<cudaEvent_t> events(2 * calls);
   for (auto& event : events) HTREE_CUDA_CHECK(cudaEventCreate(&event));
   std::atomic<bool> done{false};
   std::vector<double> sm, memory, power, temperature;
@@ -113,10 +120,14 @@ Timing measure(Nvml const& nvml, cudaStream_t stream, Call&& call, double warm_u
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
   });
-  HTREE_CUDA_CHECK(cudaEventRecord(events[0], stream));
   for (int i = 0; i < calls; ++i) {
+    HTREE_CUDA_CHECK(cudaEventRecord(events[2 * i], stream));
     call();
-    HTREE_CUDA_CHECK(cudaEventRecord(events[i + 1], stream));
+    HTREE_CUDA_CHECK(cudaEventRecord(events[2 * i + 1], stream));
+    if (pace == Pace::kSpaced) {
+      HTREE_CUDA_CHECK(cudaStreamSynchronize(stream));
+      std::this_thread::sleep_for(std::chrono::duration<double>(estimate_s));
+    }
   }
   HTREE_CUDA_CHECK(cudaStreamSynchronize(stream));
   done = true;
@@ -125,7 +136,7 @@ Timing measure(Nvml const& nvml, cudaStream_t stream, Call&& call, double warm_u
   std::vector<double> times(calls);
   for (int i = 0; i < calls; ++i) {
     float milliseconds = 0;
-    HTREE_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, events[i], events[i + 1]));
+    HTREE_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, events[2 * i], events[2 * i + 1]));
     times[i] = milliseconds;
   }
   for (auto event : events) HTREE_CUDA_CHECK(cudaEventDestroy(event));

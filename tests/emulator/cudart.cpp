@@ -27,12 +27,13 @@ thread_local cudaError_t last_error = cudaSuccess;
 thread_local std::string last_message;
 int current_device = 0;
 
-cudaError_t run(void const* function, dim3 grid, dim3 block, dim3 cluster, void** arguments, size_t shared) {
+cudaError_t run(void const* function, dim3 grid, dim3 block, dim3 cluster, bool overlaps, void** arguments,
+                size_t shared) {
   auto const found = names().find(function);
   last_message = found == names().end()
                      ? "a kernel that was never registered"
                      : emulator::launch(found->second, {grid.x, grid.y, grid.z}, {block.x, block.y, block.z},
-                                        {cluster.x, cluster.y, cluster.z}, arguments, static_cast<uint32_t>(shared));
+                                        {cluster.x, cluster.y, cluster.z}, overlaps, arguments, static_cast<uint32_t>(shared));
   return last_error = last_message.empty() ? cudaSuccess : cudaErrorLaunchFailure;
 }
 
@@ -104,20 +105,23 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, void const* function) {
   return cudaSuccess;
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared, cudaStream_t) {
-  return run(kernel, grid, block, {1, 1, 1}, arguments, shared);
+  return run(kernel, grid, block, {1, 1, 1}, false, arguments, shared);
 }
 cudaError_t cudaLaunchKernel(void const* function, dim3 grid, dim3 block, void** arguments, size_t shared, cudaStream_t) {
-  return run(function, grid, block, {1, 1, 1}, arguments, shared);
+  return run(function, grid, block, {1, 1, 1}, false, arguments, shared);
 }
 cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const* config, void const* function, void** arguments) {
   dim3 cluster{1, 1, 1};
+  bool overlaps = false;
   for (unsigned i = 0; i < config->numAttrs; ++i) {
     if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) {
       auto const& x = config->attrs[i].val.clusterDim;
       cluster = {x.x, x.y, x.z};
+    } else if (config->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+      overlaps = config->attrs[i].val.programmaticStreamSerializationAllowed != 0;
     }
   }
-  return run(function, config->gridDim, config->blockDim, cluster, arguments, config->dynamicSmemBytes);
+  return run(function, config->gridDim, config->blockDim, cluster, overlaps, arguments, config->dynamicSmemBytes);
 }
 cudaError_t cudaFuncSetAttribute(void const*, cudaFuncAttribute attribute, int value) {
   bool const bad = attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value > 232448;

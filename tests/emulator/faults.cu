@@ -305,6 +305,25 @@ __global__ void __cluster_dims__(2, 1, 1) exchange(float const* in, float* out) 
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// out = in by a grid that may begin before the one before it has ended.
+template <bool waits>
+__global__ void follow(float const* in, float* out) {
+  if (waits) asm volatile("griddepcontrol.wait;" ::: "memory");
+  out[threadIdx.x] = in[threadIdx.x];
+}
+
+void launch_following(void (*kernel)(float const*, float*), float const* in, float* out) {
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = 1;
+  config.blockDim = 32;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, in, out);
+}
+
 }  // namespace faults
 
 using namespace faults;
@@ -353,6 +372,8 @@ extern "C" __attribute__((visibility("default"))) char const* run_fault(int whic
     case 70: registers<Registers::kRight><<<1, 384>>>(in, out); break;
     case 71: registers<Registers::kTooMany><<<1, 384>>>(in, out); break;
     case 72: registers<Registers::kDisagree><<<1, 384>>>(in, out); break;
+    case 90: launch_following(follow<true>, in, out); break;
+    case 91: launch_following(follow<false>, in, out); break;
     case 50: exchange<<<2, 32>>>(in, out); break;
   }
   cudaError_t const error = cudaGetLastError();

@@ -510,7 +510,8 @@ class Instructions:
         self.run(f"t.set_registers({'true' if op[1] == 'inc' else 'false'}, {int(args[0])})")
 
     def op_griddepcontrol(self, op, args):
-        pass
+        if op[1] == "wait":
+            self.run("t.waited_for_grids = true")
 
     def op_mbarrier(self, op, args):
         space = "cluster" if "shared::cluster" in op else "shared"

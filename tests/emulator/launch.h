@@ -29,8 +29,9 @@ uint64_t launch_count();
 void encode_tensor_map(void* map, uint64_t address, std::vector<uint64_t> sizes, std::vector<uint64_t> strides,
                        std::vector<uint32_t> box, uint32_t element_bytes, uint32_t swizzle_bytes);
 
-// Runs a kernel to its end; what went wrong, or nothing.
-std::string launch(std::string const& name, Dimensions grid, Dimensions block, Dimensions cluster, void** arguments,
-                   uint32_t dynamic_shared);
+// Runs a kernel to its end; what went wrong, or nothing. `overlaps`: it was launched with leave to begin before the one
+// before it in the stream has ended.
+std::string launch(std::string const& name, Dimensions grid, Dimensions block, Dimensions cluster, bool overlaps,
+                   void** arguments, uint32_t dynamic_shared);
 
 }  // namespace emulator

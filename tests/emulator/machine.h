@@ -162,6 +162,7 @@ struct Machine {
   NamedBarrier cluster;
   std::vector<char*> stacks;
   bool watches_races = false;
+  bool overlaps = false;  // the grid may begin before the one before it has ended
   uint32_t entities = 0, barrier_entities = 0;
   uint32_t cluster_number = 0;  // of the blocks that run, from 1
   std::map<std::pair<uint32_t, uint32_t>, uint32_t> barrier_entity;  // (rank, offset) -> entity

@@ -7,6 +7,9 @@ void Thread::check_global(uint64_t address, uint32_t bytes, bool write) {
   if (address % bytes != 0) {
     misaligned(address, bytes);
   }
+  if (machine.overlaps && !waited_for_grids) {
+    fail("global memory before griddepcontrol.wait, in a grid that may begin before the one before it has ended");
+  }
   watch_global(*this, address, bytes, write);
   if (allocations.empty()) {
     return;

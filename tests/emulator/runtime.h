@@ -451,6 +451,7 @@ struct Thread {
   uint32_t lane, warp, index;
   uint32_t cluster_rank, cluster_size;
   int at = 0;  // line of the PTX, for reports
+  bool waited_for_grids = false;  // griddepcontrol.wait
   Block* block;
   Warp* warp_state;
   char* shared;

@@ -248,8 +248,8 @@ void encode_tensor_map(void* map, uint64_t address, std::vector<uint64_t> sizes,
   std::memcpy(map, words, sizeof(words));
 }
 
-std::string launch(std::string const& name, Dimensions grid, Dimensions block_size, Dimensions cluster, void** arguments,
-                   uint32_t dynamic_shared) {
+std::string launch(std::string const& name, Dimensions grid, Dimensions block_size, Dimensions cluster, bool overlaps,
+                   void** arguments, uint32_t dynamic_shared) {
   auto const found = registry().find(name);
   if (found == registry().end()) {
     return "the kernel " + name + " was not translated";
@@ -271,6 +271,7 @@ std::string launch(std::string const& name, Dimensions grid, Dimensions block_si
   machine.random = options.seed * 0x9e3779b97f4a7c15ull + launches * 0xbf58476d1ce4e5b9ull + 1;
   machine.policy = static_cast<int>(options.seed % 3);
   machine.watches_races = options.races;
+  machine.overlaps = overlaps;
   uint32_t const threads = block_size.x * block_size.y * block_size.z;
   uint32_t const bytes = kernel.static_shared + dynamic_shared;
   cluster.x = std::max(cluster.x, kernel.cluster);

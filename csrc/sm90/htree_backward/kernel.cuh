@@ -1,6 +1,7 @@
 // Roles of the matrix kernels; the work is in queries.cuh, nodes.cuh, top_queries.cuh and top_nodes.cuh.
 #pragma once
 
+#include "../../common/overlap.cuh"
 #include "nodes.cuh"
 #include "queries.cuh"
 #include "top_nodes.cuh"
@@ -14,6 +15,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) htree_backward_kernel(const 
   uint32_t const base = ptx::shared_address(shared_memory);
   uint32_t const shared = (base + Cfg::kAlignment - 1) / Cfg::kAlignment * Cfg::kAlignment;
   int const warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
+  wait_for_previous_grid();
 
   if constexpr (Cfg::kPass == Pass::kNodes) {
     run_nodes<Cfg>(args, shared, warp);

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "../../common/overlap.cuh"
 #include "below.cuh"
 #include "first.cuh"
 #include "mainloop.cuh"
@@ -21,6 +22,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) htree_layer_kernel(const __g
     barriers::mbarrier_init_fence();
   }
   __syncthreads();
+  wait_for_previous_grid();
 
   if (warp >= Cfg::kConsumers) {
     ptx::lower_registers<Cfg::kProducerRegisters>();

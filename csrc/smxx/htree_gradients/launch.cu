@@ -2,7 +2,6 @@
 #include <limits>
 #include <stdexcept>
 
-#include "../../common/cuda_check.h"
 #include "../../common/math.h"
 #include "pack.cuh"
 #include "sums.cuh"
@@ -23,22 +22,20 @@ template <class Element>
 void pack_nodes_of(PackNodes const& args, cudaStream_t stream) {
   unsigned const blocks = blocks_for(args.blocks, kWarps);
   if (args.K == 128) {
-    pack_nodes_kernel<Element, 128><<<blocks, kThreads, 0, stream>>>(args);
+    launch_overlapped(pack_nodes_kernel<Element, 128>, blocks, kThreads, 0, stream, args);
   } else {
-    pack_nodes_kernel<Element, 64><<<blocks, kThreads, 0, stream>>>(args);
+    launch_overlapped(pack_nodes_kernel<Element, 64>, blocks, kThreads, 0, stream, args);
   }
-  HTREE_CUDA_CHECK(cudaGetLastError());
 }
 
 template <class Element, int kK>
 void pack_queries_of(PackQueries const& args, cudaStream_t stream) {
   unsigned const blocks = blocks_for(std::int64_t(args.chunk.heads) * args.chunk.rows, kWarps);
   if (args.V == 128) {
-    pack_queries_kernel<Element, kK, 128><<<blocks, kThreads, 0, stream>>>(args);
+    launch_overlapped(pack_queries_kernel<Element, kK, 128>, blocks, kThreads, 0, stream, args);
   } else {
-    pack_queries_kernel<Element, kK, 64><<<blocks, kThreads, 0, stream>>>(args);
+    launch_overlapped(pack_queries_kernel<Element, kK, 64>, blocks, kThreads, 0, stream, args);
   }
-  HTREE_CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace
@@ -59,18 +56,16 @@ void pack_queries(PackQueries const& args, DType dtype, cudaStream_t stream) {
 
 void index_visits(Index const& args, cudaStream_t stream) {
   std::int64_t const lists = std::int64_t(args.tree.layers - 1) * args.chunk.heads * args.chunk.rows;
-  index_kernel<<<blocks_for(lists, kWarps), kThreads, 0, stream>>>(args);
-  HTREE_CUDA_CHECK(cudaGetLastError());
+  launch_overlapped(index_kernel, blocks_for(lists, kWarps), kThreads, 0, stream, args);
 }
 
 void distribute(Distribute const& args, DType dtype, cudaStream_t stream) {
   unsigned const blocks = blocks_for(args.heads * args.tree.N[0] * (args.dim / 4), kThreads);
   if (dtype == DType::kFloat16) {
-    distribute_kernel<__half><<<blocks, kThreads, 0, stream>>>(args);
+    launch_overlapped(distribute_kernel<__half>, blocks, kThreads, 0, stream, args);
   } else {
-    distribute_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(args);
+    launch_overlapped(distribute_kernel<__nv_bfloat16>, blocks, kThreads, 0, stream, args);
   }
-  HTREE_CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace htree_cuda::gradient

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "../../common/overlap.cuh"
 #include "../../device/backward_steps.h"
 
 namespace htree_cuda::gradient {
@@ -82,6 +83,7 @@ __device__ __forceinline__ char* panel_chunk(char* panels, int row, int chunk) {
 // product with the weight of a query that does not attend it is 0. Children beyond the end of the layer are zeros.
 template <class Element, int kK>
 __global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_constant__ PackNodes args) {
+  wait_for_previous_grid();
   constexpr int kLanesPerRow = kK / 16;  // a lane has 8 pairs: a chunk of the low half and one of the high half
   constexpr int kRowsAtOnce = 32 / kLanesPerRow;
   int const lane = threadIdx.x % 32;
@@ -164,6 +166,7 @@ __device__ __forceinline__ void keep(float& kept, float x, int step, int lane) {
 // that do not exist are like those heads, in the tiles: nobody reads their other rows.
 template <class Element, int kK, int kV>
 __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_constant__ PackQueries args) {
+  wait_for_previous_grid();
   int const lane = threadIdx.x % 32;
   std::int64_t const item = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   int const row = static_cast<int>(item % args.chunk.rows);

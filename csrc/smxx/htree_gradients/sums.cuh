@@ -12,6 +12,7 @@ namespace htree_cuda::gradient {
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads) distribute_kernel(const __grid_constant__ Distribute args) {
+  wait_for_previous_grid();
   int const columns = args.dim / 4;
   std::int64_t const i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   int const column = static_cast<int>(i % columns) * 4;

@@ -12,6 +12,7 @@
 namespace htree_cuda::gradient {
 
 static __global__ void __launch_bounds__(kThreads) index_kernel(const __grid_constant__ Index args) {
+  wait_for_previous_grid();
   int const lane = threadIdx.x % 32;
   std::int64_t const item = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   int const row = static_cast<int>(item % args.chunk.rows);

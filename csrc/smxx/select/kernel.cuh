@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "../../common/overlap.cuh"
 #include "../../device/forward_steps.h"
 #include "../../device/topk.cuh"
 
@@ -136,6 +137,7 @@ struct Output {
 // Rows of kChunks * kChunk candidates at most.
 template <int kChunks>
 __global__ void __launch_bounds__(kThreads, kChunks == 16 ? 5 : 8) select_kernel(const __grid_constant__ Args args) {
+  wait_for_previous_grid();
   constexpr int kWords = kChunks / 8;  // of 32 candidates, that a thread writes
   static_assert(kChunks % 8 == 0);
   __shared__ topk::Scratch<4 * kChunks> scratch;

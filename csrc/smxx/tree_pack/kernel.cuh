@@ -22,6 +22,7 @@
 
 #include <cstdint>
 
+#include "../../common/overlap.cuh"
 #include "../../device/forward_steps.h"
 
 namespace htree_cuda::packing {
@@ -50,6 +51,7 @@ __device__ __forceinline__ void to_float(uint4 const& chunk, float (&x)[8]) {
 
 template <class Element, int kK>
 __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_constant__ Args args) {
+  wait_for_previous_grid();
   constexpr int kLanesPerRow = kK / 16;  // a lane has 8 pairs: a chunk of the low half and one of the high half
   constexpr int kRowsAtOnce = 32 / kLanesPerRow;
   int const lane = threadIdx.x % 32;
@@ -156,6 +158,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
 // A thread has the four pairs of one entry of fragment_turns.
 static __global__ void __launch_bounds__(kThreads)
     turns_kernel(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base, int* zero) {
+  wait_for_previous_grid();
   std::int64_t const i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   int const entries = K / 8;
   if (i == 0 && zero != nullptr) *zero = 0;

@@ -1,7 +1,6 @@
 #include <limits>
 #include <stdexcept>
 
-#include "../../common/cuda_check.h"
 #include "../../common/math.h"
 #include "kernel.cuh"
 
@@ -20,11 +19,10 @@ template <class Element>
 void launch(Args const& args, cudaStream_t stream) {
   unsigned const blocks = blocks_for(args.blocks, kWarps);
   if (args.k.dim == 128) {
-    tree_pack_kernel<Element, 128><<<blocks, kThreads, 0, stream>>>(args);
+    launch_overlapped(tree_pack_kernel<Element, 128>, blocks, kThreads, 0, stream, args);
   } else {
-    tree_pack_kernel<Element, 64><<<blocks, kThreads, 0, stream>>>(args);
+    launch_overlapped(tree_pack_kernel<Element, 64>, blocks, kThreads, 0, stream, args);
   }
-  HTREE_CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace
@@ -36,8 +34,7 @@ void tree_pack(Args const& args, DType dtype, cudaStream_t stream) {
 void make_turns(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base, int* zero,
                 cudaStream_t stream) {
   unsigned const blocks = blocks_for(positions * (K / 8), kThreads);
-  turns_kernel<<<blocks, kThreads, 0, stream>>>(turns, fragment_turns, positions, K, base, zero);
-  HTREE_CUDA_CHECK(cudaGetLastError());
+  launch_overlapped(turns_kernel, blocks, kThreads, 0, stream, turns, fragment_turns, positions, K, base, zero);
 }
 
 }  // namespace htree_cuda::packing

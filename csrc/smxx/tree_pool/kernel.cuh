@@ -8,6 +8,7 @@
 #include <cutlass/array.h>
 #include <cutlass/numeric_conversion.h>
 
+#include "../../common/overlap.cuh"
 #include "../../sm90/device/barriers.cuh"
 #include "config.cuh"
 
@@ -98,6 +99,7 @@ __device__ __forceinline__ int children(std::int64_t node, std::int64_t below, i
 template <class Config>
 __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
     tree_pool_kernel(__grid_constant__ Args<typename Config::Element> const args) {
+  wait_for_previous_grid();
   using Element = typename Config::Element;
   extern __shared__ __align__(16) unsigned char shared_bytes[];
 

@@ -4,7 +4,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "../../common/cuda_check.h"
 #include "../../common/dispatch.h"
 #include "../../params.h"
 #include "kernel.cuh"
@@ -114,8 +113,7 @@ int launch_layers(TreePoolParams const& p, Tree const& tree, TreePoolTensor cons
 
   std::size_t const shared_nodes = fused > 1 ? (1 << log2_nodes) + (1 << (log2_nodes - log2_r)) : 0;
   std::size_t const shared_bytes = (shared_nodes << log2_columns) * Config::kAccess;
-  tree_pool_kernel<Config><<<blocks, kThreads, shared_bytes, stream>>>(args);
-  HTREE_CUDA_CHECK(cudaGetLastError());
+  launch_overlapped(tree_pool_kernel<Config>, blocks, kThreads, shared_bytes, stream, args);
   return fused;
 }
 

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "../../common/overlap.cuh"
 #include "../../device/forward_steps.h"
 
 namespace htree_cuda::uniting {
@@ -23,6 +24,7 @@ inline constexpr int kWordsPerWarp = kWords / kWarps;
 static_assert(kBlockQueries <= kWarps && kWordsPerWarp % 32 == 0);
 
 static __global__ void __launch_bounds__(kThreads) unite_kernel(const __grid_constant__ Args args) {
+  wait_for_previous_grid();
   constexpr unsigned kAll = 0xffffffffu;
   constexpr int kNone = 0x7fffffff;
   __shared__ uint32_t table[kWords];

@@ -1,11 +1,9 @@
-#include "../../common/cuda_check.h"
 #include "kernel.cuh"
 
 namespace htree_cuda::uniting {
 
 void unite(Args const& args, int blocks, cudaStream_t stream) {
-  unite_kernel<<<blocks, kThreads, 0, stream>>>(args);
-  HTREE_CUDA_CHECK(cudaGetLastError());
+  launch_overlapped(unite_kernel, blocks, kThreads, 0, stream, args);
 }
 
 }  // namespace htree_cuda::uniting
