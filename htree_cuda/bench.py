@@ -36,6 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 WARM_UP_S, TIMED_S = 0.5, 1.0
 LEAST_CALLS_GPU, LEAST_CALLS_CPU = 5, 3
 LOCAL_RHO = 0.99
+MMA_TFLOPS = 600  # that `mma.sync` sustains on an H200: the floor of forward by its FLOPs
 
 
 # ------------------------------------------------------------------------------------------------- machine, timing
@@ -131,6 +132,17 @@ def measure(call: Callable[[], object], device: str) -> dict:
     return _summary([a.elapsed_time(b) for a, b in pairs], clock_mhz=clock, power_w=power, peak_bytes=peak)
 
 
+def measure_once(call: Callable[[], object], device: str) -> dict:
+    """One call without warm-up, by the wall clock: for a peer that takes seconds."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return _summary([1e3 * (time.perf_counter() - start)])
+
+
 # -------------------------------------------------------------------------------------------------------- forward
 
 
@@ -189,16 +201,22 @@ def _forward_point(args: argparse.Namespace, T: int, kind: str) -> dict:
     r, max_top = args.compression_rate, args.top_k * args.compression_rate
     candidates, leaves = visited(T, T - T_q, T, r, args.top_k, max_top)
     flops = args.batch * args.heads * (2 * args.dim * candidates + 2 * args.dim * leaves)
+    # Keys of candidates and values of leaves, fetched for each query by itself.
+    gathered = args.batch * args.kv_heads * dtype.itemsize * args.dim * (candidates + leaves)
     result |= {
         "op": "forward", "inputs": kind, "T": T, "T_q": T_q, "B": args.batch, "H": args.heads, "H_kv": args.kv_heads,
         "K": args.dim, "V": args.dim, "dtype": args.dtype, "compression_rate": r, "top_k": args.top_k,
-        "layers": len(layer_sizes(T, r, max_top)), "candidates_per_query": candidates / T_q, "flops": flops,
+        "layers": len(layer_sizes(T, r, max_top)), "candidates_per_query": candidates / T_q, "flops": flops, "gathered_bytes": gathered,
         "input_bytes": sum(x.numel() * x.element_size() for x in (q, k, v)), "backend": args.backend,
     }  # fmt: skip
     result["tflops"] = round(flops / result["ms"] / 1e9, 4)
+    result["gathered_tb_per_s"] = round(gathered / result["ms"] / 1e9, 4)
     result["us_per_query"] = round(1e3 * result["ms"] / (args.batch * T_q), 3)
-    if args.dense_up_to >= T:
-        result["dense"] = measure(lambda: dense_attention(q, k, v), args.device)
+    if args.device == "cuda":
+        result["floor_ms"] = round(flops / MMA_TFLOPS / 1e9, 4)
+    if max(args.dense_up_to, args.dense_once) >= T:
+        timed_peer = measure if args.dense_up_to >= T else measure_once
+        result["dense"] = timed_peer(lambda: dense_attention(q, k, v), args.device)
         result["speedup_over_dense"] = round(result["dense"]["ms"] / result["ms"], 4)
     if args.device == "cuda" and args.backend != "torch":
         result["phases_ms"] = phases(lambda: forward(q, k, v, **options))
@@ -424,6 +442,7 @@ FORWARD_COLUMNS = {
     "candidates/query": lambda f: f"{f['candidates_per_query']:.0f}",
     "ms": lambda f: f"{f['ms']:.2f}",
     "us/query": lambda f: f"{f['us_per_query']:.2f}",
+    "TFLOP/s": lambda f: f"{f['tflops']:.1f}",
     "dense ms": lambda f: f"{f['dense']['ms']:.2f}" if "dense" in f else "-",
     "speedup": lambda f: f"{f['speedup_over_dense']:.2f}" if "dense" in f else "-",
     "peak MB": lambda f: f"{f.get('peak_bytes', f.get('peak_rss_bytes', 0)) / 1e6:.0f}",
@@ -512,6 +531,7 @@ def _parser() -> argparse.ArgumentParser:
     f.add_argument("--compression-rate", type=int, default=16)
     f.add_argument("--top-k", type=int, default=512 if cuda else 64)
     f.add_argument("--dense-up-to", type=int, default=262144 if cuda else 131072, help="longest T for the dense peer")
+    f.add_argument("--dense-once", type=int, default=0, help="longest T for a single call of it, beyond those lengths")
     f.add_argument("--plot", type=Path, help="write a PNG of time per query over T")
     b = commands.add_parser("backward", parents=[common], help="its gradients against dense attention's over T")
     b.add_argument("--lengths", type=_ints, default=_ints("16384,65536,131072" if cuda else "2048,4096"))

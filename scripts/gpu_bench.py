@@ -29,6 +29,8 @@ PYTHON_BENCHMARKS = {
         "3",
         "--lengths",
         "4096,8192,16384,32768,65536,131072,262144,1048576",
+        "--dense-once",
+        "1048576",
         "--plot",
         str(RESULTS / "forward_gpu.png"),
     ],

@@ -145,6 +145,8 @@ def forward_gpu(phases: bool = True) -> str:
             f"{min(f['ms_by_seed'].values()):.2f} .. {max(f['ms_by_seed'].values()):.2f}",
             f"{f['dense']['ms']:.2f}" if "dense" in f else "",
             f"{f['speedup_over_dense']:.2f}" if "dense" in f else "",
+            f"{f['tflops']:.0f}",
+            f"{f['ms'] / f['floor_ms']:.1f}" if "floor_ms" in f else "",
             f"{f['peak_bytes'] / 1e6:,.0f}",
         ]
         for f in report["figures"]
@@ -161,6 +163,8 @@ def forward_gpu(phases: bool = True) -> str:
         seeds,
         "dense (SDPA), ms",
         "dense / this",
+        "TFLOP/s",
+        "this / floor of its FLOPs at 600 TFLOP/s",
         "peak beyond inputs, MB",
     ]
     text = f"{shape} ({_gpu(report)}); faster than dense from T = ({where}):\n\n" + markdown(header, rows)

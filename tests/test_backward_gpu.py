@@ -175,6 +175,27 @@ def test_one_head_in_several_chunks():
     check_with_the_torch_backend(*inputs(40007, 40007, G=2, K=128, V=128), top_k_per_layer=512)
 
 
+@pytest.mark.hardware
+def test_a_late_first_query_in_several_chunks():
+    """Rows count from the first query, positions from the first token."""
+    check_with_the_torch_backend(*inputs(12000, 9000, G=2, K=128, V=64), top_k_per_layer=16, q_start=1500)
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("T", [16384, 65536])
+def test_peak_memory(T):
+    """Beyond inputs, outputs and gradients at most what q and out take."""
+    q, k, v = (torch.randn(1, T, H, 128, device="cuda", dtype=BF16, requires_grad=True) for H in (16, 1, 1))
+    out = htree_cuda.forward(q, k, v)
+    dout = torch.randn_like(out)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    beyond = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in grads)
+    assert beyond <= q.nbytes + out.nbytes
+
+
 # ---- hostile inputs ---------------------------------------------------------------------------------------------
 
 
