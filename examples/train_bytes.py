@@ -144,7 +144,7 @@ PRESETS = {
             (
                 Stage(512, 64, 150), Stage(2048, 16, 150), Stage(4096, 8, 200), Stage(8192, 4, 300),
                 Stage(16384, 2, 400), Stage(20480, 1, 200), Stage(24576, 1, 250), Stage(28672, 1, 250),
-                Stage(32768, 1, 2200),
+                Stage(32768, 1, 2000),
             ),
             lr=1.5e-4, eval_every=100, eval_batches=16,
         ),

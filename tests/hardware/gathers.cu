@@ -1,0 +1,353 @@
+// What a cluster of two blocks that share what they gather would give on Hopper (docs/htree_layer.md and
+// docs/sparse_attention_kernel.md, "Tried"): times of the copies alone, or with consumers that only wait.
+//
+//   nvcc -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a --expt-relaxed-constexpr -I csrc tests/hardware/gathers.cu -o gathers
+//   ./gathers
+//
+// Parents: 132 blocks with twelve queries each, 512 parents of 8,192 a query, drawn at random or 12% apart from the query
+// before; a ring of 5 stages of 4 parents, 8,256 bytes each; twelve warps that hold a parent of theirs for so many clocks.
+// In a cluster the blocks walk the union of their 24 queries, and a parent that both want is copied to both.
+//
+// Rows: 64 rows of 1,152 bytes a tile, as 9 boxes of 64 columns each (TMA, 128-byte swizzle), three tiles in flight; in a
+// cluster each block fetches half of the rows for both.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "common/cuda_check.h"
+#include "common/driver.h"
+#include "sm90/device/barriers.cuh"
+#include "sm90/device/ptx.cuh"
+
+namespace {
+
+using namespace htree_cuda;
+
+constexpr int kBlocks = 132;
+
+__device__ uint32_t rank_in_cluster() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ void cluster_sync() { asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory"); }
+
+// One lane of the warp, such that what it does runs on the uniform datapath.
+__device__ bool elected() {
+  uint32_t chosen;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
+  return chosen != 0;
+}
+
+__device__ void arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+__device__ void bulk_load_to_both(uint32_t shared, void const* global, uint32_t bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared),
+      "l"(global), "r"(bytes), "r"(barrier), "h"(uint16_t{3})
+      : "memory");
+}
+
+template <bool kCluster>
+__device__ void load_box(uint32_t shared, CUtensorMap const* map, uint32_t barrier, int column, int row) {
+  if constexpr (kCluster) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared),
+        "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(uint16_t{3})
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            shared),
+        "l"(map), "r"(barrier), "r"(column), "r"(row)
+        : "memory");
+  }
+}
+
+// ---- parents ---------------------------------------------------------------------------------------------------
+
+constexpr int kParents = 8192;
+constexpr int kTopK = 512;
+constexpr int kQueries = 12;  // of a block
+constexpr int kParentBytes = 8256;
+constexpr int kSlotBytes = 8448;
+constexpr int kStages = 5;
+constexpr int kSlots = 4;
+constexpr int kParentThreads = 32 * (kQueries + 1);
+constexpr int kParentShared = kStages * kSlots * kSlotBytes + 256;
+
+// Bit q of a mask: query q of the block, or of the two blocks, takes the parent.
+template <bool kCluster>
+__global__ void __launch_bounds__(kParentThreads, 1)
+    gather_parents(char const* data, int const* nodes, uint32_t const* masks, int const* counts, int hold) {
+  extern __shared__ char shared[];
+  __shared__ uint64_t full[kStages], empty[kStages];
+  __shared__ uint32_t taken[kStages][kSlots];
+  uint32_t const base = (ptx::shared_address(shared) + 255) / 256 * 256;
+  uint32_t const rank = kCluster ? rank_in_cluster() : 0;
+  int const list = kCluster ? blockIdx.x / 2 : blockIdx.x;
+  nodes += list * kParents, masks += list * kParents;
+  int const count = counts[list];
+  int const warp = threadIdx.x / 32;
+  int const lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barriers::mbarrier_init(ptx::shared_address(&full[i]), 1);
+      barriers::mbarrier_init(ptx::shared_address(&empty[i]), kCluster ? 2 * kQueries : kQueries);
+    }
+    barriers::mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (kCluster) cluster_sync();
+  for (int first = 0, at = 0; first < count; first += kSlots, ++at) {
+    int const stage = at % kStages;
+    uint32_t const parity = at / kStages & 1;
+    uint32_t const is_full = ptx::shared_address(&full[stage]);
+    uint32_t const is_empty = ptx::shared_address(&empty[stage]);
+    if (warp == kQueries) {
+      bool const exists = lane < kSlots && first + lane < count;
+      uint32_t const mask = exists ? masks[first + lane] : 0;
+      uint32_t const mine = mask >> (kQueries * rank) & 0xfff;
+      uint32_t const theirs = kCluster ? mask >> (kQueries * (1 - rank)) & 0xfff : 0;
+      char const* const source = data + static_cast<int64_t>(exists ? nodes[first + lane] : 0) * kParentBytes;
+      uint32_t const slot = base + (stage * kSlots + lane) * kSlotBytes;
+      barriers::mbarrier_wait(is_empty, parity ^ 1, "gathers: empty");
+      if (lane < kSlots) taken[stage][lane] = mine;
+      int const copies = __popc(__ballot_sync(0xffffffffu, mine != 0));
+      if (lane == 0) barriers::mbarrier_arrive_expect_bytes(is_full, copies * kParentBytes);
+      __syncwarp();
+      if (mine != 0 && theirs == 0) ptx::bulk_load(slot, source, kParentBytes, is_full);
+      if (mine != 0 && theirs != 0 && lane % 2 == rank) bulk_load_to_both(slot, source, kParentBytes, is_full);
+    } else {
+      barriers::mbarrier_wait(is_full, parity, "gathers: full");
+      int own = 0;
+      for (int i = 0; i < kSlots; ++i) own += taken[stage][i] >> warp & 1;
+      if (own * hold != 0) {
+        for (long long const end = clock64() + own * hold; clock64() < end;) __nanosleep(20);
+      }
+      __syncwarp();
+      if (lane == 0) barriers::mbarrier_arrive(is_empty);
+      if (kCluster && lane == 1) arrive_at(is_empty, 1 - rank);
+    }
+  }
+  __syncthreads();
+  if (kCluster) cluster_sync();
+}
+
+// ---- rows ------------------------------------------------------------------------------------------------------
+
+constexpr int kTileRows = 64;
+constexpr int kPanels = 9;
+constexpr int kTileBytes = kTileRows * kPanels * 128;
+constexpr int kTilesInFlight = 3;
+constexpr int kTiles = 400;
+constexpr int kRowShared = kTilesInFlight * kTileBytes + 1024;
+constexpr int kProducers = 4;  // warps, each of them one elected thread
+constexpr int kRowThreads = 32 * (kProducers + 1);
+
+template <bool kCluster>
+__global__ void __launch_bounds__(kRowThreads, 1) gather_rows(const __grid_constant__ CUtensorMap map, int const* rows) {
+  extern __shared__ char shared[];
+  __shared__ uint64_t full[kTilesInFlight], empty[kTilesInFlight];
+  uint32_t const base = (ptx::shared_address(shared) + 1023) / 1024 * 1024;
+  uint32_t const rank = kCluster ? rank_in_cluster() : 0;
+  rows += (kCluster ? blockIdx.x / 2 : blockIdx.x) * kTiles * kTileRows;
+  int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  int const lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kTilesInFlight; ++i) {
+      barriers::mbarrier_init(ptx::shared_address(&full[i]), 1);
+      barriers::mbarrier_init(ptx::shared_address(&empty[i]), kCluster ? 2 : 1);
+    }
+    barriers::mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (kCluster) cluster_sync();
+  constexpr int kOwnRows = kTileRows / (kCluster ? 2 : 1) / kProducers;
+  for (int tile = 0; tile < kTiles; ++tile) {
+    int const buffer = tile % kTilesInFlight;
+    uint32_t const parity = tile / kTilesInFlight & 1;
+    uint32_t const is_full = ptx::shared_address(&full[buffer]);
+    uint32_t const is_empty = ptx::shared_address(&empty[buffer]);
+    if (warp < kProducers) {
+      int const first = (rank * kProducers + warp) * kOwnRows;
+      int const row = rows[tile * kTileRows + first + lane % kOwnRows];
+      barriers::mbarrier_wait(is_empty, parity ^ 1, "gathers: empty");
+      if (threadIdx.x == 0) barriers::mbarrier_arrive_expect_bytes(is_full, kTileBytes);
+      __syncwarp();
+      uint32_t const to = __shfl_sync(0xffffffffu, base + buffer * kTileBytes + first * 128, 0);
+#pragma unroll 4
+      for (int i = 0; i < kOwnRows; ++i) {
+        int const y = __shfl_sync(0xffffffffu, row, i);
+        if (elected()) {
+#pragma unroll
+          for (int panel = 0; panel < kPanels; ++panel) {
+            load_box<kCluster>(to + panel * kTileRows * 128 + i * 128, &map, is_full, panel * 64, y);
+          }
+        }
+        __syncwarp();
+      }
+    } else if (lane == 0) {
+      barriers::mbarrier_wait(is_full, parity, "gathers: full");
+      barriers::mbarrier_arrive(is_empty);
+      if (kCluster) arrive_at(is_empty, 1 - rank);
+    }
+  }
+  __syncthreads();
+  if (kCluster) cluster_sync();
+}
+
+// ---- host ------------------------------------------------------------------------------------------------------
+
+// Best of five launches, ms.
+template <class... Params, class... Args>
+double time_of(void (*kernel)(Params...), bool cluster, int threads, int shared, Args... args) {
+  HTREE_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {cluster ? 2u : 1u, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = kBlocks;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  cudaEvent_t begin, end;
+  HTREE_CUDA_CHECK(cudaEventCreate(&begin));
+  HTREE_CUDA_CHECK(cudaEventCreate(&end));
+  float best = 1e9f;
+  for (int i = 0; i < 5; ++i) {
+    HTREE_CUDA_CHECK(cudaEventRecord(begin));
+    HTREE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
+    HTREE_CUDA_CHECK(cudaEventRecord(end));
+    HTREE_CUDA_CHECK(cudaEventSynchronize(end));
+    float ms = 0;
+    HTREE_CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
+    best = std::min(best, ms);
+  }
+  return best;
+}
+
+template <class T>
+T* on_device(std::vector<T> const& host) {
+  T* device = nullptr;
+  HTREE_CUDA_CHECK(cudaMalloc(&device, host.size() * sizeof(T)));
+  HTREE_CUDA_CHECK(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return device;
+}
+
+// Unions of the parents of `queries` neighbouring queries.
+struct Lists {
+  std::vector<int> nodes, counts;
+  std::vector<uint32_t> masks;
+};
+
+Lists unite(std::vector<std::vector<char>> const& takes, int queries) {
+  Lists lists;
+  for (std::size_t first = 0; first < takes.size(); first += queries) {
+    std::size_t const begin = lists.nodes.size();
+    for (int node = 0; node < kParents; ++node) {
+      uint32_t mask = 0;
+      for (int q = 0; q < queries; ++q) mask |= uint32_t(takes[first + q][node]) << q;
+      if (mask != 0) lists.nodes.push_back(node), lists.masks.push_back(mask);
+    }
+    lists.counts.push_back(int(lists.nodes.size() - begin));
+    lists.nodes.resize(begin + kParents), lists.masks.resize(begin + kParents);
+  }
+  return lists;
+}
+
+void parents() {
+  char* data = nullptr;
+  HTREE_CUDA_CHECK(cudaMalloc(&data, std::size_t(kParents) * kParentBytes));
+  HTREE_CUDA_CHECK(cudaMemset(data, 1, std::size_t(kParents) * kParentBytes));
+  for (bool const local : {false, true}) {
+    std::mt19937 random(1);
+    std::vector<int> order(kParents);
+    std::iota(order.begin(), order.end(), 0);
+    std::vector<std::vector<char>> takes;
+    for (int q = 0; q < kBlocks * kQueries; ++q) {
+      std::shuffle(order.begin(), order.end(), random);
+      bool const anew = !local || q % (2 * kQueries) == 0;
+      std::vector<char> now = anew ? std::vector<char>(kParents) : takes.back();
+      int swaps = anew ? 0 : kTopK * 12 / 100;
+      int leave = swaps;
+      int enter = anew ? kTopK : swaps;
+      for (int const node : order) {
+        if (now[node] ? leave > 0 : enter > 0) {
+          (now[node] ? leave : enter) -= 1;
+          now[node] = !now[node];
+        }
+      }
+      takes.push_back(std::move(now));
+    }
+    for (bool const cluster : {false, true}) {
+      Lists const lists = unite(takes, cluster ? 2 * kQueries : kQueries);
+      int* const nodes = on_device(lists.nodes);
+      uint32_t* const masks = on_device(lists.masks);
+      int* const counts = on_device(lists.counts);
+      double const mean = std::accumulate(lists.counts.begin(), lists.counts.end(), 0.0) / lists.counts.size();
+      for (int const hold : {0, 1000, 1200}) {
+        double const ms = time_of(cluster ? gather_parents<true> : gather_parents<false>, cluster, kParentThreads,
+                                  kParentShared, static_cast<char const*>(data), static_cast<int const*>(nodes),
+                                  static_cast<uint32_t const*>(masks), static_cast<int const*>(counts), hold);
+        std::printf("parents, %-7s %-7s: union %4.0f, held %4d clocks: %.3f ms\n", local ? "local," : "random,",
+                    cluster ? "cluster" : "alone", mean, hold, ms);
+      }
+      HTREE_CUDA_CHECK(cudaFree(nodes));
+      HTREE_CUDA_CHECK(cudaFree(masks));
+      HTREE_CUDA_CHECK(cudaFree(counts));
+    }
+  }
+  HTREE_CUDA_CHECK(cudaFree(data));
+}
+
+void rows() {
+  for (int const count : {16384, 65536}) {
+    char* data = nullptr;
+    HTREE_CUDA_CHECK(cudaMalloc(&data, std::size_t(count) * kPanels * 128));
+    HTREE_CUDA_CHECK(cudaMemset(data, 1, std::size_t(count) * kPanels * 128));
+    std::mt19937 random(1);
+    std::vector<int> which(kBlocks * kTiles * kTileRows);
+    for (int& row : which) row = int(random() % count);
+    int* const indices = on_device(which);
+    CUtensorMap map;
+    cuuint64_t const sizes[] = {kPanels * 64, cuuint64_t(count)};
+    cuuint64_t const strides[] = {kPanels * 128};
+    cuuint32_t const box[] = {64, 1};
+    cuuint32_t const steps[] = {1, 1};
+    static auto const encode = driver_entry_point<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
+    check_driver(encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, data, sizes, strides, box, steps,
+                        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+                 "cuTensorMapEncodeTiled");
+    for (bool const cluster : {false, true}) {
+      double const ms = time_of(cluster ? gather_rows<true> : gather_rows<false>, cluster, kRowThreads, kRowShared, map,
+                                static_cast<int const*>(indices));
+      std::printf("rows, %5d, %-7s: %.2f us a tile, %.2f TB/s delivered\n", count, cluster ? "cluster" : "alone",
+                  1e3 * ms / kTiles, 1e-9 * kBlocks * kTiles * kTileBytes / ms);
+    }
+    HTREE_CUDA_CHECK(cudaFree(indices));
+    HTREE_CUDA_CHECK(cudaFree(data));
+  }
+}
+
+}  // namespace
+
+int main() {
+  parents();
+  rows();
+  return 0;
+}
