@@ -206,7 +206,8 @@ def _forward_point(args: argparse.Namespace, T: int, kind: str) -> dict:
     result |= {
         "op": "forward", "inputs": kind, "T": T, "T_q": T_q, "B": args.batch, "H": args.heads, "H_kv": args.kv_heads,
         "K": args.dim, "V": args.dim, "dtype": args.dtype, "compression_rate": r, "top_k": args.top_k,
-        "layers": len(layer_sizes(T, r, max_top)), "candidates_per_query": candidates / T_q, "flops": flops, "gathered_bytes": gathered,
+        "layers": len(layer_sizes(T, r, max_top)), "candidates_per_query": candidates / T_q, "flops": flops,
+        "gathered_bytes": gathered,
         "input_bytes": sum(x.numel() * x.element_size() for x in (q, k, v)), "backend": args.backend,
     }  # fmt: skip
     result["tflops"] = round(flops / result["ms"] / 1e9, 4)

@@ -109,8 +109,9 @@ def test_the_backward_is_timed_on_the_gradients_of_its_inputs(tmp_path, monkeypa
 def test_a_long_dense_peer_is_called_once(tmp_path, monkeypatch):
     """Beyond --dense-up-to and up to --dense-once."""
     monkeypatch.setattr(bench, "TIMED_S", 0.0)
-    options = "--lengths 40,70,100 --heads 2 --kv-heads 1 --dim 4 --top-k 4 --device cpu --dtype float32".split()
-    options += ["--dense-up-to", "40", "--dense-once", "70", "--out", str(tmp_path / "f.json")]
+    options = ["--lengths", "40,70,100", "--heads", "2", "--kv-heads", "1", "--dim", "4", "--top-k", "4"]
+    options += ["--device", "cpu", "--dtype", "float32", "--dense-up-to", "40", "--dense-once", "70"]
+    options += ["--out", str(tmp_path / "f.json")]
     assert bench.main(["forward", *options]) == 0
     figures = json.loads((tmp_path / "f.json").read_text())["figures"]
     calls = [f["dense"]["calls"] if "dense" in f else 0 for f in figures]
