@@ -99,6 +99,10 @@ __device__ __forceinline__ void store_shared_4B(uint32_t address, uint32_t value
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_8B(uint32_t address, uint2 value) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(value.x), "r"(value.y) : "memory");
+}
+
 // Not moved across other volatile accesses or barrier operations.
 __device__ __forceinline__ void store_shared_8B_volatile(uint32_t address, float2 value) {
   asm volatile("st.volatile.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");

@@ -67,7 +67,7 @@ struct Config<Element, kK, kV, Pass::kQueries> : Operands<Element, kK, kV, 256> 
 
   static constexpr int kStageSlots = 4;
   static constexpr int kStageBytes = kStageSlots * Base::kSlotBytes;
-  static constexpr int kNoteBytes = 8 + 8 * kStageSlots;
+  static constexpr int kNoteBytes = 16 + 4 * kStageSlots;
   static constexpr int kControlBytes = 16 + kNoteBytes;  // of a stage: full, empty, note
   static_assert(Base::kConsumers == 8 && kStageSlots == 4, "a byte of takers a slot, a word a stage");
 
@@ -75,10 +75,10 @@ struct Config<Element, kK, kV, Pass::kQueries> : Operands<Element, kK, kV, 256> 
   static constexpr int kEntryBytes = 16;
   static constexpr int kFoundAtOnce = 32 * kGroupParents;
   static constexpr int kListBytes = (kFoundAtOnce + kStageSlots) * kEntryBytes;
-  static constexpr int kTurnsBytes = 2 * kK;  // of a pair; a consumer has two
+  static constexpr int kTurnsBytes = 2 * kK;  // of a consumer's pair at hand
 
   static constexpr int kAlignment = 1024;
-  static constexpr int kFixedBytes = kAlignment + kListBytes + Base::kConsumers * 2 * kTurnsBytes;
+  static constexpr int kFixedBytes = kAlignment + kListBytes + Base::kConsumers * kTurnsBytes;
   static constexpr int kFit = (Base::kMostShared - kFixedBytes) / (kStageBytes + kControlBytes);
   static constexpr int kStages = kFit < 8 ? kFit : 8;
   static constexpr int kSharedBytes = kFixedBytes + kStages * (kStageBytes + kControlBytes);

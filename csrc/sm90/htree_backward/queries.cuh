@@ -22,16 +22,17 @@ __device__ void produce_parents(Args const& args, Ring<Cfg> const& ring) {
   int const first = blockIdx.x % blocks * kGroupQueries;
   int const queries = min(args.chunk.queries - first, kGroupQueries);
   Sender<Cfg> sender(ring);
-  auto const source = [&](Entry const& entry) {
-    return args.nodes[entry.detail] +
-           (static_cast<std::int64_t>(head) * args.tree.parents[entry.detail] + entry.which) * Cfg::kNodeBytes;
-  };
   for (int layer = args.tree.layers - 2; layer >= 0 && queries > 0; --layer) {
     Candidates const c = candidates(args.chunk.position(first + lane), layer, args.tree.layers, args.tree.top_k);
     unsigned const working = __ballot_sync(kFullWarp, lane < queries && works(layer, c, args.tree.top_k));
     // Parents are nodes of the layer above: none beyond the last query's rightmost.
     std::int64_t const reach = args.chunk.position(first + queries - 1) >> (kLog2Siblings * (layer + 1));
     int const groups = working == 0 ? 0 : static_cast<int>(reach / kGroupParents) + 1;
+    char const* const nodes =
+        args.nodes[layer] + static_cast<std::int64_t>(head) * args.tree.parents[layer] * Cfg::kNodeBytes;
+    auto const source = [&](Entry const& entry) {
+      return nodes + static_cast<std::int64_t>(entry.which) * Cfg::kNodeBytes;
+    };
     for (int base = 0; base < groups; base += 32) {
       uint4 visited[kGroupQueries / 4] = {};  // by the eight queries, one word each
       if (base + lane < groups) {
@@ -59,12 +60,13 @@ __device__ void produce_parents(Args const& args, Ring<Cfg> const& ring) {
         do {
           ++p;
         } while ((takers[p / 4] >> (p % 4 * 8) & 0xffu) == 0);
-        return Entry{takers[p / 4] >> (p % 4 * 8) & 0xffu, (base + lane) * kGroupParents + p, layer};
+        return Entry{takers[p / 4] >> (p % 4 * 8) & 0xffu, (base + lane) * kGroupParents + p};
       });
-      sender.send(source);
+      sender.send(layer, source);
     }
+    sender.send_rest(layer, source);
   }
-  sender.finish(source);
+  sender.finish();
 }
 
 template <class Cfg>
@@ -75,9 +77,20 @@ class Query {
   static constexpr int kHalf = kK / 32;   // k-steps of the low half of the pairs
   static constexpr int kTiles = kK / 8;
 
+  // Of weights, before any was seen. Probabilities, which are at most one or so, must not leave the range with it.
+  static constexpr float kFirstScale = 0x1p112f;
+
 public:
   __device__ Query(Args const& args, Ring<Cfg> const& ring, int warp)
-      : args_(args), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4), turns_(ring.turns_of(warp)) {
+      : args_(args),
+        g_(threadIdx.x % 32 / 4),
+        tq_(threadIdx.x % 4),
+        key_lane_(ptx::opaque(matrix_lane<false>(threadIdx.x % 32, Cfg::kKeyRowBytes))),
+        value_lane_(kK == kV ? key_lane_ : ptx::opaque(matrix_lane<false>(threadIdx.x % 32, Cfg::kValueRowBytes))),
+        inverse_lane_(ptx::opaque(static_cast<uint32_t>(Cfg::kNodeOffset + tq_ * 8))),
+        turns_(ptx::opaque(ring.turns_of(warp) + tq_ * 16)),
+        new_turns_(ptx::opaque(ring.turns_of(warp) + threadIdx.x % (kK / 4) * 8)),
+        table_(ptx::opaque(reinterpret_cast<uint2 const*>(args.fragment_turns) + threadIdx.x % (kK / 4))) {
     int const blocks = args.chunk.rows / kGroupQueries;
     head_ = blockIdx.x / blocks;
     row_ = blockIdx.x % blocks * kGroupQueries + warp;
@@ -87,83 +100,157 @@ public:
   }
 
   __device__ void run(Ring<Cfg> const& ring, int warp) {
-    receive(ring, warp, [&](uint32_t slot, Entry const& entry) { take(slot, entry.which, entry.detail); });
-    if (exists_) finish();
+    receive(ring, warp, [&](uint32_t stage, Note const& note, int layer, uint32_t own) {
+      if (layer != layer_) begin(layer);
+      layer == 0 ? take<true>(stage, note, own) : take<false>(stage, note, own);
+    });
+    if (!exists_) return;
+#pragma unroll
+    for (int step = 0; step < kK / 16; ++step) add_keys(step);
+    finish();
   }
 
 private:
-  // Two elements of row i's step: columns 16 step + 8 part + 2 tq + {0, 1}.
-  __device__ __forceinline__ uint32_t word(char const* rows, int row_bytes, int row, int step, int part) const {
-    return __ldg(reinterpret_cast<uint32_t const*>(rows + row * row_bytes + (((2 * step + part) ^ (row % 8)) << 4) +
-                                                   4 * tq_));
+  // Fragments of 16 rows as they lie in memory: columns 16 step + 8 part + 2 tq + {0, 1} of rows g and g + 8. The swizzle
+  // exchanges 16 bytes within 128, so that eight addresses serve all.
+  template <int kSteps>
+  __device__ __forceinline__ void load(uint32_t (&fragments)[kSteps][4], char const* rows) const {
+    constexpr int kRowBytes = 32 * kSteps;
+#pragma unroll
+    for (int chunk = 0; chunk < 8; ++chunk) {
+      char const* const at = rows + g_ * kRowBytes + ((chunk ^ g_) << 4) + 4 * tq_;
+#pragma unroll
+      for (int step = chunk / 2; step < kSteps; step += 4) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          fragments[step][2 * (chunk % 2) + i] =
+              __ldg(reinterpret_cast<uint32_t const*>(at + step / 4 * 128 + 8 * i * kRowBytes));
+        }
+      }
+    }
   }
 
   __device__ __forceinline__ void load() {
     char const* const packed =
         args_.queries + (static_cast<std::int64_t>(head_) * args_.chunk.rows + row_) * Cfg::kQueryBytes;
-    char const* const q = packed + kQueryHeader;
-    char const* const dout = q + 16 * Cfg::kKeyRowBytes;
+    load(q_, packed + kQueryHeader);
+    load(dout_, packed + kQueryHeader + 16 * Cfg::kKeyRowBytes);
     float const* const header = reinterpret_cast<float const*>(packed);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const row = g_ + 8 * i;
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-#pragma unroll
-        for (int step = 0; step < kK / 16; ++step) {
-          q_[step][2 * part + i] = word(q, Cfg::kKeyRowBytes, row, step, part);
-        }
-#pragma unroll
-        for (int step = 0; step < kV / 16; ++step) {
-          dout_[step][2 * part + i] = word(dout, Cfg::kValueRowBytes, row, step, part);
-        }
-      }
       unit_[i] = header[row];
       lse2_[i] = header[kMaxGroupHeads + row];
+      offset_[i] = lse2_[i] - exponent_of(kFirstScale);
       delta_[i] = header[2 * kMaxGroupHeads + row];
     }
   }
 
-  // Brings the turns of a position; of two that follow one another each has its own place.
-  __device__ __forceinline__ void bring(int position) const {
-    if (lane_ < kK / 8) {
-      rope::Turns const* const turns = args_.fragment_turns + position * (kK / 8) + lane_;
-      ptx::copy_async_16B(turns_at(position) + lane_ * 16, turns, position);
-    }
-    ptx::copy_async_commit();
+  // This lane's part of the turns of a position, on their way to shared memory.
+  __device__ __forceinline__ uint2 turns(int position) const {
+    return __ldg(table_ + static_cast<std::int64_t>(position) * (kK / 4));
   }
 
-  __device__ __forceinline__ uint32_t turns_at(int position) const {
-    return turns_ + (position >> kLog2Siblings & 1) * Cfg::kTurnsBytes;
-  }
-
-  __device__ __forceinline__ void take(uint32_t slot, int parent, int layer) {
-    if (layer != layer_) {
-      layer_ = layer;
-      below_ = Below(args_, layer, head_);
-      position_ = candidates(args_.chunk.position(row_), layer, args_.tree.layers, args_.tree.top_k).n - 1;
-      ptx::copy_async_wait<0>();
-      __syncwarp();
-      bring(position_);
-    }
-    uint32_t const closed = below_.expanded(args_, parent, row_) | beyond(position_);
-    ptx::copy_async_wait<0>();
+  __device__ __forceinline__ void store_turns(uint2 words) const {
     __syncwarp();
-    bring(position_ - kSiblings);  // what the next parent of this layer needs
+    ptx::store_shared_8B(new_turns_, words);
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void begin(int layer) {
+    layer_ = layer;
+    below_ = Below(args_, layer, head_);
+    position_ = candidates(args_.chunk.position(row_), layer, args_.tree.layers, args_.tree.top_k).n - 1;
+    store_turns(turns(position_));
+  }
+
+  // The first slot that is left.
+  static __device__ __forceinline__ uint32_t slot_of(uint32_t stage, uint32_t own) {
+    return stage + (__ffs(own) - 1) * (Cfg::kSlotBytes / 8);
+  }
+
+  template <bool kBottom>
+  __device__ __forceinline__ void take(uint32_t stage, Note const& note, uint32_t own) {
+    uint32_t slot = slot_of(stage, own);
+#pragma unroll 1
+    do {
+      uint32_t expanded = 0;
+      if constexpr (!kBottom) {
+        uint32_t const which = ptx::load_shared_4B(note.which((__ffs(own) - 1) / 8));
+        expanded = below_.expanded(args_, static_cast<int>(which), row_);
+      }
+      own &= own - 1;
+      uint32_t const next = slot_of(stage, own);
+      add<kBottom>(slot, expanded);
+      slot = next;
+    } while (own != 0);
+  }
+
+  // One parent: weights from its products, and the keys as dq takes them, which wait for the next one. Its own products
+  // with the weights are those that pass while the next one's keys arrive and turn.
+  template <bool kBottom>
+  __device__ __forceinline__ void add(uint32_t slot, uint32_t expanded) {
+    uint2 const next_turns = turns(max(position_ - kSiblings, 0));
     float raw[2][4], dp[2][4];
-    uint32_t keys[kK / 16][4];
-    products(slot, raw, dp, keys);
+    products(slot, raw, dp);
+    float p[2][4];
+    float2 inverse[2];
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      inverse[tile] = ptx::load_shared_8B(slot + inverse_lane_ + tile * 32);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        p[tile][e] = probability(raw[tile][e], e % 2 ? inverse[tile].y : inverse[tile].x, unit_[e / 2], offset_[e / 2]);
+        dp[tile][e] -= delta_[e / 2];
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        ds_[2 * tile + i] = Pairs<__half>::pack(p[tile][2 * i] * dp[tile][2 * i] * inverse[tile].x,
+                                                p[tile][2 * i + 1] * dp[tile][2 * i + 1] * inverse[tile].y);
+      }
+    }
+    uint32_t const closed = expanded | beyond(position_);
+    if constexpr (!kBottom) close(closed);
+    // At the bottom only a query's last parent has children behind it.
+    bool const some = kBottom && position_ < kSiblings - 1;
+    if (__any_sync(kFullWarp, leaves() || some)) fit(p, dp, inverse, closed);
+    store_turns(next_turns);
+    position_ -= kSiblings;
+  }
+
+  // Weights of closed children become zero.
+  __device__ __forceinline__ void close(uint32_t closed) {
+    uint32_t const first = (closed << 8) >> (2 * tq_ + 1);  // of this lane's columns of tile i, in the sign of byte i
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      uint32_t const mask = ptx::spread_signs(first, first >> 1, tile);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) ds_[2 * tile + i] &= ~mask;
+    }
+  }
+
+  // Whether a weight leaves the range, NaN apart.
+  __device__ __forceinline__ bool leaves() const {
+    auto const size = [&](int i) { return __habs2(reinterpret_cast<half2 const&>(ds_[i])); };
+    half2 const largest = __hmax2(__hmax2(size(0), size(1)), __hmax2(size(2), size(3)));
+    // More than 2^15, the bits 0x7800: the sign of what is added to as much as makes that 0x7fff.
+    return ((reinterpret_cast<uint32_t const&>(largest) + 0x07ff07ffu) & 0x80008000u) != 0;
+  }
+
+  // The weights again, from probabilities times the rows' scales: closed ones are zero, and those that leave the range make
+  // the scale fall.
+  __device__ __forceinline__ void fit(float const (&p)[2][4], float const (&dp)[2][4], float2 const (&inverse)[2],
+                                      uint32_t closed) {
     float ds[2][4];
     float largest[2] = {};
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      float2 const inverse = ptx::load_shared_8B(slot + Cfg::kNodeOffset + tile * 32 + tq_ * 8);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         int const i = e / 2;
-        float const of_key = e % 2 ? inverse.y : inverse.x;
         bool const open = !(closed >> (8 * tile + 2 * tq_ + e % 2) & 1u);
-        ds[tile][e] = weights(open, raw[tile][e], of_key, unit_[i], lse2_[i], dp[tile][e], delta_[i], of_key).ds;
+        ds[tile][e] = weight(open, p[tile][e] * inverse_of(weight_scale_[i]), dp[tile][e], 0.0f,
+                             e % 2 ? inverse[tile].y : inverse[tile].x);
         largest[i] = fmaxf(largest[i], fabsf(ds[tile][e]));
       }
     }
@@ -174,81 +261,58 @@ private:
         for (int e = 0; e < 4; ++e) dq_[tile][e] *= factor[e / 2];
       }
     });
-    add_keys(keys, ds);
-    position_ -= kSiblings;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      offset_[i] = lse2_[i] - exponent_of(weight_scale_[i]);
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        ds_[2 * tile + i] =
+            Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
+      }
+    }
   }
 
-  // Scores and dP, in two chains of products each: the latency of one is what a warp would wait for. keys: as dq takes
-  // them, turned back and transposed.
-  __device__ __forceinline__ void products(uint32_t slot, float (&raw)[2][4], float (&dp)[2][4],
-                                           uint32_t (&keys)[kK / 16][4]) const {
-    Steps const rows(slot + matrix_lane<false>(lane_, Cfg::kKeyRowBytes));
-    Steps const values(slot + matrix_lane<false>(lane_, Cfg::kValueRowBytes));
-    uint32_t const turns_of_lane = turns_at(position_) + tq_ * 16;
-    float raw_odd[2][4], dp_odd[2][4];
+  // Scores and dP; the products of dq of the parent before; keys as dq takes them, turned back and transposed.
+  __device__ __forceinline__ void products(uint32_t slot, float (&raw)[2][4], float (&dp)[2][4]) {
+    Steps const rows(slot + key_lane_);
+    Steps const values(slot + value_lane_);
     clear(raw);
     clear(dp);
-    clear(raw_odd);
-    clear(dp_odd);
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
-      uint4 const words = ptx::load_shared_16B(turns_of_lane + kk * 64);
+      uint4 const words = ptx::load_shared_16B(turns_ + kk * 64);
       rope::Turns const& turns = reinterpret_cast<rope::Turns const&>(words);
 #pragma unroll
       for (int step = kk; step < kK / 16; step += kHalf) {
-        ptx::load_matrix_x4(keys[step], rows[step] + Cfg::kRowsOffset);
+        add_keys(step);
+        ptx::load_matrix_x4(keys_[step], rows[step] + Cfg::kRowsOffset);
       }
-      turn_columns<true>(keys[kk], keys[kk + kHalf], turns);
+      turn_columns<true>(keys_[kk], keys_[kk + kHalf], turns);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        auto const& b = keys[kk + half * kHalf];
-        auto& sums = half == 0 ? raw : raw_odd;
-        ptx::mma_fp16(sums[0], q_[kk + half * kHalf], b[0], b[1]);
-        ptx::mma_fp16(sums[1], q_[kk + half * kHalf], b[2], b[3]);
+      for (int step = kk; step < kK / 16; step += kHalf) {
+        auto const& b = keys_[step];
+        ptx::mma_fp16(raw[0], q_[step], b[0], b[1]);
+        ptx::mma_fp16(raw[1], q_[step], b[2], b[3]);
       }
 #pragma unroll
       for (int step = kk * kV / 16 / kHalf; step < (kk + 1) * kV / 16 / kHalf; ++step) {
         uint32_t b[4];
         ptx::load_matrix_x4(b, values[step] + Cfg::kValueOffset);
-        auto& sums = step % 2 == 0 ? dp : dp_odd;
-        Pairs<Element>::mma(sums[0], dout_[step], b[0], b[1]);
-        Pairs<Element>::mma(sums[1], dout_[step], b[2], b[3]);
-      }
-#pragma unroll
-      for (int step = kk; step < kK / 16; step += kHalf) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) keys[step][i] = ptx::transpose_matrix(keys[step][i]);
-      }
-    }
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        raw[tile][e] += raw_odd[tile][e];
-        dp[tile][e] += dp_odd[tile][e];
+        Pairs<Element>::mma(dp[0], dout_[step], b[0], b[1]);
+        Pairs<Element>::mma(dp[1], dout_[step], b[2], b[3]);
       }
     }
   }
 
-  __device__ __forceinline__ void add_keys(uint32_t const (&keys)[kK / 16][4], float const (&ds)[2][4]) {
-    uint32_t a[4];
+  __device__ __forceinline__ void add_keys(int step) {
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        a[2 * tile + i] =
-            Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
-      }
-    }
-#pragma unroll
-    for (int step = 0; step < kK / 16; ++step) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) ptx::mma_fp16(dq_[2 * step + i], a, keys[step][i], keys[step][2 + i]);
+    for (int i = 0; i < 2; ++i) {
+      ptx::mma_fp16(dq_[2 * step + i], ds_, ptx::transpose_matrix(keys_[step][i]),
+                    ptx::transpose_matrix(keys_[step][2 + i]));
     }
   }
 
   __device__ __forceinline__ void finish() {
-    ptx::copy_async_wait<0>();
     std::int64_t const bh = args_.chunk.first_head + head_;
     std::int64_t const query = bh / args_.H_kv * args_.T_q + args_.chunk.first_query + row_;
     std::int64_t const first = (query * args_.H_kv + bh % args_.H_kv) * args_.G;
@@ -273,10 +337,14 @@ private:
   }
 
   Args const& args_;
-  int const lane_;
   int const g_;
   int const tq_;
+  uint32_t const key_lane_;
+  uint32_t const value_lane_;
+  uint32_t const inverse_lane_;
   uint32_t const turns_;
+  uint32_t const new_turns_;
+  uint2 const* const table_;
   int head_;
   int row_;
   bool exists_;
@@ -287,8 +355,11 @@ private:
   uint32_t dout_[kV / 16][4];
   float unit_[2];
   float lse2_[2];
+  float offset_[2];  // such that probabilities come out times the row's scale
   float delta_[2];
   float weight_scale_[2] = {kFirstScale, kFirstScale};
+  uint32_t keys_[kK / 16][4] = {};  // of the parent before, turned back and transposed, and its weights
+  uint32_t ds_[4] = {};
   float dq_[kTiles][4];
 };
 

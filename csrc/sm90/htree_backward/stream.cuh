@@ -2,12 +2,12 @@
 // kernel, and how the producer finds what to send.
 //
 //   barrier        arrives                        waits          makes visible / frees
-//   full[stage]    producer, once, and the bytes  8 consumers    up to four operands and their entries
+//   full[stage]    producer, once, and the bytes  8 consumers    up to four operands of one layer and the note on them
 //   empty[stage]   each consumer warp, once       producer       the stage may be overwritten
 //
-// The producer ends the stream with a stage that says so: both sides pass the same phases whatever it found. Consumers
-// release stages that hold nothing of theirs. What a consumer computes, and in which order, depends on its own operand
-// alone; what its neighbours take decides only when something passes by.
+// The producer ends the stream with an empty stage that says so: both sides pass the same phases whatever it found.
+// Consumers release stages that hold nothing of theirs. What a consumer computes, and in which order, depends on its own
+// operand alone; what its neighbours take decides only when something passes by.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,28 +27,24 @@ inline constexpr unsigned kFullWarp = 0xffffffffu;
 struct Entry {
   uint32_t takers;  // bit i: query i of the CTA visits the parent
   int which;        // the parent
-  int detail;       // its layer
 };
 
 __device__ __forceinline__ Entry load_entry(uint32_t shared) {
   uint4 const x = ptx::load_shared_16B(shared);
-  return {x.x, static_cast<int>(x.y), static_cast<int>(x.z)};
+  return {x.x, static_cast<int>(x.y)};
 }
 
 __device__ __forceinline__ void store_entry(uint32_t shared, Entry const& entry) {
-  ptx::store_shared_16B(shared, {entry.takers, static_cast<uint32_t>(entry.which), static_cast<uint32_t>(entry.detail),
-                                 0u});
+  ptx::store_shared_16B(shared, {entry.takers, static_cast<uint32_t>(entry.which), 0u, 0u});
 }
 
-// What a stage says of its slots: the takers of each, a byte a slot, so that a consumer finds its own at once; whether
-// the stream ends with this stage; the rest of each entry.
+// What a stage says of its slots: the takers of each, a byte a slot, so that a consumer finds its own at once, and the
+// layer of all, kOver where the stream has ended; then the parents.
 struct Note {
+  static constexpr int kOver = -1;
   uint32_t shared;
 
-  __device__ uint32_t takers() const { return shared; }
-  __device__ uint32_t last() const { return shared + 4; }
-  __device__ uint32_t which(int slot) const { return shared + 8 + 8 * slot; }
-  __device__ uint32_t detail(int slot) const { return which(slot) + 4; }
+  __device__ uint32_t which(uint32_t slot) const { return shared + 16 + 4 * slot; }
 };
 
 template <class Cfg>
@@ -62,14 +58,12 @@ struct Ring {
   __device__ explicit Ring(uint32_t shared)
       : stages(shared),
         turns(stages + Cfg::kStages * Cfg::kStageBytes),
-        list(turns + Cfg::kConsumers * 2 * Cfg::kTurnsBytes),
+        list(turns + Cfg::kConsumers * Cfg::kTurnsBytes),
         barriers{list + Cfg::kListBytes, list + Cfg::kListBytes + 8 * Cfg::kStages},
         notes(barriers.empty + 8 * Cfg::kStages) {}
 
-  __device__ uint32_t slot(uint32_t stage, int i) const {
-    return stages + stage * Cfg::kStageBytes + i * Cfg::kSlotBytes;
-  }
-  __device__ uint32_t turns_of(int warp) const { return turns + warp * 2 * Cfg::kTurnsBytes; }
+  __device__ uint32_t stage(uint32_t stage) const { return stages + stage * Cfg::kStageBytes; }
+  __device__ uint32_t turns_of(int warp) const { return turns + warp * Cfg::kTurnsBytes; }
   __device__ Note note(uint32_t stage) const { return {notes + stage * Cfg::kNoteBytes}; }
 };
 
@@ -137,9 +131,9 @@ public:
 
   // Sends all whole stages; `source` tells where an entry's operand lies.
   template <class Find>
-  __device__ __forceinline__ void send(Find&& source) {
+  __device__ __forceinline__ void send(int layer, Find&& source) {
     int sent = 0;
-    for (; found_ - sent >= Cfg::kStageSlots; sent += Cfg::kStageSlots) stage(sent, Cfg::kStageSlots, false, source);
+    for (; found_ - sent >= Cfg::kStageSlots; sent += Cfg::kStageSlots) stage(sent, Cfg::kStageSlots, layer, source);
     if (sent == 0) return;
     found_ -= sent;
     Entry rest{};
@@ -149,35 +143,36 @@ public:
     __syncwarp();
   }
 
+  // Sends what is left of a layer: a stage holds parents of one.
   template <class Find>
-  __device__ __forceinline__ void finish(Find&& source) {
-    stage(0, found_, true, source);
+  __device__ __forceinline__ void send_rest(int layer, Find&& source) {
+    if (found_ > 0) stage(0, found_, layer, source);
+    found_ = 0;
+  }
+
+  __device__ __forceinline__ void finish() {
+    stage(0, 0, Note::kOver, [](Entry const&) -> char const* { return nullptr; });
   }
 
 private:
   __device__ uint32_t at(int i) const { return ring_.list + i * Cfg::kEntryBytes; }
 
   template <class Find>
-  __device__ __forceinline__ void stage(int first, int count, bool last, Find&& source) {
+  __device__ __forceinline__ void stage(int first, int count, int layer, Find&& source) {
     ring_.barriers.wait_empty(at_, "htree_backward producer: empty");
     Entry entry{};
     if (lane_ < count) entry = load_entry(at(first + lane_));
     Note const note = ring_.note(at_.slot);
     uint32_t const takers = __reduce_add_sync(kFullWarp, entry.takers << (lane_ % Cfg::kStageSlots * 8));
-    if (lane_ == 0) {
-      ptx::store_shared_4B(note.takers(), takers);
-      ptx::store_shared_4B(note.last(), last);
-    }
-    if (lane_ < count) {
-      ptx::store_shared_4B(note.which(lane_), entry.which);
-      ptx::store_shared_4B(note.detail(lane_), entry.detail);
-    }
+    if (lane_ == 0) ptx::store_shared_16B(note.shared, {takers, static_cast<uint32_t>(layer), 0u, 0u});
+    if (lane_ < count) ptx::store_shared_4B(note.which(lane_), entry.which);
     __syncwarp();
     uint32_t const full = ring_.barriers.full_at(at_.slot);
     if (lane_ == 0) barriers::mbarrier_arrive_expect_bytes(full, count * Cfg::kNodeBytes);
     __syncwarp();
     if (lane_ < count) {
-      ptx::bulk_load(ring_.slot(at_.slot, lane_) + Cfg::kNodeOffset, source(entry), Cfg::kNodeBytes, full);
+      ptx::bulk_load(ring_.stage(at_.slot) + lane_ * Cfg::kSlotBytes + Cfg::kNodeOffset, source(entry), Cfg::kNodeBytes,
+                     full);
     }
     at_ = at_.ahead(1);
   }
@@ -188,26 +183,23 @@ private:
   RingPosition<Cfg::kStages> at_;
 };
 
-// The consumers' side: calls take(slot, entry) for what warp `warp` takes of each stage.
+// The consumers' side: calls take(stage, note, layer, own) where warp `warp` takes something of a stage; bit 8 i of
+// `own`: slot i.
 template <class Cfg, class Take>
 __device__ __forceinline__ void receive(Ring<Cfg> const& ring, int warp, Take&& take) {
   RingPosition<Cfg::kStages> at;
-  uint32_t last;
-  do {
+  while (true) {
     ring.barriers.wait_full(at, "htree_backward consumer: full");
     Note const note = ring.note(at.slot);
-    uint32_t const takers = ptx::load_shared_4B(note.takers());
-#pragma unroll 1
-    for (uint32_t own = takers >> warp & 0x01010101u; own != 0; own &= own - 1) {
-      int const i = static_cast<int>(static_cast<uint32_t>(__ffs(own)) / 8);
-      take(ring.slot(at.slot, i), Entry{takers >> (8 * i) & 0xffu, static_cast<int>(ptx::load_shared_4B(note.which(i))),
-                                        static_cast<int>(ptx::load_shared_4B(note.detail(i)))});
-    }
-    last = ptx::load_shared_4B(note.last());  // not carried through the work: it would cost a register
+    uint4 const words = ptx::load_shared_16B(note.shared);
+    int const layer = static_cast<int>(words.y);
+    if (layer == Note::kOver) return;
+    uint32_t const own = words.x >> warp & 0x01010101u;
+    if (own != 0) take(ring.stage(at.slot), note, layer, own);
     __syncwarp();
     if (threadIdx.x % 32 == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
     at = at.ahead(1);
-  } while (last == 0);
+  }
 }
 
 }  // namespace htree_cuda::gradient
