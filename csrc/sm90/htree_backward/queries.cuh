@@ -100,10 +100,11 @@ public:
   }
 
   __device__ void run(Ring<Cfg> const& ring, int warp) {
-    receive(ring, warp, [&](uint32_t stage, Note const& note, int layer, uint32_t own) {
-      if (layer != layer_) begin(layer);
-      layer == 0 ? take<true>(stage, note, own) : take<false>(stage, note, own);
-    });
+    receive(
+        ring, warp, [&](int layer) { begin(layer); },
+        [&](uint32_t stage, Note const& note, int layer, uint32_t own) {
+          layer == 0 ? take<true>(stage, note, own) : take<false>(stage, note, own);
+        });
     if (!exists_) return;
 #pragma unroll
     for (int step = 0; step < kK / 16; ++step) add_keys(step);
@@ -158,7 +159,6 @@ private:
   }
 
   __device__ __forceinline__ void begin(int layer) {
-    layer_ = layer;
     below_ = Below(args_, layer, head_);
     position_ = candidates(args_.chunk.position(row_), layer, args_.tree.layers, args_.tree.top_k).n - 1;
     store_turns(turns(position_));
@@ -180,7 +180,7 @@ private:
         expanded = below_.expanded(args_, static_cast<int>(which), row_);
       }
       own &= own - 1;
-      uint32_t const next = slot_of(stage, own);
+      uint32_t const next = ptx::opaque(slot_of(stage, own));  // early: it is what the next one waits for
       add<kBottom>(slot, expanded);
       slot = next;
     } while (own != 0);
@@ -348,7 +348,6 @@ private:
   int head_;
   int row_;
   bool exists_;
-  int layer_ = kMaxLayers;
   Below below_;
   int position_ = 0;  // of the query as the parent at hand sees it: n - 1 - 16 rank
   uint32_t q_[kK / 16][4];

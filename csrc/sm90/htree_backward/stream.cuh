@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_entry(uint32_t shared, Entry const& entry)
 }
 
 // What a stage says of its slots: the takers of each, a byte a slot, so that a consumer finds its own at once, and the
-// layer of all, kOver where the stream has ended; then the parents.
+// layer of all; then the parents. At the end of the stream all seem to take what is of layer kOver.
 struct Note {
   static constexpr int kOver = -1;
   uint32_t shared;
@@ -151,7 +151,10 @@ public:
   }
 
   __device__ __forceinline__ void finish() {
-    stage(0, 0, Note::kOver, [](Entry const&) -> char const* { return nullptr; });
+    ring_.barriers.wait_empty(at_, "htree_backward producer: empty");
+    if (lane_ != 0) return;
+    ptx::store_shared_16B(ring_.note(at_.slot).shared, {~0u, static_cast<uint32_t>(Note::kOver), 0u, 0u});
+    barriers::mbarrier_arrive(ring_.barriers.full_at(at_.slot));
   }
 
 private:
@@ -183,19 +186,25 @@ private:
   RingPosition<Cfg::kStages> at_;
 };
 
-// The consumers' side: calls take(stage, note, layer, own) where warp `warp` takes something of a stage; bit 8 i of
-// `own`: slot i.
-template <class Cfg, class Take>
-__device__ __forceinline__ void receive(Ring<Cfg> const& ring, int warp, Take&& take) {
+// The consumers' side: calls take(stage, note, layer, own) where warp `warp` takes something of a stage, bit 8 i of `own`
+// being slot i, and begin(layer) before the first of a layer.
+template <class Cfg, class Begin, class Take>
+__device__ __forceinline__ void receive(Ring<Cfg> const& ring, int warp, Begin&& begin, Take&& take) {
   RingPosition<Cfg::kStages> at;
+  int current = kMaxLayers;
   while (true) {
     ring.barriers.wait_full(at, "htree_backward consumer: full");
     Note const note = ring.note(at.slot);
     uint4 const words = ptx::load_shared_16B(note.shared);
-    int const layer = static_cast<int>(words.y);
-    if (layer == Note::kOver) return;
-    uint32_t const own = words.x >> warp & 0x01010101u;
-    if (own != 0) take(ring.stage(at.slot), note, layer, own);
+    if (uint32_t const own = words.x >> warp & 0x01010101u; own != 0) {
+      int const layer = static_cast<int>(words.y);
+      if (layer != current) {
+        if (layer == Note::kOver) return;
+        begin(layer);
+        current = layer;
+      }
+      take(ring.stage(at.slot), note, layer, own);
+    }
     __syncwarp();
     if (threadIdx.x % 32 == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
     at = at.ahead(1);
