@@ -27,6 +27,19 @@ __device__ __forceinline__ void lower_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// True in one thread of a warp that has met.
+__device__ __forceinline__ bool elect() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // blockIdx.x, read where it is written: what follows from it is computed again rather than kept in registers.
 __device__ __forceinline__ uint32_t block_index() {
   uint32_t index;

@@ -8,6 +8,7 @@
 
 #include <cuda_runtime.h>
 
+#include <climits>
 #include <cstdint>
 
 #include "operands.cuh"
@@ -59,29 +60,22 @@ struct Store {
   __device__ uint32_t inverse() const { return full(Cfg::kSlots); }  // of the keys
 };
 
-// A unit and how far it is: in shared memory, because registers are few while products are at work.
+// A unit and the row to look at next: in shared memory, because registers are few while products are at work.
 struct Progress {
   Unit unit;
-  int next = unit.first;  // row to look at
-  int found = 0;          // visits on the list
-  int taken = 0;          // visits done with
-
-  __device__ __forceinline__ explicit Progress(Unit const& unit) : unit(unit) {}
+  int next;
 
   __device__ __forceinline__ static Progress loaded(uint32_t shared) {
     uint4 const x = ptx::load_shared_16B(shared);
     uint4 const y = ptx::load_shared_16B(shared + 16);
-    Progress progress(Unit{static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z), static_cast<int>(y.x),
-                           static_cast<int>(x.w), static_cast<int>(y.w)});
-    progress.found = y.y;
-    progress.taken = y.z;
-    return progress;
+    return {Unit{static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z), static_cast<int>(y.x),
+                 static_cast<int>(x.w), static_cast<int>(y.y)},
+            static_cast<int>(y.x)};
   }
   __device__ __forceinline__ void store(uint32_t shared) const {
     ptx::store_shared_16B(shared, {static_cast<uint32_t>(unit.layer), static_cast<uint32_t>(unit.head),
                                    static_cast<uint32_t>(unit.parent), static_cast<uint32_t>(unit.end)});
-    ptx::store_shared_16B(shared + 16, {static_cast<uint32_t>(next), static_cast<uint32_t>(found),
-                                        static_cast<uint32_t>(taken), static_cast<uint32_t>(unit.earlier)});
+    ptx::store_shared_16B(shared + 16, {static_cast<uint32_t>(next), static_cast<uint32_t>(unit.earlier), 0u, 0u});
   }
 };
 
@@ -103,16 +97,19 @@ public:
     clear(dv_);
   }
 
-  __device__ void run(Progress progress) {
-    bool more = advance(progress, 0);
-    bool const any = more;
-    while (more) {
+  __device__ void run(Unit const& unit) {
+    look({unit, unit.first});
+    waiting_ = store_.slot(at_.slot);
+    bool const any = taken_ != found_;
+    while (taken_ != found_) {
       take();
-      progress = Progress::loaded(store_.progress());
-      ++progress.taken;
+      ++taken_;
       at_ = at_.ahead(1);
-      more = advance(progress, Cfg::kSlots - 1);
+      if (taken_ >= look_at_) look(Progress::loaded(store_.progress()));
     }
+    Steps const douts(waiting_ + matrix_lane<true>(lane_, Cfg::kValueRowBytes));
+#pragma unroll
+    for (int step = 0; step < kV / 16; ++step) add_values(douts, step);
     finish(Progress::loaded(store_.progress()).unit, any);
   }
 
@@ -144,11 +141,11 @@ private:
       int const position = c.n - 1 - kSiblings * rank;
       uint32_t const closed =
           Below(args_, unit.layer, unit.head).expanded(args_, unit.parent, row) | beyond(position);
-      uint32_t const entry = entry_at(progress.found + __popc(visitors & ((1u << lane_) - 1u)));
+      uint32_t const entry = entry_at(found_ + __popc(visitors & ((1u << lane_) - 1u)));
       ptx::store_shared_4B(entry, row);
       ptx::store_shared_4B(entry + 4, static_cast<uint32_t>(position) << 16 | (closed & 0xffffu));
     }
-    progress.found += __popc(visitors);
+    found_ += __popc(visitors);
   }
 
   // To the first of the next eight times 32 rows in which somebody visits the parent.
@@ -170,40 +167,42 @@ private:
     return store_.list() + static_cast<uint32_t>(i) % Cfg::kListEntries * 8;
   }
 
-  // Looks further where the list has room, until it holds enough for all slots, and fills the slots that are free: all
-  // but `sent`. Whether a visit is left.
-  __device__ __forceinline__ bool advance(Progress progress, int sent) {
-    sent = min(progress.taken + sent, progress.found);
+  // Looks further until the list holds enough for all slots, and fills those that are free: all but one, whose values wait.
+  // The list has room again when half of it is done with.
+  __device__ __forceinline__ void look(Progress progress) {
     bool first = true;
-    while (progress.next < progress.unit.end && progress.found - progress.taken <= Cfg::kListEntries - 32) {
+    while (progress.next < progress.unit.end && found_ - taken_ <= Cfg::kListEntries - 32) {
       if (!first) skip(progress);
       first = false;
       scan(progress);
-      if (progress.found - progress.taken >= Cfg::kSlots) break;
+      if (found_ - taken_ >= Cfg::kSlots) break;
     }
-    __syncwarp();  // the list is written, the slot and what is stored here are read
-    if (lane_ == 0) {
-      progress.store(store_.progress());
-      int const last = min(progress.found, progress.taken + Cfg::kSlots);
+    __syncwarp();  // the list is written, what is stored here is read
+    if (lane_ == 0) progress.store(store_.progress());
+    __syncwarp();
+    look_at_ = progress.next < progress.unit.end ? found_ - (Cfg::kListEntries - 32) : INT_MAX;
 #pragma unroll 1
-      for (; sent < last; ++sent) {
-        uint32_t const entry = entry_at(sent);
-        uint32_t const row = ptx::load_shared_4B(entry);
-        uint32_t const place = ptx::load_shared_4B(entry + 4);
-        uint32_t const i = at_.ahead(sent - progress.taken).slot;
-        uint32_t const slot = store_.slot(i);
-        uint32_t const full = store_.full(i);
-        ptx::store_shared_4B(slot + Cfg::kClosedOffset, place & 0xffffu);
-        barriers::mbarrier_arrive_expect_bytes(full, Cfg::kQueryBytes + Cfg::kTurnsBytes);
-        ptx::bulk_load(slot, args_.fragment_turns + (place >> 16) * (kK / 8), Cfg::kTurnsBytes, full);
-        ptx::bulk_load(slot + Cfg::kQueryOffset,
-                       args_.queries +
-                           (static_cast<std::int64_t>(progress.unit.head) * args_.chunk.rows + row) * Cfg::kQueryBytes,
-                       Cfg::kQueryBytes, full);
-      }
+    while (sent_ < min(found_, taken_ + Cfg::kSlots - 1)) send(progress.unit.head);
+  }
+
+  // The next visit to its slot.
+  __device__ __forceinline__ void send(int head) {
+    uint32_t const entry = entry_at(sent_);
+    uint32_t const row = ptx::load_shared_4B(entry);
+    uint32_t const place = ptx::load_shared_4B(entry + 4);
+    uint32_t const i = at_.ahead(sent_ - taken_).slot;
+    uint32_t const slot = store_.slot(i);
+    uint32_t const full = store_.full(i);
+    rope::Turns const* const turns = args_.fragment_turns + (place >> 16) * (kK / 8);
+    char const* const query =
+        args_.queries + (static_cast<std::int64_t>(head) * args_.chunk.rows + row) * Cfg::kQueryBytes;
+    if (ptx::elect()) {
+      barriers::mbarrier_arrive_expect_bytes(full, Cfg::kQueryBytes + Cfg::kTurnsBytes);
+      ptx::bulk_load(slot, turns, Cfg::kTurnsBytes, full);
+      ptx::bulk_load(slot + Cfg::kQueryOffset, query, Cfg::kQueryBytes, full);
     }
     __syncwarp();
-    return progress.taken != progress.found;
+    ++sent_;
   }
 
   // ---- products --------------------------------------------------------------------------------------------------
@@ -254,13 +253,13 @@ private:
   __device__ __forceinline__ void take() {
     uint32_t const slot = store_.slot(at_.slot);
     barriers::mbarrier_wait(store_.full(at_.slot), at_.parity, "htree_backward nodes: full");
-    uint32_t const closed = ptx::load_shared_4B(slot + Cfg::kClosedOffset);
+    uint32_t const closed = ptx::load_shared_4B(entry_at(taken_) + 4);
     float raw[2][4], dp[2][4];
     uint32_t turned[kK / 16][4];
     products(slot, raw, dp, turned);
-    uint32_t p[4];
+    waiting_ = slot;
     float ds[2][4];
-    float largest[2] = {};
+    uint32_t scaled[2][2];  // [children][heads]
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       uint32_t const header = slot + Cfg::kQueryOffset + tile * 32 + tq_ * 8;
@@ -273,13 +272,39 @@ private:
         float const inverse = ptx::load_shared_float(store_.inverse() + 4 * (g_ + 8 * i));
         bool const open = !(closed >> (g_ + 8 * i) & 1u);
         Weights const x =
-            weights(open, raw[tile][2 * i], inverse, unit.x, lse2.x, dp[tile][2 * i], delta.x, size.x);
+            weights(true, raw[tile][2 * i], inverse, unit.x, lse2.x, dp[tile][2 * i], delta.x, size.x);
         Weights const y =
-            weights(open, raw[tile][2 * i + 1], inverse, unit.y, lse2.y, dp[tile][2 * i + 1], delta.y, size.y);
-        p[2 * tile + i] = Pairs<Element>::pack(x.p, y.p);
+            weights(true, raw[tile][2 * i + 1], inverse, unit.y, lse2.y, dp[tile][2 * i + 1], delta.y, size.y);
+        uint32_t const p = Pairs<Element>::pack(x.p, y.p);
+        p_[2 * tile + i] = open ? p : 0;
         ds[tile][2 * i] = x.ds;
         ds[tile][2 * i + 1] = y.ds;
-        largest[i] = fmaxf(largest[i], fmaxf(fabsf(x.ds), fabsf(y.ds)));
+        uint32_t const both = Pairs<__half>::pack(x.ds * weight_scale_[i], y.ds * weight_scale_[i]);
+        scaled[i][tile] = open ? both : 0;
+      }
+    }
+    if (__any_sync(kFullWarp, leave(scaled))) fit(ds, closed, scaled);
+    __syncwarp();  // what waited before is read
+    if (sent_ < found_) send(ptx::load_shared_4B(store_.progress() + 4));
+    // dk by columns of K: a thread's weights for a child are then a B fragment, and transposed q an A fragment, without a
+    // move.
+#pragma unroll
+    for (int step = 0; step < kK / 16; ++step) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) ptx::mma_fp16(dk_[step][i], turned[step], scaled[i][0], scaled[i][1]);
+    }
+  }
+
+  // Weights that leave the range make the scale fall.
+  __device__ __forceinline__ void fit(float (&ds)[2][4], uint32_t closed, uint32_t (&scaled)[2][2]) {
+    float largest[2] = {};
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        bool const open = !(closed >> (g_ + 8 * (e / 2)) & 1u);
+        ds[tile][e] = open ? ds[tile][e] : 0.0f;
+        largest[e / 2] = fmaxf(largest[e / 2], fabsf(ds[tile][e]));
       }
     }
     fit_scale(weight_scale_, largest, [&](float const (&factor)[2]) {
@@ -296,14 +321,6 @@ private:
         }
       }
     });
-    add(slot, p, ds, turned);
-  }
-
-  // dk by columns of K: a thread's weights for a child are then a B fragment, and transposed q an A fragment, without
-  // a move.
-  __device__ __forceinline__ void add(uint32_t slot, uint32_t const (&p)[4], float const (&ds)[2][4],
-                                      uint32_t const (&turned)[kK / 16][4]) {
-    uint32_t scaled[2][2];  // [children][heads]
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -312,23 +329,14 @@ private:
             Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
       }
     }
-    Steps const douts(slot + matrix_lane<true>(lane_, Cfg::kValueRowBytes));
-    constexpr int kMost = kK > kV ? kK / 16 : kV / 16;
-#pragma unroll
-    for (int step = 0; step < kMost; ++step) {
-      uint32_t b[4];
-      if (step < kV / 16) ptx::load_matrix_x4_transposed(b, douts[step] + Cfg::kValueOffset);
-      if (step < kK / 16) {  // while dout is on its way
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          ptx::mma_fp16(dk_[step % (kK / 16)][i], turned[step % (kK / 16)], scaled[i][0], scaled[i][1]);
-        }
-      }
-      if (step < kV / 16) {
-        Pairs<Element>::mma(dv_[2 * step % (kV / 8)], p, b[0], b[1]);
-        Pairs<Element>::mma(dv_[2 * step % (kV / 8) + 1], p, b[2], b[3]);
-      }
-    }
+  }
+
+  // Of the visit that waits.
+  __device__ __forceinline__ void add_values(Steps const& douts, int step) {
+    uint32_t b[4];
+    ptx::load_matrix_x4_transposed(b, douts[step] + Cfg::kValueOffset);
+    Pairs<Element>::mma(dv_[2 * step], p_, b[0], b[1]);
+    Pairs<Element>::mma(dv_[2 * step + 1], p_, b[2], b[3]);
   }
 
   // Of child 2 tq + e, from the threads that have its row.
@@ -336,9 +344,10 @@ private:
     return __shfl_sync(kFullWarp, of_row, (2 * tq_ + e) * 4);
   }
 
-  // Scores and dP, whose chains of products hide each other's latency; turned: q for dk, transposed.
+  // Scores and dP, and beside their chains of products those of dv of the visit before; turned: q for dk, transposed.
   __device__ __forceinline__ void products(uint32_t slot, float (&raw)[2][4], float (&dp)[2][4],
-                                           uint32_t (&turned)[kK / 16][4]) const {
+                                           uint32_t (&turned)[kK / 16][4]) {
+    Steps const waiting(waiting_ + matrix_lane<true>(lane_, Cfg::kValueRowBytes));
     Steps const queries(slot + matrix_lane<false>(lane_, Cfg::kKeyRowBytes));
     Steps const douts(slot + matrix_lane<false>(lane_, Cfg::kValueRowBytes));
     Steps const values(store_.values() + matrix_lane<true>(lane_, 128));
@@ -359,6 +368,7 @@ private:
       }
 #pragma unroll
       for (int step = kk * kV / 16 / kHalf; step < (kk + 1) * kV / 16 / kHalf; ++step) {
+        add_values(waiting, step);
         uint32_t a[4], b[4];
         if (step < kHeld) {
 #pragma unroll
@@ -443,6 +453,14 @@ private:
   uint32_t values_[kHeld][4];
   float dk_[kK / 16][2][4];  // [columns of K][children], the columns being the rows of a result
   float dv_[kV / 8][4];
+  // Visits: on the list, sent, done with; of the last one the values wait in their slot for the next one's products. As
+  // many as are done with when the list has room.
+  int found_ = 0;
+  int sent_ = 0;
+  int taken_ = 0;
+  int look_at_ = 0;
+  uint32_t waiting_;
+  uint32_t p_[4] = {};
 };
 
 template <class Cfg>
@@ -459,7 +477,7 @@ __device__ void run_nodes(Args const& args, uint32_t shared, int warp) {
     next = __shfl_sync(kFullWarp, next, 0);
     if (next >= args.units) return;
     Unit const unit = Unit::numbered(args, next);
-    if (unit.earlier >= 0) Parent<Cfg>(args, store, at, unit).run(Progress(unit));
+    if (unit.earlier >= 0) Parent<Cfg>(args, store, at, unit).run(unit);
   }
 }
 

@@ -99,6 +99,14 @@ __device__ __forceinline__ void fit_scale(float (&scale)[2], float const (&large
   multiply(factor);
 }
 
+// Whether one of those leaves the range that are to be rounded to fp16, given as fp16; NaN apart.
+__device__ __forceinline__ bool leave(uint32_t const (&weights)[2][2]) {
+  auto const size = [&](int i) { return __habs2(reinterpret_cast<half2 const&>(weights[i / 2][i % 2])); };
+  half2 const largest = __hmax2(__hmax2(size(0), size(1)), __hmax2(size(2), size(3)));
+  // More than kMostWeight, the bits 0x7800: the sign of what is added to as much as makes that 0x7fff.
+  return ((reinterpret_cast<uint32_t const&>(largest) + 0x07ff07ffu) & 0x80008000u) != 0;
+}
+
 // P and dS = P (dP - delta) for one query head and child, dS times `size`, what the row that it multiplies was divided
 // by; what takes no part is zero whatever it holds.
 struct Weights {
