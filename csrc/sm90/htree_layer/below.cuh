@@ -90,32 +90,25 @@ private:
   __device__ __forceinline__ void add_all(Ring<Cfg> const& ring) {
     RingPosition<Cfg::kStages> at;
     Ring<Cfg> const own(ptx::opaque(ring.stages));
-    float products[2][4];      // of the parent that waits
-    uint32_t waiting = kNone;  // its slot
-    uint32_t kept = kNone;     // its stage, when others have followed
+    Waiting waiting;
+    clear(waiting);
+    uint32_t kept = kNone;  // the stage of the parent that waits, when others have followed
     int patience = kPatience;
-    clear(products, -Base::kInfinity);
 #pragma unroll 1
-    for (int groups = groups_;; --groups) {
-      bool const over = groups <= 0;
-      uint32_t stage = 0;
-      uint32_t mine = 0;
-      if (!over) {
-        own.barriers.wait_full(at, "htree_layer consumer: full");
-        stage = own.stage(at.slot);
-        mine = active_ ? ptx::load_shared_4B(own.mask(stage, warp_)) : 0u;
-        at = at.ahead(1);
-      }
+    for (int groups = groups_; groups > 0; --groups) {
+      own.barriers.wait_full(at, "htree_layer consumer: full");
+      uint32_t const stage = own.stage(at.slot);
+      uint32_t mine = active_ ? ptx::load_shared_4B(own.mask(stage, warp_)) : 0u;
+      at = at.ahead(1);
       if (mine == 0) {
-        if (!over) release(stage);
+        release(stage);
         patience -= 1;
-        if (kept != kNone && (over || patience == 0)) {
-          add_last<kBottom>(waiting, products);
+        if (kept != kNone && patience == 0) {
+          add_last<kBottom>(waiting);
           release(kept);
-          clear(products, -Base::kInfinity);
-          waiting = kept = kNone;
+          clear(waiting);
+          kept = kNone;
         }
-        if (over) break;
         continue;
       }
       uint32_t slot = slot_of(stage, mine);
@@ -124,16 +117,33 @@ private:
         if (left_ <= 0) begin_turning();
         mine &= mine - 1;
         uint32_t const next = slot_of(stage, mine);
-        // Where none waits its scores are -infinity: it has no weight, whatever the scales and values.
-        add<kBottom>(waiting != kNone ? waiting : slot, slot, products);
+        // Where none waits its scores are -infinity: it has no weight, whatever the values.
+        if (waiting.slot == kNone) waiting.slot = slot;
+        add<kBottom>(waiting, slot);
         if (kept != kNone) release(kept);
         kept = kNone;
-        waiting = slot;
         slot = next;
       } while (mine != 0);
       kept = stage;
       patience = kPatience;
     }
+    if (kept != kNone) {
+      add_last<kBottom>(waiting);
+      release(kept);
+    }
+  }
+
+  // What is known of the parent that waits, in a values pass.
+  struct Waiting {
+    float products[2][4];
+    Scales scales;
+    uint32_t slot;
+  };
+
+  static __device__ __forceinline__ void clear(Waiting& waiting) {
+    clear(waiting.products, -Base::kInfinity);
+    waiting.scales = {{{1.0f, 1.0f}, {1.0f, 1.0f}}};
+    waiting.slot = kNone;
   }
 
   __device__ __forceinline__ void score_all(Ring<Cfg> const& ring) {
@@ -320,8 +330,8 @@ private:
 
   // Where a score exceeds a maximum by more than kSlack: raises it, rescales what was summed up to then, and computes the
   // exponents again. A vote among the heads of one query has led here: whatever it decides follows from this query's data.
-  __device__ __forceinline__ void raise_maxima(uint32_t slot, float (&products)[2][4], float (&x)[2][4]) {
-    Base::apply(load_scales(slot), products);
+  __device__ __forceinline__ void raise_maxima(Scales const& scales, float (&products)[2][4], float (&x)[2][4]) {
+    Base::apply(scales, products);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float const largest = quad_max(Base::template row_max<1>(products, i));
@@ -357,11 +367,11 @@ private:
     }
   }
 
-  // A round of a values pass: products with the keys in `slot`, in place of those of the parent that `waiting` holds, whose
-  // values are added to O; the query turns on to the next rank.
+  // A round of a values pass: the values of the parent that waits are added to O, and that in `slot` waits in its place; the
+  // query turns on to the next rank.
   template <bool kBottom>
-  __device__ __forceinline__ void add(uint32_t waiting, uint32_t slot, float (&products)[2][4]) {
-    Scales const scales = load_scales(waiting);
+  __device__ __forceinline__ void add(Waiting& waiting, uint32_t slot) {
+    auto& products = waiting.products;
     if constexpr (!kBottom) {
       Base::mask(products, closed_);
       closed_ = args_.closed[cursor_];
@@ -369,39 +379,42 @@ private:
     uint32_t keys[2][4];
     load_keys(keys[0], slot, 0);
     float x[2][4];
-    if (__any_sync(kFullWarp, exponents(scales, products, x) > kSlack)) raise_maxima(waiting, products, x);
+    if (__any_sync(kFullWarp, exponents(waiting.scales, products, x) > kSlack)) raise_maxima(waiting.scales, products, x);
     uint32_t p[4];
     exponentiate(x, p);
     // One block of instructions, and the compiler interleaves them: products of the one parent, of the other, and turns.
     constexpr int kValueSteps = kValueTiles / 2;
     clear(products, 0.0f);
     uint32_t values[2][4];
-    load_values(values[0], waiting, 0);
+    load_values(values[0], waiting.slot, 0);
 #pragma unroll
     for (int i = 0; i < (kSteps > kValueSteps ? kSteps : kValueSteps); ++i) {
-      if (i + 1 < kValueSteps) load_values(values[(i + 1) % 2], waiting, i + 1);
+      if (i + 1 < kValueSteps) load_values(values[(i + 1) % 2], waiting.slot, i + 1);
       if (i + 1 < kSteps) load_keys(keys[(i + 1) % 2], slot, i + 1);
       if (i < kSteps) multiply_keys(products, keys[i % 2], i);
       if (i < kValueSteps) multiply_values(p, values[i % 2], i);
       if (i < kSteps && i % 2 == 1) turn(i / 2);
     }
+    waiting.scales = load_scales(slot);
+    waiting.slot = slot;
     advance();
   }
 
   // The same, bit for bit, with no parent behind it: where that happens is a matter of the neighbours. Only the last parent
   // of all has children behind the query.
   template <bool kBottom>
-  __device__ __forceinline__ void add_last(uint32_t waiting, float (&products)[2][4]) {
+  __device__ __forceinline__ void add_last(Waiting& waiting) {
+    auto& products = waiting.products;
     if constexpr (!kBottom) Base::mask(products, closed_);
     if (kBottom && was_last()) Base::mask(products, Base::behind(Base::rightmost()));
     float x[2][4];
-    if (__any_sync(kFullWarp, exponents(load_scales(waiting), products, x) > kSlack)) raise_maxima(waiting, products, x);
+    if (__any_sync(kFullWarp, exponents(waiting.scales, products, x) > kSlack)) raise_maxima(waiting.scales, products, x);
     uint32_t p[4];
     exponentiate(x, p);
 #pragma unroll
     for (int i = 0; i < kValueTiles / 2; ++i) {
       uint32_t values[4];
-      load_values(values, waiting, i);
+      load_values(values, waiting.slot, i);
       multiply_values(p, values, i);
     }
   }
