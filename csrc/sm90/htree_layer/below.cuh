@@ -355,16 +355,30 @@ private:
   }
 
   // P of a parent, rounded to the dtype, in A fragments, and its sums.
-  __device__ __forceinline__ void exponentiate(float const (&x)[2][4], uint32_t (&p)[4]) {
+  static __device__ __forceinline__ void exponentiate(float const (&x)[2][4], uint32_t (&p)[4], float (&sum)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float y[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) y[e] = ptx::exp2_movable(x[e / 2][2 * i + e % 2]);
-      sum_[i] += (y[0] + y[1]) + (y[2] + y[3]);
+      sum[i] = (y[0] + y[1]) + (y[2] + y[3]);
       p[i] = Pairs<typename Cfg::Element>::pack(y[0], y[1]);
       p[2 + i] = Pairs<typename Cfg::Element>::pack(y[2], y[3]);
     }
+  }
+
+  // P of the parent that waits. Exponentials pass while the warp votes on its maxima.
+  __device__ __forceinline__ void weigh(Waiting& waiting, uint32_t (&p)[4]) {
+    float x[2][4];
+    float sum[2];
+    bool const rises = exponents(waiting.scales, waiting.products, x) > kSlack;
+    exponentiate(x, p, sum);
+    if (__any_sync(kFullWarp, rises)) {
+      raise_maxima(waiting.scales, waiting.products, x);
+      exponentiate(x, p, sum);
+    }
+    sum_[0] += sum[0];
+    sum_[1] += sum[1];
   }
 
   // A round of a values pass: the values of the parent that waits are added to O, and that in `slot` waits in its place; the
@@ -378,10 +392,8 @@ private:
     }
     uint32_t keys[2][4];
     load_keys(keys[0], slot, 0);
-    float x[2][4];
-    if (__any_sync(kFullWarp, exponents(waiting.scales, products, x) > kSlack)) raise_maxima(waiting.scales, products, x);
     uint32_t p[4];
-    exponentiate(x, p);
+    weigh(waiting, p);
     // One block of instructions, and the compiler interleaves them: products of the one parent, of the other, and turns.
     constexpr int kValueSteps = kValueTiles / 2;
     clear(products, 0.0f);
@@ -407,10 +419,8 @@ private:
     auto& products = waiting.products;
     if constexpr (!kBottom) Base::mask(products, closed_);
     if (kBottom && was_last()) Base::mask(products, Base::behind(Base::rightmost()));
-    float x[2][4];
-    if (__any_sync(kFullWarp, exponents(waiting.scales, products, x) > kSlack)) raise_maxima(waiting.scales, products, x);
     uint32_t p[4];
-    exponentiate(x, p);
+    weigh(waiting, p);
 #pragma unroll
     for (int i = 0; i < kValueTiles / 2; ++i) {
       uint32_t values[4];
