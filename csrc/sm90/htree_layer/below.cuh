@@ -94,13 +94,19 @@ private:
     clear(waiting);
     uint32_t kept = kNone;  // the stage of the parent that waits, when others have followed
     int patience = kPatience;
+    uint32_t next_mine = 0;  // of the stage behind the one at hand, which says so: there nobody waits for it
+    if (groups_ > 0 && active_) {
+      own.barriers.wait_full(at, "htree_layer consumer: full");
+      next_mine = ptx::load_shared_4B(own.mask(own.stage(at.slot), warp_));
+    }
 #pragma unroll 1
     for (int groups = groups_; groups > 0; --groups) {
       own.barriers.wait_full(at, "htree_layer consumer: full");
       uint32_t const stage = own.stage(at.slot);
-      uint32_t mine = active_ ? ptx::load_shared_4B(own.mask(stage, warp_)) : 0u;
+      uint32_t mine = next_mine;
       at = at.ahead(1);
       if (mine == 0) {
+        if (active_) next_mine = ptx::load_shared_4B(own.next_mask(stage, warp_));
         release(stage);
         patience -= 1;
         if (kept != kNone && patience == 0) {
@@ -119,7 +125,7 @@ private:
         uint32_t const next = slot_of(stage, mine);
         // Where none waits its scores are -infinity: it has no weight, whatever the values.
         if (waiting.slot == kNone) waiting.slot = slot;
-        add<kBottom>(waiting, slot);
+        add<kBottom>(waiting, slot, own.next_mask(stage, warp_), next_mine);
         if (kept != kNone) release(kept);
         kept = kNone;
         slot = next;
@@ -382,9 +388,9 @@ private:
   }
 
   // A round of a values pass: the values of the parent that waits are added to O, and that in `slot` waits in its place; the
-  // query turns on to the next rank.
+  // query turns on to the next rank. `mine` is what is at `mask`: read here, its latency passes beside the products.
   template <bool kBottom>
-  __device__ __forceinline__ void add(Waiting& waiting, uint32_t slot) {
+  __device__ __forceinline__ void add(Waiting& waiting, uint32_t slot, uint32_t mask, uint32_t& mine) {
     auto& products = waiting.products;
     if constexpr (!kBottom) {
       Base::mask(products, closed_);
@@ -396,6 +402,7 @@ private:
     weigh(waiting, p);
     // One block of instructions, and the compiler interleaves them: products of the one parent, of the other, and turns.
     constexpr int kValueSteps = kValueTiles / 2;
+    mine = ptx::load_shared_4B(mask);
     clear(products, 0.0f);
     uint32_t values[2][4];
     load_values(values[0], waiting.slot, 0);

@@ -83,7 +83,8 @@ struct Config {
   static constexpr int kFullOffset = 0;
   static constexpr int kEmptyOffset = 8;
   static constexpr int kMaskOffset = 16;
-  static_assert(kMaskOffset + 4 * kConsumers <= kScaleOffset);
+  static constexpr int kNextMaskOffset = kMaskOffset + 4 * kConsumers;  // of the stage behind it; kBelow
+  static_assert(kNextMaskOffset + 4 * kConsumers <= kScaleOffset);
   // Values: kFirst: the turned queries, for each warpgroup panels of 64 rows, the heads of its four queries; kBelow: each
   // query as it is, in fragments. kBelow: then the turns from which it begins anew, for each.
   static constexpr int kQueryPanelBytes = 64 * 128;
@@ -104,7 +105,7 @@ struct Config {
   static constexpr int kMergeOutOffset = kMergeHeadOffset + kConsumers * 16 * 16;
   static constexpr int kMergeOutBytes = (kV / 8) * 32 * 16;
   static constexpr int kMergePerStage = (kStageBytes - kMergeOutOffset) / kMergeOutBytes;
-  static_assert(kMergeHeadOffset >= kMaskOffset + 4 * kConsumers && kMergeOutOffset <= kStageBytes);
+  static_assert(kMergeHeadOffset >= kNextMaskOffset + 4 * kConsumers && kMergeOutOffset <= kStageBytes);
   static_assert(!kReadsValues || kStages * kMergePerStage >= kConsumers);
   static constexpr int kMergeBarrier = 1;
   static constexpr int kQueryBarrier = 2;  // and one more for each further warpgroup

@@ -41,6 +41,10 @@ struct Ring {
   __device__ __forceinline__ uint32_t stage(uint32_t slot) const { return stages + slot * Cfg::kStageBytes; }
   // What query `i` of the block takes of the stage.
   static __device__ __forceinline__ uint32_t mask(uint32_t stage, int i) { return stage + Cfg::kMaskOffset + 4 * i; }
+  // And of the one behind it.
+  static __device__ __forceinline__ uint32_t next_mask(uint32_t stage, int i) {
+    return stage + Cfg::kNextMaskOffset + 4 * i;
+  }
 };
 
 // Whether the query at position t walks this layer in this way. Above its first layer it has nothing to do.
@@ -103,6 +107,16 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
     if (args.split) next_mask = entry < count ? 1u << consumer_of(args, entry) : 0u;
   };
 
+  // Of the slots of a stage, those that query `lane` takes.
+  auto const taken = [&](unsigned mask, int group) {
+    uint32_t slots = 0;
+#pragma unroll
+    for (int i = 0; i < Cfg::kStageSlots; ++i) {
+      slots |= (__shfl_sync(kFullWarp, mask, group * Cfg::kStageSlots + i) >> lane & 1u) << i;
+    }
+    return slots;
+  };
+
   RingPosition<Cfg::kStages> at;
   fetch(lane);
   for (int base = 0; base < count; base += 32) {
@@ -115,12 +129,13 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
       ring.barriers.wait_empty(at, "htree_layer producer: empty");
       bool const mine = lane / Cfg::kStageSlots == group;
       int const slot = lane % Cfg::kStageSlots;
-      uint32_t taken = 0;  // of the stage's slots, by query `lane`
-#pragma unroll
-      for (int i = 0; i < Cfg::kStageSlots; ++i) {
-        taken |= (__shfl_sync(kFullWarp, mask, group * Cfg::kStageSlots + i) >> lane & 1u) << i;
+      uint32_t const own = taken(mask, group);
+      if (lane < Cfg::kConsumers) ptx::store_shared_4B(ring.mask(ring.stage(at.slot), lane), own);
+      if constexpr (Cfg::kWalk == Walk::kBelow) {
+        bool const last = group == 32 / Cfg::kStageSlots - 1;
+        uint32_t const next = taken(last ? next_mask : mask, last ? 0 : group + 1);
+        if (lane < Cfg::kConsumers) ptx::store_shared_4B(ring.next_mask(ring.stage(at.slot), lane), next);
       }
-      if (lane < Cfg::kConsumers) ptx::store_shared_4B(ring.mask(ring.stage(at.slot), lane), taken);
       int const slots = min(count - base - group * Cfg::kStageSlots, Cfg::kStageSlots);
       int const copies = (slots + Cfg::kCopySlots - 1) / Cfg::kCopySlots;  // a tile is whole in global memory
       __syncwarp();
