@@ -55,10 +55,11 @@ public:
     }
     if (Base::split()) skip(warp_);
     if constexpr (Cfg::kReadsValues) {
+      uint32_t const saved = saved_query();
 #pragma unroll
       for (int kk = 0; kk < kSteps; ++kk) {
         auto const& x = reinterpret_cast<uint32_t const(&)[4]>(q_[kk]);
-        ptx::store_shared_16B(saved_query() + kk * 512, {x[0], x[1], x[2], x[3]});
+        ptx::store_shared_16B(saved + kk * 512, {x[0], x[1], x[2], x[3]});
       }
     }
     fetch_turns(0);
@@ -211,7 +212,10 @@ private:
   }
 
   // Beside O there are no registers for the query as it is: each thread leaves its part in shared memory.
-  __device__ __forceinline__ uint32_t saved_query() const { return shared_ + warp_ * (kSteps * 512) + lane_ * 16; }
+  // What is needed every few ranks alone is found out again there: registers are scarcer than instructions.
+  __device__ __forceinline__ uint32_t saved_query() const {
+    return shared_ + warp_ * (kSteps * 512) + ptx::lane_index() * 16;
+  }
 
   // The query as the parent at hand sees it.
   __device__ __forceinline__ auto& turned() {
@@ -236,8 +240,9 @@ private:
   // Those of the rank that many further.
   __device__ __forceinline__ void fetch_turns(int ranks) const {
     int const position = position_ - ranks * kSiblings;
-    if (position >= 0 && lane_ < kK / 8) {
-      ptx::copy_async_16B(fetched_turns() + lane_ * 16, args_.fragment_turns + (position * (kK / 8) + lane_), 0);
+    int const lane = static_cast<int>(ptx::lane_index());
+    if (position >= 0 && lane < kK / 8) {
+      ptx::copy_async_16B(fetched_turns() + lane * 16, args_.fragment_turns + (position * (kK / 8) + lane), 0);
     }
     ptx::copy_async_commit();
   }
@@ -253,16 +258,18 @@ private:
     ptx::copy_async_wait<0>();
     __syncwarp();
     if constexpr (Cfg::kReadsValues) {
+      uint32_t const saved = saved_query();
 #pragma unroll
       for (int kk = 0; kk < kSteps; ++kk) {
-        uint4 const x = ptx::load_shared_16B(saved_query() + kk * 512);
+        uint4 const x = ptx::load_shared_16B(saved + kk * 512);
         auto& words = reinterpret_cast<uint32_t(&)[4]>(q_[kk]);
         words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
       }
     }
+    uint32_t const fetched = fetched_turns() + ptx::lane_index() % 4 * 16;
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
-      uint4 const x = ptx::load_shared_16B(fetched_turns() + (kk * 4 + tq_) * 16);
+      uint4 const x = ptx::load_shared_16B(fetched + kk * 64);
       rope::turn_fragments(turned()[kk], turned()[kk + kHalf], q_[kk], q_[kk + kHalf],
                            reinterpret_cast<rope::Turns const&>(x));
     }
