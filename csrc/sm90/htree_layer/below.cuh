@@ -73,10 +73,10 @@ public:
         add_all<false>(ring);
       }
       if (*args_.spoilt != 0) spoil();
+      Base::finish_values(ring);
     } else {
-      score_all(ring);
+      choose(ring);
     }
-    Base::finish(ring);
   }
 
 private:
@@ -153,8 +153,23 @@ private:
     waiting.slot = kNone;
   }
 
-  __device__ __forceinline__ void score_all(Ring<Cfg> const& ring) {
+  // The normaliser, then the importance relative to it: the parents pass by twice.
+  __device__ __forceinline__ void choose(Ring<Cfg> const& ring) {
     RingPosition<Cfg::kStages> at;
+    score_all<Sums::kNormaliser>(ring, at);
+    if (active_) {
+      Base::finish_normaliser(ring);
+      Base::begin_walk(QueryBlock(args_.blocks, ptx::block_index()));
+      if (Base::split()) skip(warp_);
+      left_ = -1;
+      ptx::copy_async_wait<0>();  // turns of a rank behind the last may be on their way
+      fetch_turns(0);
+    }
+    score_all<Sums::kImportance>(ring, at);
+  }
+
+  template <Sums kSums>
+  __device__ __forceinline__ void score_all(Ring<Cfg> const& ring, RingPosition<Cfg::kStages>& at) {
     Ring<Cfg> const own(ptx::opaque(ring.stages));
     Scored scored;
     clear(scored.scores, -Base::kInfinity);
@@ -171,13 +186,13 @@ private:
         if (left_ <= 0) begin_turning();
         mine &= mine - 1;
         uint32_t const next = slot_of(stage, mine);
-        score(slot, scored);
+        score<kSums>(slot, scored);
         slot = next;
       }
       release(stage);
       at = at.ahead(1);
     }
-    if (left_ >= 0) account_last(scored);  // there was a parent
+    if (left_ >= 0) account_last<kSums>(scored);  // there was a parent
   }
 
   __device__ __forceinline__ void release(uint32_t stage) const {
@@ -454,8 +469,9 @@ private:
   };
 
   // A round of a scoring pass.
+  template <Sums kSums>
   __device__ __forceinline__ void score(uint32_t slot, Scored& scored) {
-    account(scored);
+    account<kSums>(scored);
     Scales const scales = load_scales(slot);
     float products[2][4];
     clear(products, 0.0f);
@@ -471,7 +487,7 @@ private:
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         // The maximum of importance is known, and this takes no more instructions than a copy.
-        bool const known = Cfg::kPass == Pass::kImportance;
+        bool const known = kSums == Sums::kImportance;
         scored.scores[tile][e] = known ? below_maximum(scales, products, tile, e) : products[tile][e];
       }
     }
@@ -480,9 +496,10 @@ private:
     advance();
   }
 
+  template <Sums kSums>
   __device__ __forceinline__ void account(Scored& scored) {
     float x[2][4];
-    if constexpr (Cfg::kPass == Pass::kNormaliser) {
+    if constexpr (kSums == Sums::kNormaliser) {
       if (__any_sync(kFullWarp, exponents(scored.scales, scored.scores, x) > kSlack)) {
         Base::apply(scored.scales, scored.scores);
         Base::template raise_own<1>(scored.scores);
@@ -503,12 +520,13 @@ private:
     }
   }
 
+  template <Sums kSums>
   __device__ __forceinline__ void account_last(Scored& scored) {
-    if constexpr (Cfg::kPass == Pass::kNormaliser) {
+    if constexpr (kSums == Sums::kNormaliser) {
       Base::apply(scored.scales, scored.scores);
       Base::add_to_normaliser(scored.scores, was_last());
     } else {
-      account(scored);
+      account<kSums>(scored);
     }
   }
 
