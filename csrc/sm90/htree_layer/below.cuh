@@ -500,16 +500,24 @@ private:
   __device__ __forceinline__ void account(Scored& scored) {
     float x[2][4];
     if constexpr (kSums == Sums::kNormaliser) {
-      if (__any_sync(kFullWarp, exponents(scored.scales, scored.scores, x) > kSlack)) {
+      float sum[2];
+      auto const sum_up = [&] {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          sum[i] = (ptx::exp2_movable(x[0][2 * i]) + ptx::exp2_movable(x[0][2 * i + 1])) +
+                   (ptx::exp2_movable(x[1][2 * i]) + ptx::exp2_movable(x[1][2 * i + 1]));
+        }
+      };
+      bool const rises = exponents(scored.scales, scored.scores, x) > kSlack;
+      sum_up();  // while the warp votes
+      if (__any_sync(kFullWarp, rises)) {
         Base::apply(scored.scales, scored.scores);
         Base::template raise_own<1>(scored.scores);
         exponents_of(scored.scores, x);
+        sum_up();
       }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        sum_[i] += (ptx::exp2_movable(x[0][2 * i]) + ptx::exp2_movable(x[0][2 * i + 1])) +
-                   (ptx::exp2_movable(x[1][2 * i]) + ptx::exp2_movable(x[1][2 * i + 1]));
-      }
+      sum_[0] += sum[0];
+      sum_[1] += sum[1];
     } else {
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
