@@ -251,12 +251,10 @@ PHASES = {
     "packing": r"tree_pack|turns_kernel",
     "selection": r"select_kernel",
     "union": r"unite_kernel",
-    "first layer: normaliser": r"htree_layer_kernel<.*Pass\)0.*Walk\)0",
-    "first layer: importance": r"htree_layer_kernel<.*Pass\)1.*Walk\)0",
-    "first layer: values": r"htree_layer_kernel<.*Pass\)2.*Walk\)0",
-    "layers below: normaliser": r"htree_layer_kernel<.*Pass\)0.*Walk\)1",
-    "layers below: importance": r"htree_layer_kernel<.*Pass\)1.*Walk\)1",
-    "layers below: values": r"htree_layer_kernel<.*Pass\)2.*Walk\)1",
+    "first layer: choice": r"htree_layer_kernel<.*Pass\)0.*Walk\)0",
+    "first layer: values": r"htree_layer_kernel<.*Pass\)1.*Walk\)0",
+    "layers below: choice": r"htree_layer_kernel<.*Pass\)0.*Walk\)1",
+    "layers below: values": r"htree_layer_kernel<.*Pass\)1.*Walk\)1",
 }
 
 

@@ -52,7 +52,7 @@ def test_phases_know_every_kernel_of_the_forward():
         "htree_cuda::layer::Config<__nv_bfloat16, 128, 128, (htree_cuda::layer::Pass){}, (htree_cuda::layer::Walk){}>"
     )
     for walk, where in enumerate(("first layer", "layers below")):
-        for number, name in enumerate(("normaliser", "importance", "values")):
+        for number, name in enumerate(("choice", "values")):
             kernel = (
                 f"void htree_cuda::layer::htree_layer_kernel<{config.format(number, walk)} >(htree_cuda::layer::Args)"
             )

@@ -47,6 +47,13 @@ __device__ __forceinline__ uint32_t block_index() {
   return index;
 }
 
+// The lane's number, likewise.
+__device__ __forceinline__ uint32_t lane_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(index));
+  return index;
+}
+
 // ---- shared memory addresses and matrices ------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t shared_address(void const* pointer) {

@@ -55,10 +55,11 @@ public:
     }
     if (Base::split()) skip(warp_);
     if constexpr (Cfg::kReadsValues) {
+      uint32_t const saved = saved_query();
 #pragma unroll
       for (int kk = 0; kk < kSteps; ++kk) {
         auto const& x = reinterpret_cast<uint32_t const(&)[4]>(q_[kk]);
-        ptx::store_shared_16B(saved_query() + kk * 512, {x[0], x[1], x[2], x[3]});
+        ptx::store_shared_16B(saved + kk * 512, {x[0], x[1], x[2], x[3]});
       }
     }
     fetch_turns(0);
@@ -72,10 +73,10 @@ public:
         add_all<false>(ring);
       }
       if (*args_.spoilt != 0) spoil();
+      Base::finish_values(ring);
     } else {
-      score_all(ring);
+      choose(ring);
     }
-    Base::finish(ring);
   }
 
 private:
@@ -90,32 +91,31 @@ private:
   __device__ __forceinline__ void add_all(Ring<Cfg> const& ring) {
     RingPosition<Cfg::kStages> at;
     Ring<Cfg> const own(ptx::opaque(ring.stages));
-    float products[2][4];      // of the parent that waits
-    uint32_t waiting = kNone;  // its slot
-    uint32_t kept = kNone;     // its stage, when others have followed
+    Waiting waiting;
+    clear(waiting);
+    uint32_t kept = kNone;  // the stage of the parent that waits, when others have followed
     int patience = kPatience;
-    clear(products, -Base::kInfinity);
+    uint32_t next_mine = 0;  // of the stage behind the one at hand, which says so: there nobody waits for it
+    if (groups_ > 0 && active_) {
+      own.barriers.wait_full(at, "htree_layer consumer: full");
+      next_mine = ptx::load_shared_4B(own.mask(own.stage(at.slot), warp_));
+    }
 #pragma unroll 1
-    for (int groups = groups_;; --groups) {
-      bool const over = groups <= 0;
-      uint32_t stage = 0;
-      uint32_t mine = 0;
-      if (!over) {
-        own.barriers.wait_full(at, "htree_layer consumer: full");
-        stage = own.stage(at.slot);
-        mine = active_ ? ptx::load_shared_4B(own.mask(stage, warp_)) : 0u;
-        at = at.ahead(1);
-      }
+    for (int groups = groups_; groups > 0; --groups) {
+      own.barriers.wait_full(at, "htree_layer consumer: full");
+      uint32_t const stage = own.stage(at.slot);
+      uint32_t mine = next_mine;
+      at = at.ahead(1);
       if (mine == 0) {
-        if (!over) release(stage);
+        if (active_) next_mine = ptx::load_shared_4B(own.next_mask(stage, warp_));
+        release(stage);
         patience -= 1;
-        if (kept != kNone && (over || patience == 0)) {
-          add_last<kBottom>(waiting, products);
+        if (kept != kNone && patience == 0) {
+          add_last<kBottom>(waiting);
           release(kept);
-          clear(products, -Base::kInfinity);
-          waiting = kept = kNone;
+          clear(waiting);
+          kept = kNone;
         }
-        if (over) break;
         continue;
       }
       uint32_t slot = slot_of(stage, mine);
@@ -124,20 +124,52 @@ private:
         if (left_ <= 0) begin_turning();
         mine &= mine - 1;
         uint32_t const next = slot_of(stage, mine);
-        // Where none waits its scores are -infinity: it has no weight, whatever the scales and values.
-        add<kBottom>(waiting != kNone ? waiting : slot, slot, products);
+        // Where none waits its scores are -infinity: it has no weight, whatever the values.
+        if (waiting.slot == kNone) waiting.slot = slot;
+        add<kBottom>(waiting, slot, own.next_mask(stage, warp_), next_mine);
         if (kept != kNone) release(kept);
         kept = kNone;
-        waiting = slot;
         slot = next;
       } while (mine != 0);
       kept = stage;
       patience = kPatience;
     }
+    if (kept != kNone) {
+      add_last<kBottom>(waiting);
+      release(kept);
+    }
   }
 
-  __device__ __forceinline__ void score_all(Ring<Cfg> const& ring) {
+  // What is known of the parent that waits, in a values pass.
+  struct Waiting {
+    float products[2][4];
+    Scales scales;
+    uint32_t slot;
+  };
+
+  static __device__ __forceinline__ void clear(Waiting& waiting) {
+    clear(waiting.products, -Base::kInfinity);
+    waiting.scales = {{{1.0f, 1.0f}, {1.0f, 1.0f}}};
+    waiting.slot = kNone;
+  }
+
+  // The normaliser, then the importance relative to it: the parents pass by twice.
+  __device__ __forceinline__ void choose(Ring<Cfg> const& ring) {
     RingPosition<Cfg::kStages> at;
+    score_all<Sums::kNormaliser>(ring, at);
+    if (active_) {
+      Base::finish_normaliser(ring);
+      Base::begin_walk(QueryBlock(args_.blocks, ptx::block_index()));
+      if (Base::split()) skip(warp_);
+      left_ = -1;
+      ptx::copy_async_wait<0>();  // turns of a rank behind the last may be on their way
+      fetch_turns(0);
+    }
+    score_all<Sums::kImportance>(ring, at);
+  }
+
+  template <Sums kSums>
+  __device__ __forceinline__ void score_all(Ring<Cfg> const& ring, RingPosition<Cfg::kStages>& at) {
     Ring<Cfg> const own(ptx::opaque(ring.stages));
     Scored scored;
     clear(scored.scores, -Base::kInfinity);
@@ -154,13 +186,13 @@ private:
         if (left_ <= 0) begin_turning();
         mine &= mine - 1;
         uint32_t const next = slot_of(stage, mine);
-        score(slot, scored);
+        score<kSums>(slot, scored);
         slot = next;
       }
       release(stage);
       at = at.ahead(1);
     }
-    if (left_ >= 0) account_last(scored);  // there was a parent
+    if (left_ >= 0) account_last<kSums>(scored);  // there was a parent
   }
 
   __device__ __forceinline__ void release(uint32_t stage) const {
@@ -195,7 +227,10 @@ private:
   }
 
   // Beside O there are no registers for the query as it is: each thread leaves its part in shared memory.
-  __device__ __forceinline__ uint32_t saved_query() const { return shared_ + warp_ * (kSteps * 512) + lane_ * 16; }
+  // What is needed every few ranks alone is found out again there: registers are scarcer than instructions.
+  __device__ __forceinline__ uint32_t saved_query() const {
+    return shared_ + warp_ * (kSteps * 512) + ptx::lane_index() * 16;
+  }
 
   // The query as the parent at hand sees it.
   __device__ __forceinline__ auto& turned() {
@@ -220,8 +255,9 @@ private:
   // Those of the rank that many further.
   __device__ __forceinline__ void fetch_turns(int ranks) const {
     int const position = position_ - ranks * kSiblings;
-    if (position >= 0 && lane_ < kK / 8) {
-      ptx::copy_async_16B(fetched_turns() + lane_ * 16, args_.fragment_turns + (position * (kK / 8) + lane_), 0);
+    int const lane = static_cast<int>(ptx::lane_index());
+    if (position >= 0 && lane < kK / 8) {
+      ptx::copy_async_16B(fetched_turns() + lane * 16, args_.fragment_turns + (position * (kK / 8) + lane), 0);
     }
     ptx::copy_async_commit();
   }
@@ -237,16 +273,18 @@ private:
     ptx::copy_async_wait<0>();
     __syncwarp();
     if constexpr (Cfg::kReadsValues) {
+      uint32_t const saved = saved_query();
 #pragma unroll
       for (int kk = 0; kk < kSteps; ++kk) {
-        uint4 const x = ptx::load_shared_16B(saved_query() + kk * 512);
+        uint4 const x = ptx::load_shared_16B(saved + kk * 512);
         auto& words = reinterpret_cast<uint32_t(&)[4]>(q_[kk]);
         words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
       }
     }
+    uint32_t const fetched = fetched_turns() + ptx::lane_index() % 4 * 16;
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
-      uint4 const x = ptx::load_shared_16B(fetched_turns() + (kk * 4 + tq_) * 16);
+      uint4 const x = ptx::load_shared_16B(fetched + kk * 64);
       rope::turn_fragments(turned()[kk], turned()[kk + kHalf], q_[kk], q_[kk + kHalf],
                            reinterpret_cast<rope::Turns const&>(x));
     }
@@ -320,8 +358,8 @@ private:
 
   // Where a score exceeds a maximum by more than kSlack: raises it, rescales what was summed up to then, and computes the
   // exponents again. A vote among the heads of one query has led here: whatever it decides follows from this query's data.
-  __device__ __forceinline__ void raise_maxima(uint32_t slot, float (&products)[2][4], float (&x)[2][4]) {
-    Base::apply(load_scales(slot), products);
+  __device__ __forceinline__ void raise_maxima(Scales const& scales, float (&products)[2][4], float (&x)[2][4]) {
+    Base::apply(scales, products);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float const largest = quad_max(Base::template row_max<1>(products, i));
@@ -345,63 +383,77 @@ private:
   }
 
   // P of a parent, rounded to the dtype, in A fragments, and its sums.
-  __device__ __forceinline__ void exponentiate(float const (&x)[2][4], uint32_t (&p)[4]) {
+  static __device__ __forceinline__ void exponentiate(float const (&x)[2][4], uint32_t (&p)[4], float (&sum)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float y[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) y[e] = ptx::exp2_movable(x[e / 2][2 * i + e % 2]);
-      sum_[i] += (y[0] + y[1]) + (y[2] + y[3]);
+      sum[i] = (y[0] + y[1]) + (y[2] + y[3]);
       p[i] = Pairs<typename Cfg::Element>::pack(y[0], y[1]);
       p[2 + i] = Pairs<typename Cfg::Element>::pack(y[2], y[3]);
     }
   }
 
-  // A round of a values pass: products with the keys in `slot`, in place of those of the parent that `waiting` holds, whose
-  // values are added to O; the query turns on to the next rank.
+  // P of the parent that waits. Exponentials pass while the warp votes on its maxima.
+  __device__ __forceinline__ void weigh(Waiting& waiting, uint32_t (&p)[4]) {
+    float x[2][4];
+    float sum[2];
+    bool const rises = exponents(waiting.scales, waiting.products, x) > kSlack;
+    exponentiate(x, p, sum);
+    if (__any_sync(kFullWarp, rises)) {
+      raise_maxima(waiting.scales, waiting.products, x);
+      exponentiate(x, p, sum);
+    }
+    sum_[0] += sum[0];
+    sum_[1] += sum[1];
+  }
+
+  // A round of a values pass: the values of the parent that waits are added to O, and that in `slot` waits in its place; the
+  // query turns on to the next rank. `mine` is what is at `mask`: read here, its latency passes beside the products.
   template <bool kBottom>
-  __device__ __forceinline__ void add(uint32_t waiting, uint32_t slot, float (&products)[2][4]) {
-    Scales const scales = load_scales(waiting);
+  __device__ __forceinline__ void add(Waiting& waiting, uint32_t slot, uint32_t mask, uint32_t& mine) {
+    auto& products = waiting.products;
     if constexpr (!kBottom) {
       Base::mask(products, closed_);
       closed_ = args_.closed[cursor_];
     }
     uint32_t keys[2][4];
     load_keys(keys[0], slot, 0);
-    float x[2][4];
-    if (__any_sync(kFullWarp, exponents(scales, products, x) > kSlack)) raise_maxima(waiting, products, x);
     uint32_t p[4];
-    exponentiate(x, p);
+    weigh(waiting, p);
     // One block of instructions, and the compiler interleaves them: products of the one parent, of the other, and turns.
     constexpr int kValueSteps = kValueTiles / 2;
+    mine = ptx::load_shared_4B(mask);
     clear(products, 0.0f);
     uint32_t values[2][4];
-    load_values(values[0], waiting, 0);
+    load_values(values[0], waiting.slot, 0);
 #pragma unroll
     for (int i = 0; i < (kSteps > kValueSteps ? kSteps : kValueSteps); ++i) {
-      if (i + 1 < kValueSteps) load_values(values[(i + 1) % 2], waiting, i + 1);
+      if (i + 1 < kValueSteps) load_values(values[(i + 1) % 2], waiting.slot, i + 1);
       if (i + 1 < kSteps) load_keys(keys[(i + 1) % 2], slot, i + 1);
       if (i < kSteps) multiply_keys(products, keys[i % 2], i);
       if (i < kValueSteps) multiply_values(p, values[i % 2], i);
       if (i < kSteps && i % 2 == 1) turn(i / 2);
     }
+    waiting.scales = load_scales(slot);
+    waiting.slot = slot;
     advance();
   }
 
   // The same, bit for bit, with no parent behind it: where that happens is a matter of the neighbours. Only the last parent
   // of all has children behind the query.
   template <bool kBottom>
-  __device__ __forceinline__ void add_last(uint32_t waiting, float (&products)[2][4]) {
+  __device__ __forceinline__ void add_last(Waiting& waiting) {
+    auto& products = waiting.products;
     if constexpr (!kBottom) Base::mask(products, closed_);
     if (kBottom && was_last()) Base::mask(products, Base::behind(Base::rightmost()));
-    float x[2][4];
-    if (__any_sync(kFullWarp, exponents(load_scales(waiting), products, x) > kSlack)) raise_maxima(waiting, products, x);
     uint32_t p[4];
-    exponentiate(x, p);
+    weigh(waiting, p);
 #pragma unroll
     for (int i = 0; i < kValueTiles / 2; ++i) {
       uint32_t values[4];
-      load_values(values, waiting, i);
+      load_values(values, waiting.slot, i);
       multiply_values(p, values, i);
     }
   }
@@ -417,8 +469,9 @@ private:
   };
 
   // A round of a scoring pass.
+  template <Sums kSums>
   __device__ __forceinline__ void score(uint32_t slot, Scored& scored) {
-    account(scored);
+    account<kSums>(scored);
     Scales const scales = load_scales(slot);
     float products[2][4];
     clear(products, 0.0f);
@@ -434,7 +487,7 @@ private:
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         // The maximum of importance is known, and this takes no more instructions than a copy.
-        bool const known = Cfg::kPass == Pass::kImportance;
+        bool const known = kSums == Sums::kImportance;
         scored.scores[tile][e] = known ? below_maximum(scales, products, tile, e) : products[tile][e];
       }
     }
@@ -443,19 +496,28 @@ private:
     advance();
   }
 
+  template <Sums kSums>
   __device__ __forceinline__ void account(Scored& scored) {
     float x[2][4];
-    if constexpr (Cfg::kPass == Pass::kNormaliser) {
-      if (__any_sync(kFullWarp, exponents(scored.scales, scored.scores, x) > kSlack)) {
+    if constexpr (kSums == Sums::kNormaliser) {
+      float sum[2];
+      auto const sum_up = [&] {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          sum[i] = (ptx::exp2_movable(x[0][2 * i]) + ptx::exp2_movable(x[0][2 * i + 1])) +
+                   (ptx::exp2_movable(x[1][2 * i]) + ptx::exp2_movable(x[1][2 * i + 1]));
+        }
+      };
+      bool const rises = exponents(scored.scales, scored.scores, x) > kSlack;
+      sum_up();  // while the warp votes
+      if (__any_sync(kFullWarp, rises)) {
         Base::apply(scored.scales, scored.scores);
         Base::template raise_own<1>(scored.scores);
         exponents_of(scored.scores, x);
+        sum_up();
       }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        sum_[i] += (ptx::exp2_movable(x[0][2 * i]) + ptx::exp2_movable(x[0][2 * i + 1])) +
-                   (ptx::exp2_movable(x[1][2 * i]) + ptx::exp2_movable(x[1][2 * i + 1]));
-      }
+      sum_[0] += sum[0];
+      sum_[1] += sum[1];
     } else {
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
@@ -466,12 +528,13 @@ private:
     }
   }
 
+  template <Sums kSums>
   __device__ __forceinline__ void account_last(Scored& scored) {
-    if constexpr (Cfg::kPass == Pass::kNormaliser) {
+    if constexpr (kSums == Sums::kNormaliser) {
       Base::apply(scored.scales, scored.scores);
       Base::add_to_normaliser(scored.scores, was_last());
     } else {
-      account(scored);
+      account<kSums>(scored);
     }
   }
 

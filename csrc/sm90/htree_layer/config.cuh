@@ -30,11 +30,16 @@
 
 namespace htree_cuda::layer {
 
-// The three passes over a layer. A selecting layer takes all of them, the bottom one the last alone.
+// The two passes over a layer. A selecting layer takes both, the bottom one the second alone.
 enum class Pass {
-  kNormaliser,  // lse_g over the candidates, for the importance
+  kChoice,  // what the selection needs: a block walks its parents twice, see Sums
+  kValues,  // softmax over the leaves, onto the running state
+};
+
+// Of the two walks of Pass::kChoice.
+enum class Sums {
+  kNormaliser,  // lse_g over the candidates
   kImportance,  // imp[p] = sum_g exp(s - lse_g)
-  kValues,      // softmax over the leaves, onto the running state
 };
 
 enum class Walk {
@@ -50,6 +55,7 @@ struct Config {
   static constexpr Pass kPass = kPass_;
   static constexpr Walk kWalk = kWalk_;
   static constexpr bool kReadsValues = kPass == Pass::kValues;
+  static constexpr int kWalks = kPass == Pass::kChoice ? 2 : 1;
 
   static constexpr int kConsumers = kBlockQueries;
   static constexpr int kThreads = 512;
@@ -83,14 +89,19 @@ struct Config {
   static constexpr int kFullOffset = 0;
   static constexpr int kEmptyOffset = 8;
   static constexpr int kMaskOffset = 16;
-  static_assert(kMaskOffset + 4 * kConsumers <= kScaleOffset);
+  // Values, kBelow: such words of the stage behind it too, so that nobody waits for them there.
+  static constexpr bool kNamesNext = kReadsValues && kWalk == Walk::kBelow;
+  static constexpr int kNextMaskOffset = kMaskOffset + 4 * kConsumers;
+  static_assert(kNextMaskOffset + 4 * kConsumers <= kScaleOffset);
   // Values: kFirst: the turned queries, for each warpgroup panels of 64 rows, the heads of its four queries; kBelow: each
   // query as it is, in fragments. kBelow: then the turns from which it begins anew, for each.
   static constexpr int kQueryPanelBytes = 64 * 128;
   static constexpr int kQueryBytes = kReadsValues ? kK / 64 * kQueryPanelBytes : 0;
   static constexpr int kTurnBytes = kWalk == Walk::kFirst ? 0 : kK / 8 * 16;
   static constexpr int kTurnOffset = kConsumers / 4 * kQueryBytes;
-  static constexpr int kRingOffset = kTurnOffset + kConsumers * kTurnBytes;
+  // Where a query is split: 16 bytes for every consumer and head. Between two walks the ring is not free for them.
+  static constexpr int kMergeHeadBytes = kConsumers * 16 * 16;
+  static constexpr int kRingOffset = kTurnOffset + kConsumers * kTurnBytes + (kWalks - 1) * kMergeHeadBytes;
   static constexpr int kFit = (224 * 1024 - kRingOffset) / kStageBytes;
   static constexpr int kStages = kFit < 12 ? kFit : 12;
   static constexpr int kAlignment = 1024;
@@ -98,13 +109,13 @@ struct Config {
   static_assert(kStages >= 3 && kSharedBytes <= 232448);
   static_assert(kRingOffset % (kWalk == Walk::kFirst ? 1024 : 256) == 0);
 
-  // Where a query is split, the ring is reused in the end, but for the barriers in it: 16 bytes for every consumer and head
-  // in the first stage, and O as fragments, the same number of consumers a stage.
-  static constexpr int kMergeHeadOffset = 1024;
-  static constexpr int kMergeOutOffset = kMergeHeadOffset + kConsumers * 16 * 16;
+  // Where a query is split, the ring is reused in the end, but for the barriers in it: the heads are in the first stage, and O
+  // as fragments, the same number of consumers a stage.
+  static constexpr int kMergeHeadOffset = kWalks > 1 ? -kMergeHeadBytes : 1024;
+  static constexpr int kMergeOutOffset = 1024 + kMergeHeadBytes;
   static constexpr int kMergeOutBytes = (kV / 8) * 32 * 16;
   static constexpr int kMergePerStage = (kStageBytes - kMergeOutOffset) / kMergeOutBytes;
-  static_assert(kMergeHeadOffset >= kMaskOffset + 4 * kConsumers && kMergeOutOffset <= kStageBytes);
+  static_assert(kNextMaskOffset + 4 * kConsumers <= 1024 && kMergeOutOffset <= kStageBytes);
   static_assert(!kReadsValues || kStages * kMergePerStage >= kConsumers);
   static constexpr int kMergeBarrier = 1;
   static constexpr int kQueryBarrier = 2;  // and one more for each further warpgroup
@@ -147,7 +158,6 @@ struct Args {
 
   std::uint16_t const* closed;    // [rows, width / 16], bit c: candidate 16 j + c is no leaf; unused at the bottom
   std::int64_t width;             // of a row of importance
-  float2* normaliser;             // [rows, 16] lse_g * log2(e) = x * unit + y, x the largest raw score; y +inf beyond G
   float* importance;              // [rows, width]
 
   // Running softmax between layers: O as float32 fragments, and two numbers for every head.

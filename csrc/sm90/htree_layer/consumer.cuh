@@ -44,10 +44,8 @@ protected:
     QueryWords words;
     fetch_query(block, words);  // under way while all else is found out
     groups_ = (stream_count<Cfg>(args, block) + Cfg::kStageSlots - 1) / Cfg::kStageSlots;
-    std::int64_t const t = args.blocks.q_start + block.first + query();
-    active_ = block.first + query() < args.blocks.T_q && works<Cfg>(args, t);
-    position_ = active_ ? candidates(t, args.layer, args.layers, args.top_k).n - 1 : 0;
-    cursor_ = static_cast<int>(row() * (args.width / kSiblings));
+    active_ = block.first + query() < args.blocks.T_q && works<Cfg>(args, args.blocks.q_start + block.first + query());
+    begin_walk(block);
     if (active_) {
       turn_query(words);
       begin_state();
@@ -55,6 +53,13 @@ protected:
 #pragma unroll
       for (int i = 0; i < kSteps * 4; ++i) q_[i / 4][i % 4] = half2{};
     }
+  }
+
+  // Before the first parent.
+  __device__ __forceinline__ void begin_walk(QueryBlock const& block) {
+    std::int64_t const t = args_.blocks.q_start + block.first + query();
+    position_ = active_ ? candidates(t, args_.layer, args_.layers, args_.top_k).n - 1 : 0;
+    cursor_ = static_cast<int>(row() * (args_.width / kSiblings));
   }
 
   // One query over all consumers of the block.
@@ -153,11 +158,6 @@ protected:
       max_[i] = kNoLeaf;
       sum_[i] = 0.0f;
       right_[i] = 0.0f;
-      if constexpr (Cfg::kPass == Pass::kImportance) {
-        float2 const lse = args_.normaliser[row() * 16 + head_row(i)];
-        max_[i] = lse.x;
-        log_sum_[i] = lse.y;
-      }
     }
     if constexpr (Cfg::kPass == Pass::kValues) {
 #pragma unroll
@@ -354,28 +354,17 @@ protected:
     return args_.packed + QueryBlock(args_.blocks, ptx::block_index()).bh * args_.parents_per_head * args_.block_bytes;
   }
 
-  __device__ __forceinline__ void finish(Ring<Cfg> const& ring) {
+  __device__ __forceinline__ void finish_values(Ring<Cfg> const& ring) {
     if (!active_) return;
-    if constexpr (Cfg::kPass == Pass::kNormaliser) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        sum_[i] *= raise(i, quad_max(max_[i]));
-        sum_[i] = quad_sum(sum_[i]);
-        right_[i] = quad_sum(right_[i]);
-      }
-      if (split()) merge_heads(ring);
-      finish_normaliser();
-    } else if constexpr (Cfg::kPass == Pass::kValues) {
-      sum_[0] = quad_sum(sum_[0]);
-      sum_[1] = quad_sum(sum_[1]);
-      if (args_.layer > 0) {
-        write_state();
-      } else if (split()) {
-        merge_heads(ring);
-        write_merged_result(ring);
-      } else {
-        write_result();
-      }
+    sum_[0] = quad_sum(sum_[0]);
+    sum_[1] = quad_sum(sum_[1]);
+    if (args_.layer > 0) {
+      write_state();
+    } else if (split()) {
+      merge_heads(ring);
+      write_merged_result(ring);
+    } else {
+      write_result();
     }
   }
 
@@ -386,7 +375,7 @@ protected:
   // Maximum, sum and the rightmost candidate's score of both heads over all consumers, in the order of their ranks; O is
   // rescaled to the maximum.
   __device__ __forceinline__ void merge_heads(Ring<Cfg> const& ring) {
-    sync_consumers();  // nobody reads the ring any more
+    sync_consumers();  // in values passes nobody reads the ring any more
     if (tq_ == 0) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -422,7 +411,15 @@ protected:
     }
   }
 
-  __device__ __forceinline__ void finish_normaliser() {
+  // From maxima and sums of this thread's columns to max_ and log_sum_ of the query.
+  __device__ __forceinline__ void finish_normaliser(Ring<Cfg> const& ring) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sum_[i] *= raise(i, quad_max(max_[i]));
+      sum_[i] = quad_sum(sum_[i]);
+      right_[i] = quad_sum(right_[i]);
+    }
+    if (split()) merge_heads(ring);
     float excess[2];
     float shift = kLargest;
 #pragma unroll
@@ -441,13 +438,10 @@ protected:
     // keeps the largest above 2^-13.
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) shift = fminf(shift, __shfl_xor_sync(kFullWarp, shift, lanes));
-    if (tq_ == 0 && query() == warp_) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (!args_.strict_causal) log_sum_[i] += excess[i] - shift;
-        if (head_row(i) >= args_.G) log_sum_[i] = kInfinity;
-        args_.normaliser[row() * 16 + head_row(i)] = {max_[i], log_sum_[i]};
-      }
+    for (int i = 0; i < 2; ++i) {
+      if (!args_.strict_causal) log_sum_[i] += excess[i] - shift;
+      if (head_row(i) >= args_.G) log_sum_[i] = kInfinity;
     }
   }
 
@@ -540,10 +534,10 @@ protected:
   int cursor_;    // of that parent among all of the rows of importance or closed masks
   half2 q_[kSteps][4];
   float unit_[2];
-  float max_[2];      // running maximum, raw; kImportance: the normaliser's
+  float max_[2];      // running maximum, raw; for importance: the normaliser's
   float sum_[2];      // of the exponentials
   float log_sum_[2];  // of the normaliser: lse_g * log2(e) = max * unit + log_sum
-  float right_[2];    // kNormaliser: the rightmost candidate's score
+  float right_[2];    // for the normaliser: the rightmost candidate's score
   float o_[kValueTiles][4];
 };
 

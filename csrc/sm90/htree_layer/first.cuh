@@ -44,10 +44,10 @@ public:
       store_queries(queries_of(ring));
       add_all(ring, wgmma::Descriptor(queries_of(ring)));
       if (*args_.spoilt != 0) spoil();
+      Base::finish_values(ring);
     } else {
-      score_all(ring);
+      choose(ring);
     }
-    Base::finish(ring);
   }
 
 private:
@@ -58,9 +58,18 @@ private:
     uint32_t mine;  // a bit for each parent that the query takes
   };
 
-  // Two groups at a time: the scores of the second are under way while those of the first are considered.
-  __device__ __forceinline__ void score_all(Ring<Cfg> const& ring) {
+  // The normaliser, then the importance relative to it: the parents pass by twice.
+  __device__ __forceinline__ void choose(Ring<Cfg> const& ring) {
     RingPosition<Cfg::kStages> at;
+    score_all<Sums::kNormaliser>(ring, at);
+    if (active_) Base::finish_normaliser(ring);
+    Base::begin_walk(QueryBlock(args_.blocks, ptx::block_index()));
+    score_all<Sums::kImportance>(ring, at);
+  }
+
+  // Two groups at a time: the scores of the second are under way while those of the first are considered.
+  template <Sums kSums>
+  __device__ __forceinline__ void score_all(Ring<Cfg> const& ring, RingPosition<Cfg::kStages>& at) {
     int group = 0;
     for (; group + 1 < groups_; group += 2) {
       Begun first, second;
@@ -68,14 +77,14 @@ private:
       multiply_keys(first);
       begin(second, ring, at);
       multiply_keys(second);
-      consider<1>(first);
-      consider<0>(second);
+      consider<kSums, 1>(first);
+      consider<kSums, 0>(second);
     }
     if (group < groups_) {
       Begun last;
       begin(last, ring, at);
       multiply_keys(last);
-      consider<0>(last);
+      consider<kSums, 0>(last);
     }
   }
 
@@ -229,7 +238,7 @@ private:
   }
 
   // The scores of a group, once at most kPending later products are not complete.
-  template <int kPending>
+  template <Sums kSums, int kPending>
   __device__ __forceinline__ void consider(Begun& begun) {
     auto& raw = begun.raw;
     Scales scales[kParents];
@@ -237,7 +246,7 @@ private:
     wgmma::wait<kPending>();
     wgmma::pin(products(raw));
     release(begun.stage);
-    if constexpr (Cfg::kPass == Pass::kImportance) {
+    if constexpr (kSums == Sums::kImportance) {
       weigh(raw, scales, begun.mine);
     } else if (whole(begun.mine)) {
       normalise(raw, scales);

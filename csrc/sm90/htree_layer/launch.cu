@@ -29,8 +29,7 @@ void run_pass_of(Pass pass, Args const& args, DType dtype, int V, int blocks, cu
                     : launch<Config<Element, K, 64, Pass::kValues, W>>(args, blocks, stream);
   };
   switch (pass) {
-    case Pass::kNormaliser: return launch<Config<void, K, 64, Pass::kNormaliser, W>>(args, blocks, stream);
-    case Pass::kImportance: return launch<Config<void, K, 64, Pass::kImportance, W>>(args, blocks, stream);
+    case Pass::kChoice: return launch<Config<void, K, 64, Pass::kChoice, W>>(args, blocks, stream);
     case Pass::kValues: return dtype == DType::kFloat16 ? values(__half{}) : values(__nv_bfloat16{});
   }
 }
@@ -101,7 +100,6 @@ struct Plan {
   std::int64_t list_room = 0;  // of one block
   float* importance = nullptr;
   std::uint16_t* closed = nullptr;
-  float2* normaliser = nullptr;
   std::int32_t* nodes[2] = {};
   std::int32_t* union_nodes = nullptr;
   std::uint16_t* union_masks = nullptr;
@@ -186,7 +184,6 @@ private:
     std::int64_t const rows = chunk_blocks * kBlockQueries;
     take(importance, base, rows * width);
     take(closed, base, rows * (width / kSiblings));
-    take(normaliser, base, rows * 16);
     take(nodes[0], base, rows * p.top_k);
     take(nodes[1], base, rows * p.top_k);
     take(union_nodes, base, rows * p.top_k);
@@ -305,7 +302,6 @@ layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
   args.top_k = static_cast<int>(p.top_k);
   args.closed = plan.closed;
   args.width = plan.width;
-  args.normaliser = plan.normaliser;
   args.importance = plan.importance;
   args.union_nodes = plan.union_nodes;
   args.union_masks = plan.union_masks;
@@ -365,8 +361,7 @@ void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int
       if (gathers) gather(p, plan, l, begin, blocks, stream);
     }
     if (l > 0) {
-      pass(Pass::kNormaliser);
-      pass(Pass::kImportance);
+      pass(Pass::kChoice);
       selecting::Args select{};
       select.blocks = args.blocks;
       select.H_kv = args.H_kv;

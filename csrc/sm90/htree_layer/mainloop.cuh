@@ -8,13 +8,13 @@
 //                  first.cuh
 //   kQueryBarrier  the warps of a warpgroup        the same        kFirst: its queries, before the first product
 //                  (named barriers)
-//   kMergeBarrier  12 consumers (named barrier)    the same        a split query, after the last stage: the ring is free;
-//                                                                  maxima and sums; O
+//   kMergeBarrier  12 consumers (named barrier)    the same        a split query, after the last stage of a walk: what they
+//                                                                  are merged through is free; maxima and sums; O
 //
-// Both sides walk the same number of groups, ceil(count / 4): consumers release groups that hold nothing of theirs, so
-// every phase is passed whatever the masks say, and the four warps of a warpgroup multiply together (first.cuh). What a
-// consumer computes depends on its own query alone: its own rank, its own running maximum; the union decides only when a
-// parent passes by.
+// Both sides walk the same number of groups, ceil(count / 4), and do so twice where the pass is a choice: consumers release
+// groups that hold nothing of theirs, so every phase is passed whatever the masks say, and the four warps of a warpgroup
+// multiply together (first.cuh). What a consumer computes depends on its own query alone: its own rank, its own running
+// maximum; the union decides only when a parent passes by.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -41,6 +41,10 @@ struct Ring {
   __device__ __forceinline__ uint32_t stage(uint32_t slot) const { return stages + slot * Cfg::kStageBytes; }
   // What query `i` of the block takes of the stage.
   static __device__ __forceinline__ uint32_t mask(uint32_t stage, int i) { return stage + Cfg::kMaskOffset + 4 * i; }
+  // And of the one behind it.
+  static __device__ __forceinline__ uint32_t next_mask(uint32_t stage, int i) {
+    return stage + Cfg::kNextMaskOffset + 4 * i;
+  }
 };
 
 // Whether the query at position t walks this layer in this way. Above its first layer it has nothing to do.
@@ -103,35 +107,49 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
     if (args.split) next_mask = entry < count ? 1u << consumer_of(args, entry) : 0u;
   };
 
-  RingPosition<Cfg::kStages> at;
-  fetch(lane);
-  for (int base = 0; base < count; base += 32) {
-    int const node = next_node;
-    unsigned const mask = next_mask;
-    bool const exists = base + lane < count;
-    fetch(base + 32 + lane);
-#pragma unroll 1
-    for (int group = 0; group < 32 / Cfg::kStageSlots && base + group * Cfg::kStageSlots < count; ++group) {
-      ring.barriers.wait_empty(at, "htree_layer producer: empty");
-      bool const mine = lane / Cfg::kStageSlots == group;
-      int const slot = lane % Cfg::kStageSlots;
-      uint32_t taken = 0;  // of the stage's slots, by query `lane`
+  // Of the slots of a stage, those that query `lane` takes.
+  auto const taken = [&](unsigned mask, int group) {
+    uint32_t slots = 0;
 #pragma unroll
-      for (int i = 0; i < Cfg::kStageSlots; ++i) {
-        taken |= (__shfl_sync(kFullWarp, mask, group * Cfg::kStageSlots + i) >> lane & 1u) << i;
+    for (int i = 0; i < Cfg::kStageSlots; ++i) {
+      slots |= (__shfl_sync(kFullWarp, mask, group * Cfg::kStageSlots + i) >> lane & 1u) << i;
+    }
+    return slots;
+  };
+
+  RingPosition<Cfg::kStages> at;
+#pragma unroll 1
+  for (int walk = 0; walk < Cfg::kWalks; ++walk) {
+    fetch(lane);
+    for (int base = 0; base < count; base += 32) {
+      int const node = next_node;
+      unsigned const mask = next_mask;
+      bool const exists = base + lane < count;
+      fetch(base + 32 + lane);
+#pragma unroll 1
+      for (int group = 0; group < 32 / Cfg::kStageSlots && base + group * Cfg::kStageSlots < count; ++group) {
+        ring.barriers.wait_empty(at, "htree_layer producer: empty");
+        bool const mine = lane / Cfg::kStageSlots == group;
+        int const slot = lane % Cfg::kStageSlots;
+        uint32_t const own = taken(mask, group);
+        if (lane < Cfg::kConsumers) ptx::store_shared_4B(ring.mask(ring.stage(at.slot), lane), own);
+        if constexpr (Cfg::kNamesNext) {
+          bool const last = group == 32 / Cfg::kStageSlots - 1;
+          uint32_t const next = taken(last ? next_mask : mask, last ? 0 : group + 1);
+          if (lane < Cfg::kConsumers) ptx::store_shared_4B(ring.next_mask(ring.stage(at.slot), lane), next);
+        }
+        int const slots = min(count - base - group * Cfg::kStageSlots, Cfg::kStageSlots);
+        int const copies = (slots + Cfg::kCopySlots - 1) / Cfg::kCopySlots;  // a tile is whole in global memory
+        __syncwarp();
+        if (lane == 0) barriers::mbarrier_arrive_expect_bytes(ring.barriers.full_at(at.slot), copies * Cfg::kCopyBytes);
+        __syncwarp();
+        if (mine && exists && slot % Cfg::kCopySlots == 0) {
+          int const copy = slot / Cfg::kCopySlots;
+          ptx::bulk_load(ring.stage(at.slot) + copy * Cfg::kSlotBytes + Cfg::kScaleOffset,
+                         packed + node * args.block_bytes, Cfg::kCopyBytes, ring.barriers.full_at(at.slot));
+        }
+        at = at.ahead(1);
       }
-      if (lane < Cfg::kConsumers) ptx::store_shared_4B(ring.mask(ring.stage(at.slot), lane), taken);
-      int const slots = min(count - base - group * Cfg::kStageSlots, Cfg::kStageSlots);
-      int const copies = (slots + Cfg::kCopySlots - 1) / Cfg::kCopySlots;  // a tile is whole in global memory
-      __syncwarp();
-      if (lane == 0) barriers::mbarrier_arrive_expect_bytes(ring.barriers.full_at(at.slot), copies * Cfg::kCopyBytes);
-      __syncwarp();
-      if (mine && exists && slot % Cfg::kCopySlots == 0) {
-        int const copy = slot / Cfg::kCopySlots;
-        ptx::bulk_load(ring.stage(at.slot) + copy * Cfg::kSlotBytes + Cfg::kScaleOffset,
-                       packed + node * args.block_bytes, Cfg::kCopyBytes, ring.barriers.full_at(at.slot));
-      }
-      at = at.ahead(1);
     }
   }
 }

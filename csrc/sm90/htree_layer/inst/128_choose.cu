@@ -2,10 +2,8 @@
 
 namespace htree_cuda::layer {
 
-// These passes read no values: their configuration names no dtype, and its value dimension is nominal.
-template void launch<Config<void, 128, 64, Pass::kNormaliser, Walk::kFirst>>(Args const&, int, cudaStream_t);
-template void launch<Config<void, 128, 64, Pass::kNormaliser, Walk::kBelow>>(Args const&, int, cudaStream_t);
-template void launch<Config<void, 128, 64, Pass::kImportance, Walk::kFirst>>(Args const&, int, cudaStream_t);
-template void launch<Config<void, 128, 64, Pass::kImportance, Walk::kBelow>>(Args const&, int, cudaStream_t);
+// Choices read no values: their configuration names no dtype, and its value dimension is nominal.
+template void launch<Config<void, 128, 64, Pass::kChoice, Walk::kFirst>>(Args const&, int, cudaStream_t);
+template void launch<Config<void, 128, 64, Pass::kChoice, Walk::kBelow>>(Args const&, int, cudaStream_t);
 
 }  // namespace htree_cuda::layer
