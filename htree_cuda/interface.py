@@ -101,7 +101,7 @@ def forward(
         Second derivatives raise. On CUDA, the torch backend's dk and dv use atomic additions unless deterministic;
         everything else is bitwise repeatable.
         Memory: the torch backend holds the tree (1 + 1/r + ... times k and v), plus a bounded chunk of temporaries; the
-        kernels hold the tree, packed, and at most 192 MiB forward; backward see docs/htree_backward.md.
+        kernels hold the tree, packed, and at most 384 MiB forward; backward see docs/htree_backward.md.
         Support: what the kernels cover is the table in the README.
         Autocast: q, k, v are cast to the autocast dtype.
         A NaN or infinity reaches the output only where it is attended; later tokens never matter.

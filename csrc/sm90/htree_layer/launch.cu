@@ -56,9 +56,15 @@ using layer::Walk;
 constexpr int kMaxLayers = 9;  // T < 2^31 and top_k * 16 >= 256 top nodes
 constexpr std::int64_t kMaxBlocks = std::numeric_limits<int>::max() / kBlockQueries;
 
-// Rows of state, importance and lists that live between the kernels of a chunk of queries stay below this; the tree
-// (packed, and pooled in its own layout) and the tables come on top.
-constexpr std::int64_t kChunkBytes = std::int64_t(192) << 20;
+// Rows of state, importance and lists that live between the kernels of a chunk of queries stay below a third of what q and
+// out take, between these two; the tree (packed, and pooled in its own layout) and the tables come on top.
+constexpr std::int64_t kLeastChunkBytes = std::int64_t(192) << 20;
+constexpr std::int64_t kMostChunkBytes = std::int64_t(384) << 20;
+
+std::int64_t chunk_bytes(ForwardParams const& p) {
+  std::int64_t const ends = 2 * p.B * p.T_q * p.H_kv * p.G * (p.K + p.V);
+  return std::clamp(ends / 3, kLeastChunkBytes, kMostChunkBytes);
+}
 
 using tree_request::aligned;
 
@@ -151,7 +157,7 @@ struct Plan {
     std::int64_t const tree_bytes = bytes;
     chunk_blocks = 1;
     take_chunk(p, nullptr);
-    std::int64_t const room = std::max<std::int64_t>(kChunkBytes / (bytes - tree_bytes), 1);
+    std::int64_t const room = std::max<std::int64_t>(chunk_bytes(p) / (bytes - tree_bytes), 1);
     chunk_blocks = std::min(blocks, room);
     std::int64_t const processors = multiprocessors();
     if (chunk_blocks < blocks && chunk_blocks > processors) chunk_blocks -= chunk_blocks % processors;  // whole waves
