@@ -94,8 +94,7 @@ struct Config<Element, kK, kV, Pass::kNodes> : Operands<Element, kK, kV, 512> {
   static constexpr int kThreads = Base::kConsumers * 32;
 
   static constexpr int kTurnsBytes = 2 * kK;
-  static constexpr int kClosedOffset = 256;  // then the children that are closed
-  static_assert(kTurnsBytes <= kClosedOffset && kClosedOffset < Base::kQueryOffset);
+  static_assert(kTurnsBytes <= Base::kQueryOffset);
   static constexpr int kHeldValues = kK + kV == 256 ? kV / 32 : kV / 16;
   static constexpr int kValuesBytes = 16 * (Base::kValueRowBytes - 32 * kHeldValues);
   static_assert(kValuesBytes == 0 || kValuesBytes == 16 * 128);

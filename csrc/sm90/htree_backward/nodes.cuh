@@ -272,9 +272,9 @@ private:
         float const inverse = ptx::load_shared_float(store_.inverse() + 4 * (g_ + 8 * i));
         bool const open = !(closed >> (g_ + 8 * i) & 1u);
         Weights const x =
-            weights(true, raw[tile][2 * i], inverse, unit.x, lse2.x, dp[tile][2 * i], delta.x, size.x);
+            weights(raw[tile][2 * i], inverse, unit.x, lse2.x, dp[tile][2 * i], delta.x, size.x);
         Weights const y =
-            weights(true, raw[tile][2 * i + 1], inverse, unit.y, lse2.y, dp[tile][2 * i + 1], delta.y, size.y);
+            weights(raw[tile][2 * i + 1], inverse, unit.y, lse2.y, dp[tile][2 * i + 1], delta.y, size.y);
         uint32_t const p = Pairs<Element>::pack(x.p, y.p);
         p_[2 * tile + i] = open ? p : 0;
         ds[tile][2 * i] = x.ds;
@@ -283,7 +283,7 @@ private:
         scaled[i][tile] = open ? both : 0;
       }
     }
-    if (__any_sync(kFullWarp, leave(scaled))) fit(ds, closed, scaled);
+    if (__any_sync(kFullWarp, leave(scaled[0][0], scaled[0][1], scaled[1][0], scaled[1][1]))) fit(ds, closed, scaled);
     __syncwarp();  // what waited before is read
     if (sent_ < found_) send(ptx::load_shared_4B(store_.progress() + 4));
     // dk by columns of K: a thread's weights for a child are then a B fragment, and transposed q an A fragment, without a

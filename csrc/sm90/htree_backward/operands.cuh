@@ -99,16 +99,16 @@ __device__ __forceinline__ void fit_scale(float (&scale)[2], float const (&large
   multiply(factor);
 }
 
-// Whether one of those leaves the range that are to be rounded to fp16, given as fp16; NaN apart.
-__device__ __forceinline__ bool leave(uint32_t const (&weights)[2][2]) {
-  auto const size = [&](int i) { return __habs2(reinterpret_cast<half2 const&>(weights[i / 2][i % 2])); };
-  half2 const largest = __hmax2(__hmax2(size(0), size(1)), __hmax2(size(2), size(3)));
+// Whether one of eight weights that were rounded to fp16, two a word, leaves the range; NaN apart.
+__device__ __forceinline__ bool leave(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  auto const size = [](uint32_t const& weights) { return __habs2(reinterpret_cast<half2 const&>(weights)); };
+  half2 const largest = __hmax2(__hmax2(size(a), size(b)), __hmax2(size(c), size(d)));
   // More than kMostWeight, the bits 0x7800: the sign of what is added to as much as makes that 0x7fff.
   return ((reinterpret_cast<uint32_t const&>(largest) + 0x07ff07ffu) & 0x80008000u) != 0;
 }
 
 // P and dS = P (dP - delta) for one query head and child, dS times `size`, what the row that it multiplies was divided
-// by; what takes no part is zero whatever it holds.
+// by.
 struct Weights {
   float p;
   float ds;
@@ -118,14 +118,15 @@ __device__ __forceinline__ float probability(float raw, float inverse, float uni
   return ptx::exp2_movable(fmaf(raw * (inverse * kHeadroomFactor), unit, -lse2));
 }
 
+// What takes no part is zero whatever it holds.
 __device__ __forceinline__ float weight(bool open, float p, float dp, float delta, float size) {
   return open ? p * (dp - delta) * size : 0.0f;
 }
 
-__device__ __forceinline__ Weights weights(bool open, float raw, float inverse, float unit, float lse2, float dp,
-                                           float delta, float size) {
+__device__ __forceinline__ Weights weights(float raw, float inverse, float unit, float lse2, float dp, float delta,
+                                           float size) {
   float const p = probability(raw, inverse, unit, lse2);
-  return {open ? p : 0.0f, weight(open, p, dp, delta, size)};
+  return {p, weight(true, p, dp, delta, size)};
 }
 
 }  // namespace htree_cuda::gradient

@@ -213,7 +213,7 @@ private:
     if constexpr (!kBottom) close(closed);
     // At the bottom only a query's last parent has children behind it.
     bool const some = kBottom && position_ < kSiblings - 1;
-    if (__any_sync(kFullWarp, leaves() || some)) fit(p, dp, inverse, closed);
+    if (__any_sync(kFullWarp, leave(ds_[0], ds_[1], ds_[2], ds_[3]) || some)) fit(p, dp, inverse, closed);
     store_turns(next_turns);
     position_ -= kSiblings;
   }
@@ -227,14 +227,6 @@ private:
 #pragma unroll
       for (int i = 0; i < 2; ++i) ds_[2 * tile + i] &= ~mask;
     }
-  }
-
-  // Whether a weight leaves the range, NaN apart.
-  __device__ __forceinline__ bool leaves() const {
-    auto const size = [&](int i) { return __habs2(reinterpret_cast<half2 const&>(ds_[i])); };
-    half2 const largest = __hmax2(__hmax2(size(0), size(1)), __hmax2(size(2), size(3)));
-    // More than 2^15, the bits 0x7800: the sign of what is added to as much as makes that 0x7fff.
-    return ((reinterpret_cast<uint32_t const&>(largest) + 0x07ff07ffu) & 0x80008000u) != 0;
   }
 
   // The weights again, from probabilities times the rows' scales: closed ones are zero, and those that leave the range make
