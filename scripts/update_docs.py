@@ -124,10 +124,11 @@ def sparse_table(report: dict) -> str:
     ]
     first = report["timings"][0]
     spaced = ["with pauses, ms"] if "spaced" in first else []
+    pace = "back to back and with a pause as long after each call" if spaced else "back to back"
     of = f"{report['of'].capitalize()}: " if "of" in report else ""
     return (
         f"{of}s_q {first['s_q']:,}, topk {first['topk']:,}, d_qk {first['d_qk']}, {first['dtype']}, "
-        f"one {report['gpu']} (driver {report['driver']}), {report['date'][:10]}, back to back:\n\n"
+        f"one {report['gpu']} (driver {report['driver']}), {report['date'][:10]}, {pace}:\n\n"
         + markdown(["h_q", "s_kv", "median, ms", "p90, ms", "TFLOP/s", "gathered TB/s", *spaced], rows)
     )
 
@@ -143,7 +144,7 @@ def forward_gpu(phases: bool = True) -> str:
             f"{f['ms']:.2f}",
             f"{f['p90_ms']:.2f}",
             f"{min(f['ms_by_seed'].values()):.2f} .. {max(f['ms_by_seed'].values()):.2f}",
-            f"{f['dense']['ms']:.2f}" if "dense" in f else "",
+            f"{f['dense']['ms']:.2f}" + (" (once)" if f["dense"]["calls"] == 1 else "") if "dense" in f else "",
             f"{f['speedup_over_dense']:.2f}" if "dense" in f else "",
             f"{f['tflops']:.0f}",
             f"{f['ms'] / f['floor_ms']:.1f}" if "floor_ms" in f else "",

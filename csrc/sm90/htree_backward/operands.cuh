@@ -99,7 +99,7 @@ __device__ __forceinline__ void fit_scale(float (&scale)[2], float const (&large
   multiply(factor);
 }
 
-// Whether one of eight weights that were rounded to fp16, two a word, leaves the range; NaN apart.
+// Whether one of eight weights that were rounded to fp16, two a word, leaves the range; of NaN it may say either.
 __device__ __forceinline__ bool leave(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   auto const size = [](uint32_t const& weights) { return __habs2(reinterpret_cast<half2 const&>(weights)); };
   half2 const largest = __hmax2(__hmax2(size(a), size(b)), __hmax2(size(c), size(d)));

@@ -264,7 +264,7 @@ private:
     }
   }
 
-  // Scores and dP; the products of dq of the parent before; keys as dq takes them, turned back and transposed.
+  // Scores and dP of a parent, and the products of dq of the one before, whose keys give way to this one's, turned.
   __device__ __forceinline__ void products(uint32_t slot, float (&raw)[2][4], float (&dp)[2][4]) {
     Steps const rows(slot + key_lane_);
     Steps const values(slot + value_lane_);
@@ -349,7 +349,7 @@ private:
   float offset_[2];  // such that probabilities come out times the row's scale
   float delta_[2];
   float weight_scale_[2] = {kFirstScale, kFirstScale};
-  uint32_t keys_[kK / 16][4] = {};  // of the parent before, turned back and transposed, and its weights
+  uint32_t keys_[kK / 16][4] = {};  // of the parent before, turned; add_keys transposes them; and its weights
   uint32_t ds_[4] = {};
   float dq_[kTiles][4];
 };

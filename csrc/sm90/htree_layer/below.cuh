@@ -5,8 +5,9 @@
 //
 // A parent stays for two rounds of the loop: in the first its products with the query are formed, in the second its scores
 // become exponentials and its values are added. So a round works on two parents, and what one of them waits for, products
-// one after the other or exponentials, passes under instructions of the other and under the query's turning. Whether a
-// maximum rises is asked first: what follows that branch is one block of instructions.
+// one after the other or exponentials, passes under instructions of the other and under the query's turning. Exponentials
+// are taken as if no maximum rose, beside the vote on that, and again where one does: so they are one block of instructions
+// with the products.
 #pragma once
 
 #include "consumer.cuh"

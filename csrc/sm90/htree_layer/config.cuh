@@ -1,5 +1,6 @@
-// Data sheet of the layer kernel: one layer of htree attention, one pass over its candidates, for the queries whose first
-// layer it is (`Walk::kFirst`) or for those which chose its parents in the layer above (`Walk::kBelow`).
+// Data sheet of the layer kernel: one layer of htree attention and one pass, which walks its candidates once for the values
+// and twice for the choice, for the queries whose first layer it is (`Walk::kFirst`) or for those which chose its parents in
+// the layer above (`Walk::kBelow`).
 //
 //   CTA           12 consumer warps (3 warpgroups), one query each: consecutive queries of one (b, h_kv);
 //                 a producer warp in a fourth warpgroup, whose other warps idle
@@ -12,7 +13,7 @@
 //   order         the producer streams the union of the block's parents, ascending; a consumer takes those it selected
 //                 and counts its own rank j; below its first layer that gives the RoPE position n - 1 - 16 j
 //   one query     a call with a single query has one block of it a head, and splits it: the consumers take turns, a
-//                 `turn_period` of ranks each, with running states of their own, which are merged in the end
+//                 `turn_period` of ranks each, with running states of their own, which are merged at the end of a walk
 //   registers     160 a consumer thread, 32 a producer thread: 3 * 128 * 160 + 128 * 32 = 65536
 //   shared memory 224 KB: in values passes the queries, kFirst: as WGMMA reads them; kBelow: also the turns from which
 //                 queries begin anew; else as many stages as fit. At K = V = 128 these are 5 (20 parents) in values passes

@@ -1,7 +1,8 @@
 // Both ends of the ring of the layer kernel.
 //
 //   barrier        arrives                        waits           makes visible / frees
-//   full[stage]    producer, once, and the bytes   12 consumers    four parents and their masks
+//   full[stage]    producer, once, and the bytes   12 consumers    four parents and their masks; values, kBelow: and
+//                                                                  those of the stage behind
 //   empty[stage]   each consumer warp, once;       producer        the stage may be overwritten
 //                  values: after a later stage
 //                  has begun, see below.cuh and
