@@ -79,6 +79,7 @@ def test_a_grid_waits_for_the_one_before_it(faults):
     a, out = torch.randn(32), torch.empty(32)
     assert faults(90, a, out) == "" and torch.equal(out, a)
     assert "global memory before griddepcontrol.wait" in faults(91, a, out)
+    assert "launch_dependents before griddepcontrol.wait" in faults(92, a, out)
 
 
 def test_shared_bounds(faults):

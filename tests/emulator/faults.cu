@@ -306,9 +306,13 @@ __global__ void __cluster_dims__(2, 1, 1) exchange(float const* in, float* out) 
 }
 
 // out = in by a grid that may begin before the one before it has ended.
-template <bool waits>
+enum class Follow { kRight, kNoWait, kNextFirst };
+
+template <Follow kind>
 __global__ void follow(float const* in, float* out) {
-  if (waits) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (kind == Follow::kNextFirst) asm volatile("griddepcontrol.launch_dependents;");
+  if (kind != Follow::kNoWait) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (kind == Follow::kRight) asm volatile("griddepcontrol.launch_dependents;");
   out[threadIdx.x] = in[threadIdx.x];
 }
 
@@ -372,8 +376,9 @@ extern "C" __attribute__((visibility("default"))) char const* run_fault(int whic
     case 70: registers<Registers::kRight><<<1, 384>>>(in, out); break;
     case 71: registers<Registers::kTooMany><<<1, 384>>>(in, out); break;
     case 72: registers<Registers::kDisagree><<<1, 384>>>(in, out); break;
-    case 90: launch_following(follow<true>, in, out); break;
-    case 91: launch_following(follow<false>, in, out); break;
+    case 90: launch_following(follow<Follow::kRight>, in, out); break;
+    case 91: launch_following(follow<Follow::kNoWait>, in, out); break;
+    case 92: launch_following(follow<Follow::kNextFirst>, in, out); break;
     case 50: exchange<<<2, 32>>>(in, out); break;
   }
   cudaError_t const error = cudaGetLastError();

@@ -512,6 +512,8 @@ class Instructions:
     def op_griddepcontrol(self, op, args):
         if op[1] == "wait":
             self.run("t.waited_for_grids = true")
+        else:
+            self.run("t.let_next_grid_begin()")
 
     def op_mbarrier(self, op, args):
         space = "cluster" if "shared::cluster" in op else "shared"

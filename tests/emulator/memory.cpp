@@ -29,6 +29,12 @@ void Thread::check_global(uint64_t address, uint32_t bytes, bool write) {
   fail(out.str());
 }
 
+void Thread::let_next_grid_begin() {
+  if (machine.overlaps && !waited_for_grids) {
+    fail("griddepcontrol.launch_dependents before griddepcontrol.wait: more than two grids may be under way");
+  }
+}
+
 void Thread::bad_shared(uint64_t address, uint32_t bytes) {
   fail("shared memory access of " + std::to_string(bytes) + " bytes at " + std::to_string(address) + " of " +
        std::to_string(shared_bytes));

@@ -465,6 +465,7 @@ struct Thread {
 
   // -- memory
   void check_global(uint64_t address, uint32_t bytes, bool write);
+  void let_next_grid_begin();  // griddepcontrol.launch_dependents
   [[noreturn]] void bad_shared(uint64_t address, uint32_t bytes);
   [[noreturn]] void misaligned(uint64_t address, uint32_t bytes);
   void mark_written(uint32_t offset, uint32_t bytes);
