@@ -86,7 +86,7 @@ inline double quantile(std::vector<double> values, double q) {
 
 enum class Pace {
   kBackToBack,
-  kSpaced,  // after each call a pause as long: the power cap, which is a mean over milliseconds, does not bind
+  kSpaced,  // after each call a pause as long, so that power stays below the cap
 };
 
 template <class Call>
