@@ -1,10 +1,13 @@
-"""The one Python benchmark program: `python -m htree_cuda bench {forward,backward,attn_dist} ...`.
+"""The one Python benchmark program: `python -m htree_cuda bench {forward,backward,attn_dist,sparse_attention} ...`.
 
 Protocol. On a GPU: 0.5 s of warm-up, then back-to-back calls for at least 1 s (at least 5 calls), CUDA events around
 each; median and 90th percentile; SM clock and power are read while the calls run. Beyond --dense-up-to dense attention
 is called once, cold, by the wall clock. On a CPU: one warm-up call, then calls for at least 1 s (at least 3 calls),
 wall clock. Everything a call needs is inside the time: there is no cache between calls. Peers run in the same process
 on the same data. Inputs have unit variance and are never zeros.
+
+sparse_attention and its peer take turns, three each, over which median and percentile are taken. Then they do so once
+more with a pause before each call, as long as the call: back to back the power cap sets the clock, with pauses not.
 
 Every figure carries the FLOPs and bytes it counts; the JSON names the sources (content hash), machine and torch. The
 tables and plots of the README are made from these files by scripts/update_docs.py.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import math
 import multiprocessing
@@ -24,18 +28,21 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from . import __version__, attn_dist, forward, normalize_attn_dist
+from . import __version__, attn_dist, forward, normalize_attn_dist, sparse_attention
 from .reference.definition import layer_sizes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 WARM_UP_S, TIMED_S = 0.5, 1.0
 LEAST_CALLS_GPU, LEAST_CALLS_CPU = 5, 3
+TURNS = 3  # of each of several calls that are measured in turns
+LEAST_PAUSE_MS = 0.5  # the host enqueues a call in less
+PEER_DIFFERENCE = 0.02  # of the largest entry: beyond it a peer does not compute the same
 LOCAL_RHO = 0.99
 MMA_TFLOPS = 600  # that `mma.sync` sustains on an H200: the floor of forward by its FLOPs
 
@@ -93,20 +100,25 @@ def _summary(times: list[float], **extra) -> dict:
     return {"ms": median, "p90_ms": p90, "calls": len(times), **extra}
 
 
-def measure(call: Callable[[], object], device: str) -> dict:
-    """Median and p90 in milliseconds by the protocol above."""
+def _turn(call: Callable[[], object], device: str, pause_ms: float = 0.0) -> tuple[list[float], dict]:
+    """Milliseconds of each call by the protocol above, and what was read meanwhile. With a pause before each call: the
+    GPU spends it in a kernel of one thread, while the host enqueues the call behind it, so that no time of the host is
+    in the call's."""
+    times: list[float] = []
     if device == "cpu":
         call()
-        times: list[float] = []
         while len(times) < LEAST_CALLS_CPU or sum(times) < 1e3 * TIMED_S:
+            time.sleep(pause_ms / 1e3)
             start = time.perf_counter()
             call()
             times.append(1e3 * (time.perf_counter() - start))
-        return _summary(times)
+        return times, {}
     start = time.perf_counter()
     while time.perf_counter() - start < WARM_UP_S:
         call()
         torch.cuda.synchronize()
+        time.sleep(pause_ms / 1e3)
+    clocks = round(max(pause_ms, LEAST_PAUSE_MS) * _clocks_per_ms()) if pause_ms else 0
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", _this_gpu()]
@@ -115,6 +127,8 @@ def measure(call: Callable[[], object], device: str) -> dict:
     start = time.perf_counter()
     while len(pairs) < LEAST_CALLS_GPU or time.perf_counter() - start < TIMED_S:
         pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        if clocks:
+            torch.cuda._sleep(clocks)
         pair[0].record()
         call()
         pair[1].record()
@@ -129,8 +143,51 @@ def measure(call: Callable[[], object], device: str) -> dict:
         fields = probe.communicate(timeout=60)[0].split(",")
         if len(fields) == 2:
             clock, power = (float(x) for x in fields)
-    peak = torch.cuda.max_memory_allocated() - before
-    return _summary([a.elapsed_time(b) for a, b in pairs], clock_mhz=clock, power_w=power, peak_bytes=peak)
+    about = {"clock_mhz": clock, "power_w": power, "peak_bytes": torch.cuda.max_memory_allocated() - before}
+    if clocks:
+        pauses = [a[1].elapsed_time(b[0]) for a, b in itertools.pairwise(pairs)]
+        about["pause_ms"] = round(_quantile(pauses, 0.5), 4)
+    return [a.elapsed_time(b) for a, b in pairs], about
+
+
+def _clocks_per_ms() -> float:
+    """Of the kernel that torch.cuda._sleep launches: it counts clocks, and their rate follows power."""
+    clocks = 1_000_000
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(clocks)  # the host enqueues the rest meanwhile
+    first.record()
+    torch.cuda._sleep(clocks)
+    last.record()
+    last.synchronize()
+    return clocks / first.elapsed_time(last)
+
+
+def _pooled(turns: list[tuple[list[float], dict]]) -> dict:
+    """One summary of a call's turns: over all calls; of what was read beside them, the median of the turns."""
+    known = {key: [about[key] for _, about in turns if about[key] is not None] for key in turns[0][1]}
+    read = {key: _quantile(values, 0.5) if values else None for key, values in known.items()}
+    return _summary([ms for times, _ in turns for ms in times], **read)
+
+
+def measure(call: Callable[[], object], device: str) -> dict:
+    """Median and p90 in milliseconds by the protocol above."""
+    return _pooled([_turn(call, device)])
+
+
+def measure_in_turns(calls: dict[str, Callable[[], object]], device: str) -> dict[str, dict]:
+    """`measure` of calls that take turns, so that all meet the same machine; `spaced`: with pauses as long as each."""
+    results: dict[str, dict] = {}
+    for spaced in (False, True):
+        turns: dict[str, list] = {name: [] for name in calls}
+        for _ in range(TURNS):
+            for name, call in calls.items():
+                turns[name].append(_turn(call, device, results[name]["ms"] if spaced else 0.0))
+        for name, mine in turns.items():
+            if spaced:
+                results[name]["spaced"] = _pooled(mine)
+            else:
+                results[name] = _pooled(mine)
+    return results
 
 
 def measure_once(call: Callable[[], object], device: str) -> dict:
@@ -350,27 +407,58 @@ def run_backward(args: argparse.Namespace) -> list[dict]:
     return figures
 
 
-# ------------------------------------------------------------------------------------------------------- attn_dist
+# -------------------------------------------------------------------------------------- attn_dist, sparse_attention
 
 
-def dist_inputs(s_q: int, h_q: int, s_kv: int, topk: int, d_qk: int, dtype, device, seed: int):
-    """Distinct uniform indices for every query, unsorted, all valid; lse that makes each head's slots sum to one."""
+def list_inputs(s_q: int, h_q: int, s_kv: int, topk: int, d_qk: int, dtype, device, seed: int):
+    """q, k and distinct uniform indices for every query, unsorted, all valid."""
     g = torch.Generator(device=device).manual_seed(seed)
     q = torch.randn(s_q, h_q, d_qk, generator=g, device=device, dtype=dtype)
     k = torch.randn(s_kv, 1, d_qk, generator=g, device=device, dtype=dtype)
     indices = torch.empty(s_q, 1, topk, dtype=torch.int32, device=device)
-    lse = torch.empty(s_q, h_q, dtype=torch.float32, device=device)
     step = max(1, (1 << 28) // (s_kv * 8))
     for first in range(0, s_q, step):
         rows = slice(first, min(first + step, s_q))
         order = torch.rand(rows.stop - rows.start, s_kv, generator=g, device=device).argsort(1)[:, :topk]
         indices[rows, 0] = order.to(torch.int32)
+    return q, k, indices
+
+
+def dist_inputs(s_q: int, h_q: int, s_kv: int, topk: int, d_qk: int, dtype, device, seed: int):
+    """`list_inputs`, and the lse that makes each head's slots sum to one."""
+    q, k, indices = list_inputs(s_q, h_q, s_kv, topk, d_qk, dtype, device, seed)
+    lse = torch.empty(s_q, h_q, dtype=torch.float32, device=device)
     scale = d_qk**-0.5 * math.log2(math.e)
     for s in range(0, s_q, 16):
         gathered = k[indices[s : s + 16, 0].long(), 0].float()
         scores = torch.bmm(q[s : s + 16].float(), gathered.transpose(1, 2)) * scale
         lse[s : s + 16] = torch.logsumexp(scores * math.log(2.0), 2) / math.log(2.0)
     return q, k, indices, lse
+
+
+def _list_points(args: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    """h_q and s_kv of each figure, announced."""
+    points = [(h_q, s_kv) for h_q in args.heads_list for s_kv in args.lengths]
+    for i, (h_q, s_kv) in enumerate(points, 1):
+        print(f"[{i}/{len(points)}] {args.command} h_q = {h_q}, s_kv = {s_kv} ...", file=sys.stderr, flush=True)
+        yield h_q, s_kv
+
+
+def _list_figure(args: argparse.Namespace, h_q: int, s_kv: int, measured: dict, d_v: int = 0, gathers: int = 1) -> dict:
+    """What was measured, and what it counts: products of d_qk + d_v columns, rows fetched so many times a query."""
+    flops = 2 * args.queries * args.topk * h_q * (args.dim + d_v)
+    gathered = gathers * args.queries * args.topk * args.dim * DTYPES[args.dtype].itemsize
+    return measured | {
+        "op": args.command, "s_q": args.queries, "h_q": h_q, "s_kv": s_kv, "topk": args.topk, "d_qk": args.dim,
+        **({"d_v": d_v} if d_v else {}), "dtype": args.dtype, "backend": args.backend, "flops": flops,
+        "gathered_bytes": gathered, "tflops": round(flops / measured["ms"] / 1e9, 4),
+        "gathered_tb_per_s": round(gathered / measured["ms"] / 1e9, 4),
+    }  # fmt: skip
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """The largest one, of the largest entry."""
+    return ((found.float() - expected.float()).abs().amax() / expected.abs().amax()).item()
 
 
 def cudnn_attn_dist(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor) -> Callable[[], Tensor] | None:
@@ -387,41 +475,75 @@ def cudnn_attn_dist(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor) -> Calla
 def _cudnn_figures(ours: Tensor, peer: Callable[[], Tensor], device: str) -> dict:
     """Its time, if its result is ours: an experimental interface may change, or refuse a shape."""
     try:
-        found = peer()[0].float()
+        found = peer()[0]
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         return {"cudnn_frontend_error": f"{type(error).__name__}: {error}"[:300]}
-    expected = normalize_attn_dist(ours)
-    error = ((found - expected).abs().amax() / expected.abs().amax()).item()
-    if not error < 0.02:
+    error = _difference(found, normalize_attn_dist(ours))
+    if not error < PEER_DIFFERENCE:
         return {"cudnn_frontend_error": f"differs from attn_dist, normalised, by {error:.3g} of the largest"}
     return {"cudnn_frontend": {**measure(peer, device), "relative_error": error}}
 
 
 def run_attn_dist(args: argparse.Namespace) -> list[dict]:
     figures = []
-    dtype = DTYPES[args.dtype]
-    points = [(h_q, s_kv) for h_q in args.heads_list for s_kv in args.lengths]
-    for i, (h_q, s_kv) in enumerate(points, 1):
-        print(f"[{i}/{len(points)}] attn_dist h_q = {h_q}, s_kv = {s_kv} ...", file=sys.stderr, flush=True)
-        q, k, indices, lse = dist_inputs(args.queries, h_q, s_kv, args.topk, args.dim, dtype, args.device, args.seed)
-        result = measure(lambda x=(q, k, indices, lse): attn_dist(*x, backend=args.backend), args.device)
-        flops = 2 * args.queries * args.topk * h_q * args.dim
-        gathered = args.queries * args.topk * args.dim * q.element_size()
-        result |= {
-            "op": "attn_dist", "s_q": args.queries, "h_q": h_q, "s_kv": s_kv, "topk": args.topk, "d_qk": args.dim,
-            "dtype": args.dtype, "backend": args.backend, "flops": flops, "gathered_bytes": gathered,
-        }  # fmt: skip
-        result["tflops"] = round(flops / result["ms"] / 1e9, 4)
-        result["gathered_tb_per_s"] = round(gathered / result["ms"] / 1e9, 4)
+    for h_q, s_kv in _list_points(args):
+        inputs = dist_inputs(args.queries, h_q, s_kv, args.topk, args.dim, DTYPES[args.dtype], args.device, args.seed)
+        measured = measure(lambda x=inputs: attn_dist(*x, backend=args.backend), args.device)
+        result = _list_figure(args, h_q, s_kv, measured)
         if args.backend != "torch" and args.device == "cuda":
-            result["torch_backend"] = measure(
-                lambda x=(q, k, indices, lse): attn_dist(*x, backend="torch"), args.device
-            )
+            result["torch_backend"] = measure(lambda x=inputs: attn_dist(*x, backend="torch"), args.device)
             result["speedup_over_torch_backend"] = round(result["torch_backend"]["ms"] / result["ms"], 3)
-        peer = cudnn_attn_dist(q, k, indices, lse)
+        peer = cudnn_attn_dist(*inputs)
         if peer is not None and args.device == "cuda":
-            result |= _cudnn_figures(attn_dist(q, k, indices, lse, backend=args.backend), peer, args.device)
+            result |= _cudnn_figures(attn_dist(*inputs, backend=args.backend), peer, args.device)
         figures.append(result)
+    return figures
+
+
+def flash_mla_attention(q: Tensor, kv: Tensor, indices: Tensor) -> Callable[[], Tensor] | None:
+    """The peer: FlashMLA's sparse prefill, whose values are the first 512 columns and which leaves an lse too. None
+    where the package is not installed or its kernel lacks the shape. Source: github.com/deepseek-ai/FlashMLA."""
+    try:
+        from flash_mla import flash_mla_sparse_fwd
+    except ImportError:
+        return None
+    _, h_q, d_qk = q.shape
+    if q.dtype != torch.bfloat16 or d_qk != 576 or h_q % 64 or indices.shape[2] % 128:
+        return None
+    return lambda: flash_mla_sparse_fwd(q, kv, indices, d_qk**-0.5)[0]
+
+
+def _flash_mla_identity() -> dict:
+    """Its version, null where it says none, and what a build of its own notes."""
+    import flash_mla
+
+    note = getattr(flash_mla, "__note__", None)
+    return {"version": getattr(flash_mla, "__version__", None), **({"note": note} if note else {})}
+
+
+def _sparse_attention_figures(ours: Callable[[], Tensor], peer: Callable[[], Tensor] | None, device: str) -> dict:
+    """Times of `sparse_attention`, and those of the peer in turns with it, once its result is ours."""
+    if peer is None:
+        return measure_in_turns({"this": ours}, device)["this"]
+    difference = _difference(peer(), ours())
+    if not difference < PEER_DIFFERENCE:
+        raise RuntimeError(f"FlashMLA differs from sparse_attention by {difference:.3g} of the largest entry")
+    this, theirs = measure_in_turns({"this": ours, "flash_mla": peer}, device).values()
+    for mine, other in ((this, theirs), (this["spaced"], theirs["spaced"])):
+        mine["speedup_over_flash_mla"] = round(other["ms"] / mine["ms"], 4)
+    return {**this, "flash_mla": {**_flash_mla_identity(), "difference": difference, **theirs}}
+
+
+def run_sparse_attention(args: argparse.Namespace) -> list[dict]:
+    """The kernel gathers a row once for each group of 64 heads."""
+    figures = []
+    for h_q, s_kv in _list_points(args):
+        inputs = list_inputs(args.queries, h_q, s_kv, args.topk, args.dim, DTYPES[args.dtype], args.device, args.seed)
+        peer = flash_mla_attention(*inputs) if args.device == "cuda" and args.value_dim == 512 else None
+        measured = _sparse_attention_figures(
+            lambda x=inputs: sparse_attention(*x, d_v=args.value_dim, backend=args.backend)[0], peer, args.device
+        )
+        figures.append(_list_figure(args, h_q, s_kv, measured, d_v=args.value_dim, gathers=-(-h_q // 64)))
     return figures
 
 
@@ -468,6 +590,15 @@ ATTN_DIST_COLUMNS = {
     "gathered TB/s": lambda f: f"{f['gathered_tb_per_s']:.2f}",
     "torch ms": lambda f: f"{f['torch_backend']['ms']:.2f}" if "torch_backend" in f else "-",
     "cuDNN ms": lambda f: f"{f['cudnn_frontend']['ms']:.3f}" if "cudnn_frontend" in f else "-",
+}
+SPARSE_ATTENTION_COLUMNS = {
+    **{name: ATTN_DIST_COLUMNS[name] for name in ("h_q", "s_kv", "ms", "p90", "TFLOP/s", "gathered TB/s")},
+    "FlashMLA ms": lambda f: f"{f['flash_mla']['ms']:.3f}" if "flash_mla" in f else "-",
+    "FlashMLA p90": lambda f: f"{f['flash_mla']['p90_ms']:.3f}" if "flash_mla" in f else "-",
+    "speedup": lambda f: f"{f['speedup_over_flash_mla']:.3f}" if "flash_mla" in f else "-",
+    "spaced ms": lambda f: f"{f['spaced']['ms']:.3f}",
+    "FlashMLA spaced": lambda f: f"{f['flash_mla']['spaced']['ms']:.3f}" if "flash_mla" in f else "-",
+    "speedup spaced": lambda f: f"{f['spaced']['speedup_over_flash_mla']:.3f}" if "flash_mla" in f else "-",
 }
 
 
@@ -545,12 +676,20 @@ def _parser() -> argparse.ArgumentParser:
     b.add_argument("--compression-rate", type=int, default=16)
     b.add_argument("--top-k", type=int, default=512 if cuda else 16)
     b.add_argument("--dense-up-to", type=int, default=131072, help="longest T for the dense peer")
-    d = commands.add_parser("attn_dist", parents=[common], help="attn_dist over numbers of heads and keys")
+    lists = argparse.ArgumentParser(add_help=False)
+    lists.add_argument("--queries", type=int, default=4096 if cuda else 32)
+    lists.add_argument("--heads-list", type=_ints, default=[128, 64])
+    lists.add_argument("--topk", type=int, default=2048)
+    lists.add_argument("--dim", type=int, default=576)
+    d = commands.add_parser("attn_dist", parents=[common, lists], help="attn_dist over numbers of heads and keys")
     d.add_argument("--lengths", type=_ints, default=_ints("4096,16384,65536,131072" if cuda else "4096"))
-    d.add_argument("--queries", type=int, default=4096 if cuda else 32)
-    d.add_argument("--heads-list", type=_ints, default=[128, 64])
-    d.add_argument("--topk", type=int, default=2048)
-    d.add_argument("--dim", type=int, default=576)
+    s = commands.add_parser(
+        "sparse_attention",
+        parents=[common, lists],
+        help="sparse_attention over numbers of heads and keys, in turns with FlashMLA where it is installed",
+    )
+    s.add_argument("--lengths", type=_ints, default=_ints("16384,65536" if cuda else "4096"))
+    s.add_argument("--value-dim", type=int, default=512)
     return parser
 
 
@@ -560,6 +699,7 @@ def main(argv: list[str] | None = None) -> int:
         "forward": (run_forward, FORWARD_COLUMNS),
         "backward": (run_backward, BACKWARD_COLUMNS),
         "attn_dist": (run_attn_dist, ATTN_DIST_COLUMNS),
+        "sparse_attention": (run_sparse_attention, SPARSE_ATTENTION_COLUMNS),
     }[args.command]
     figures = runner(args)
     print(table(figures, columns))

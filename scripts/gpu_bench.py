@@ -42,6 +42,7 @@ PYTHON_BENCHMARKS = {
     "forward_gpu_one": ["forward", "--lengths", "65536,1048576", "--queries", "1", "--inputs", "iid,local"],
     "forward_gpu_torch": ["forward", "--backend", "torch", "--lengths", "8192,16384,32768"],
     "attn_dist_gpu": ["attn_dist"],
+    "sparse_attention_gpu": ["sparse_attention"],
     "backward_gpu": ["backward"],
 }
 

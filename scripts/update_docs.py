@@ -133,6 +133,40 @@ def sparse_table(report: dict) -> str:
     )
 
 
+def sparse_attention_peer() -> str:
+    """In turns with FlashMLA; a sentence until that was measured."""
+    report = load("sparse_attention_gpu")
+    figures = [f for f in report["figures"] if "flash_mla" in f] if report is not None else []
+    if not figures:
+        return (
+            "Beside FlashMLA: not measured yet, `python scripts/gpu_bench.py --only sparse_attention_gpu` on a Hopper "
+            "machine that has its package."
+        )
+    paces = [[(f, f["flash_mla"]), (f["spaced"], f["flash_mla"]["spaced"])] for f in figures]
+    rows = [
+        [
+            str(f["h_q"]),
+            f"{f['s_kv']:,}",
+            *(
+                cell
+                for this, peer in pace
+                for cell in (f"{this['ms']:.3f}", f"{peer['ms']:.3f}", f"{this['speedup_over_flash_mla']:.3f}")
+            ),
+        ]
+        for f, pace in zip(figures, paces)
+    ]
+    f = figures[0]
+    peer = f["flash_mla"]
+    about = ", ".join(text for text in (peer["version"], peer.get("note")) if text)
+    columns = ["this, ms", "FlashMLA, ms", "FlashMLA / this"]
+    return (
+        f"In turns with FlashMLA{f' ({about})' if about else ''}, s_q {f['s_q']:,}, topk {f['topk']:,}, d_qk "
+        f"{f['d_qk']}, {f['dtype']}, {_gpu(report)}, medians back to back and with a pause as long before each call; "
+        f"outputs differ by at most {max(f['flash_mla']['difference'] for f in figures):.1%} of the largest entry:\n\n"
+        + markdown(["h_q", "s_kv", *columns, *(f"{name}, with pauses" for name in columns)], rows)
+    )
+
+
 def forward_gpu(phases: bool = True) -> str:
     report = load("forward_gpu")
     if report is None:
@@ -405,6 +439,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "tree_pool": tree_pool,
     "attn_dist": attn_dist,
     "sparse_attention": sparse_attention,
+    "sparse_attention_peer": sparse_attention_peer,
     "forward_cpu": forward_cpu,
     "forward_gpu": forward_gpu,
     "forward_shapes": forward_shapes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import types
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from htree_cuda import attn_dist, bench
+from htree_cuda import attn_dist, bench, sparse_attention
 from htree_cuda.reference import definition
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
@@ -147,3 +148,121 @@ def test_the_cudnn_peer_is_given_what_it_documents(monkeypatch):
     monkeypatch.setattr(Peer, "scale_error", None)
     refused = bench._cudnn_figures(ours, bench.cudnn_attn_dist(q, k, indices, lse), "cpu")
     assert refused["cudnn_frontend_error"].startswith("TypeError")
+
+
+class FlashMLA:
+    """What FlashMLA documents: out, largest logits and lse; values are the first 512 columns."""
+
+    scale_error = 1.0
+
+    @classmethod
+    def flash_mla_sparse_fwd(cls, q, kv, indices, sm_scale):
+        assert indices.dtype == torch.int32 and sm_scale == q.shape[2] ** -0.5
+        gathered = kv[indices[:, 0].long(), 0].float()
+        scores = torch.einsum("shd,std->sht", q.float(), gathered) * sm_scale * cls.scale_error
+        out = torch.einsum("sht,std->shd", scores.softmax(2), gathered[..., :512])
+        return out.to(q.dtype), scores.amax(2), scores.logsumexp(2)
+
+
+def test_sparse_attention_is_measured_without_a_peer(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "TIMED_S", 0.0)
+    monkeypatch.setitem(sys.modules, "flash_mla", FlashMLA)
+    options = ["--lengths", "40,50", "--queries", "3", "--heads-list", "65,2", "--topk", "16", "--dim", "8"]
+    options += ["--value-dim", "4", "--device", "cpu", "--dtype", "float32", "--out", str(tmp_path / "s.json")]
+    assert bench.main(["sparse_attention", *options]) == 0
+    figures = json.loads((tmp_path / "s.json").read_text())["figures"]
+    assert [(f["h_q"], f["s_kv"]) for f in figures] == [(65, 40), (65, 50), (2, 40), (2, 50)]
+    for f in figures:
+        assert f["flops"] == 2 * 3 * 16 * f["h_q"] * (8 + 4)
+        assert f["gathered_bytes"] == 3 * 16 * 8 * 4 * (2 if f["h_q"] == 65 else 1)
+        assert f["calls"] >= bench.TURNS * bench.LEAST_CALLS_CPU and f["spaced"]["ms"] > 0
+        assert "flash_mla" not in f, "the peer is a kernel"
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert "FlashMLA ms" in header and rows[0].split()[-1] == "-"
+
+
+def test_the_flash_mla_peer_is_given_what_it_documents(monkeypatch):
+    shape = (2, 64, 200, 128, 576)
+    q, kv, indices = bench.list_inputs(*shape, torch.bfloat16, "cpu", 0)
+    assert all(len(set(row.tolist())) == 128 for row in indices[:, 0]) and 0 <= indices.min() <= indices.max() < 200
+
+    def ours():
+        return sparse_attention(q, kv, indices)[0]
+
+    monkeypatch.setitem(sys.modules, "flash_mla", None)
+    assert bench.flash_mla_attention(q, kv, indices) is None, "not installed"
+    monkeypatch.setitem(sys.modules, "flash_mla", FlashMLA)
+    for lacking in ((q.float(), kv.float(), indices), (q[:, :63], kv, indices), (q, kv, indices[..., :127])):
+        assert bench.flash_mla_attention(*lacking) is None
+    monkeypatch.setattr(bench, "TIMED_S", 0.0)
+    peer = bench.flash_mla_attention(q, kv, indices)
+    figures = bench._sparse_attention_figures(ours, peer, "cpu")
+    found = figures["flash_mla"]
+    assert found["version"] is None and "note" not in found and found["difference"] < 0.01
+    for mine, other in ((figures, found), (figures["spaced"], found["spaced"])):
+        assert mine["speedup_over_flash_mla"] == pytest.approx(other["ms"] / mine["ms"], abs=1e-4)
+    monkeypatch.setattr(FlashMLA, "__version__", "1.2", raising=False)
+    monkeypatch.setattr(FlashMLA, "__note__", "built here", raising=False)
+    assert bench._flash_mla_identity() == {"version": "1.2", "note": "built here"}
+    for wrong in (3.0, math.nan):
+        monkeypatch.setattr(FlashMLA, "scale_error", wrong)
+        with pytest.raises(RuntimeError, match="FlashMLA differs from sparse_attention by"):
+            bench._sparse_attention_figures(ours, peer, "cpu")
+
+
+def test_calls_take_turns_and_their_times_are_pooled(monkeypatch):
+    """First all turns back to back, then all with pauses as long as each call's median."""
+    seen = []
+
+    def turn(call, device, pause_ms):
+        seen.append((call, pause_ms))
+        return [len(seen)] * 3, {"power_w": len(seen) if len(seen) > 1 else None}
+
+    monkeypatch.setattr(bench, "_turn", turn)
+    results = bench.measure_in_turns({"a": "A", "b": "B"}, "cuda")
+    assert seen == [("A", 0.0), ("B", 0.0)] * 3 + [("A", 3), ("B", 4)] * 3
+    assert [results[name]["ms"] for name in "ab"] == [3, 4]
+    assert results["a"]["calls"] == 9 and results["a"]["p90_ms"] == 5 and results["a"]["power_w"] == 3
+    assert [results[name]["spaced"]["ms"] for name in "ab"] == [9, 10]
+
+
+def test_a_pause_is_spent_before_a_call_is_timed(monkeypatch):
+    """On a GPU that is a list of what was enqueued, 1,000 clocks a microsecond; a call takes 2 ms."""
+    queue: list[str | int] = []
+    probed = ("1500, 500.5\n", None)
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = 0.0
+
+        def record(self):
+            queue.append("event")
+            self.at = sum(2.0 if work == "call" else work / 1e6 for work in queue if work != "event")
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    fakes = {
+        "Event": Event, "_sleep": queue.append, "synchronize": lambda: None, "reset_peak_memory_stats": lambda: None,
+        "memory_allocated": lambda: 5, "max_memory_allocated": lambda: 12,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(bench, "_this_gpu", lambda: "--id=0")
+    monkeypatch.setattr(bench, "WARM_UP_S", 0.0)
+    monkeypatch.setattr(bench, "TIMED_S", 0.0)
+    monkeypatch.setattr(
+        bench.subprocess, "Popen", lambda *_, **__: types.SimpleNamespace(communicate=lambda timeout: probed)
+    )
+    for pause_ms, spent_ms in ((3.0, 3.0), (0.01, bench.LEAST_PAUSE_MS)):
+        queue.clear()
+        times, about = bench._turn(lambda: queue.append("call"), "cuda", pause_ms)
+        assert times == pytest.approx([2.0] * bench.LEAST_CALLS_GPU)
+        assert about == pytest.approx({"clock_mhz": 1500.0, "power_w": 500.5, "peak_bytes": 7, "pause_ms": spent_ms})
+        assert queue[4:8] == [round(spent_ms * 1e6), "event", "call", "event"]
+    queue.clear()
+    times, about = bench._turn(lambda: queue.append("call"), "cuda")
+    assert queue == ["event", "call", "event"] * bench.LEAST_CALLS_GPU and "pause_ms" not in about
