@@ -157,7 +157,7 @@ def sparse_attention_peer() -> str:
     ]
     f = figures[0]
     peer = f["flash_mla"]
-    about = ", ".join(text for text in (peer["version"], peer.get("note")) if text)
+    about = peer.get("note") or peer["version"]
     columns = ["this, ms", "FlashMLA, ms", "FlashMLA / this"]
     return (
         f"In turns with FlashMLA{f' ({about})' if about else ''}, s_q {f['s_q']:,}, topk {f['topk']:,}, d_qk "
@@ -418,6 +418,9 @@ def measured() -> str:
     report = load("attn_dist")
     if report is not None:
         parts.append("**attn_dist** ([docs/attn_dist.md](docs/attn_dist.md)): " + sparse_table(report))
+    if load("sparse_attention_gpu") is not None:
+        title = "**sparse_attention** ([docs/sparse_attention_kernel.md](docs/sparse_attention_kernel.md))"
+        parts.append(f"{title}: {sparse_attention_peer()}")
     if load("forward_gpu") is not None:
         parts.append("**forward**: " + forward_gpu(phases=False))
     parts.append("**forward**: " + forward_cpu())

@@ -2,17 +2,19 @@
 // docs/sparse_attention_kernel.md, "Tried"): times of the copies alone, or with consumers that only wait.
 //
 //   nvcc -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a --expt-relaxed-constexpr -I csrc tests/hardware/gathers.cu -o gathers
-//   ./gathers
+//   ./gathers [blocks]         132 blocks, or so many
 //
-// Parents: 132 blocks with twelve queries each, 512 parents of 8,192 a query, drawn at random or 12% apart from the query
+// Parents: blocks with twelve queries each, 512 parents of 8,192 a query, drawn at random or 12% apart from the query
 // before; a ring of 5 stages of 4 parents, 8,256 bytes each; twelve warps that hold a parent of theirs for so many clocks.
-// In a cluster the blocks walk the union of their 24 queries, and a parent that both want is copied to both.
+// In a cluster the blocks walk the union of their 24 queries, and a parent that both want is copied to both. Then without a
+// cluster and some of the four parents of a stage copied by three warps of their own (cp.async) instead of by bulk copies.
 //
 // Rows: 64 rows of 1,152 bytes a tile, as 9 boxes of 64 columns each (TMA, 128-byte swizzle), three tiles in flight; in a
 // cluster each block fetches half of the rows for both.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -26,7 +28,7 @@ namespace {
 
 using namespace htree_cuda;
 
-constexpr int kBlocks = 132;
+int blocks = 132;
 
 __device__ uint32_t rank_in_cluster() {
   uint32_t rank;
@@ -146,6 +148,64 @@ __global__ void __launch_bounds__(kParentThreads, 1)
   if (kCluster) cluster_sync();
 }
 
+constexpr int kCopyWarps = 3;
+
+// `kCopied` slots of a stage by cp.async, from warps that do nothing else.
+template <int kCopied>
+__global__ void __launch_bounds__(kParentThreads + 32 * kCopyWarps, 1)
+    gather_by_warps(char const* data, int const* nodes, int const* counts) {
+  extern __shared__ char shared[];
+  __shared__ uint64_t full[kStages], empty[kStages];
+  uint32_t const base = (ptx::shared_address(shared) + 255) / 256 * 256;
+  nodes += blockIdx.x * kParents;
+  int const count = counts[blockIdx.x];
+  int const warp = threadIdx.x / 32;
+  int const lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barriers::mbarrier_init(ptx::shared_address(&full[i]), 1 + 32 * kCopyWarps);
+      barriers::mbarrier_init(ptx::shared_address(&empty[i]), kQueries);
+    }
+    barriers::mbarrier_init_fence();
+  }
+  __syncthreads();
+  for (int first = 0, at = 0; first < count; first += kSlots, ++at) {
+    int const stage = at % kStages;
+    uint32_t const parity = at / kStages & 1;
+    uint32_t const is_full = ptx::shared_address(&full[stage]);
+    uint32_t const is_empty = ptx::shared_address(&empty[stage]);
+    auto const slot = [&](int i) { return base + (stage * kSlots + i) * kSlotBytes; };
+    auto const source = [&](int i) { return data + static_cast<int64_t>(nodes[first + i]) * kParentBytes; };
+    int const there = min(count - first, kSlots);
+    if (warp < kQueries) {
+      barriers::mbarrier_wait(is_full, parity, "gathers: full");
+      __syncwarp();
+      if (lane == 0) barriers::mbarrier_arrive(is_empty);
+    } else if (warp == kQueries) {
+      char const* const from = lane < there ? source(lane) : data;
+      barriers::mbarrier_wait(is_empty, parity ^ 1, "gathers: empty");
+      if (lane == 0) barriers::mbarrier_arrive_expect_bytes(is_full, max(there - kCopied, 0) * kParentBytes);
+      __syncwarp();
+      if (lane >= kCopied && lane < there) ptx::bulk_load(slot(lane), from, kParentBytes, is_full);
+    } else {
+      char const* from[kCopied + 1];
+      for (int i = 0; i < kCopied; ++i) from[i] = source(min(i, there - 1));
+      barriers::mbarrier_wait(is_empty, parity ^ 1, "gathers: empty");
+      int const thread = threadIdx.x - kParentThreads;
+#pragma unroll
+      for (int i = 0; i < kCopied; ++i) {
+#pragma unroll
+        for (int step = 0; step < (kParentBytes / 16 + 32 * kCopyWarps - 1) / (32 * kCopyWarps); ++step) {
+          int const byte = (step * 32 * kCopyWarps + thread) * 16;
+          if (i < there && byte < kParentBytes) ptx::copy_async_16B(slot(i) + byte, from[i] + byte, 0);
+        }
+      }
+      asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(is_full) : "memory");
+    }
+  }
+  __syncthreads();
+}
+
 // ---- rows ------------------------------------------------------------------------------------------------------
 
 constexpr int kTileRows = 64;
@@ -219,7 +279,7 @@ double time_of(void (*kernel)(Params...), bool cluster, int threads, int shared,
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {cluster ? 2u : 1u, 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = kBlocks;
+  config.gridDim = blocks;
   config.blockDim = threads;
   config.dynamicSmemBytes = shared;
   config.attrs = &attribute;
@@ -278,7 +338,7 @@ void parents() {
     std::vector<int> order(kParents);
     std::iota(order.begin(), order.end(), 0);
     std::vector<std::vector<char>> takes;
-    for (int q = 0; q < kBlocks * kQueries; ++q) {
+    for (int q = 0; q < blocks * kQueries; ++q) {
       std::shuffle(order.begin(), order.end(), random);
       bool const anew = !local || q % (2 * kQueries) == 0;
       std::vector<char> now = anew ? std::vector<char>(kParents) : takes.back();
@@ -306,6 +366,18 @@ void parents() {
         std::printf("parents, %-7s %-7s: union %4.0f, held %4d clocks: %.3f ms\n", local ? "local," : "random,",
                     cluster ? "cluster" : "alone", mean, hold, ms);
       }
+      auto const by_warps = [&](int copied, auto kernel) {
+        double const ms = time_of(kernel, false, kParentThreads + 32 * kCopyWarps, kParentShared,
+                                  static_cast<char const*>(data), static_cast<int const*>(nodes),
+                                  static_cast<int const*>(counts));
+        std::printf("parents, %-7s alone  : union %4.0f, %d of 4 by cp.async: %.3f ms\n", local ? "local," : "random,", mean,
+                    copied, ms);
+      };
+      if (!cluster) {
+        by_warps(0, gather_by_warps<0>);
+        by_warps(2, gather_by_warps<2>);
+        by_warps(4, gather_by_warps<4>);
+      }
       HTREE_CUDA_CHECK(cudaFree(nodes));
       HTREE_CUDA_CHECK(cudaFree(masks));
       HTREE_CUDA_CHECK(cudaFree(counts));
@@ -320,7 +392,7 @@ void rows() {
     HTREE_CUDA_CHECK(cudaMalloc(&data, std::size_t(count) * kPanels * 128));
     HTREE_CUDA_CHECK(cudaMemset(data, 1, std::size_t(count) * kPanels * 128));
     std::mt19937 random(1);
-    std::vector<int> which(kBlocks * kTiles * kTileRows);
+    std::vector<int> which(blocks * kTiles * kTileRows);
     for (int& row : which) row = int(random() % count);
     int* const indices = on_device(which);
     CUtensorMap map;
@@ -337,7 +409,7 @@ void rows() {
       double const ms = time_of(cluster ? gather_rows<true> : gather_rows<false>, cluster, kRowThreads, kRowShared, map,
                                 static_cast<int const*>(indices));
       std::printf("rows, %5d, %-7s: %.2f us a tile, %.2f TB/s delivered\n", count, cluster ? "cluster" : "alone",
-                  1e3 * ms / kTiles, 1e-9 * kBlocks * kTiles * kTileBytes / ms);
+                  1e3 * ms / kTiles, 1e-9 * blocks * kTiles * kTileBytes / ms);
     }
     HTREE_CUDA_CHECK(cudaFree(indices));
     HTREE_CUDA_CHECK(cudaFree(data));
@@ -346,7 +418,8 @@ void rows() {
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+  if (argc > 1) blocks = std::atoi(argv[1]);
   parents();
   rows();
   return 0;

@@ -22,19 +22,22 @@ void launch(Args const& args, int blocks, cudaStream_t stream);  // inst/
 
 namespace {
 
-// What lives at once, besides the pooled tree and the tables: rows of one chunk of queries in at most
-// half the bytes of q and out, but no less and no more than these; nodes and sums of as many heads as fit
-// in kTreeBytes, of one head at least.
+// What lives at once, besides the pooled tree and the tables: rows of one chunk of queries in half the
+// bytes of q and out, but no less and no more than these, and what fills its last round; nodes and sums of
+// as many heads as fit in kTreeBytes, of one head at least.
 constexpr std::int64_t kLeastChunkBytes = std::int64_t(64) << 20;
 constexpr std::int64_t kMostChunkBytes = std::int64_t(256) << 20;
 constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
+// Rows that the queries kernels take at once on 132 multiprocessors, eight a block: 3.3 rounds of blocks take the
+// time of four. On any device, since sums are cut where a chunk ends.
+constexpr std::int64_t kRoundRows = 132 * 8;
 // A layer with fewer parents than this splits the rows: sixteen units of work for each warp of a large GPU.
 constexpr std::int64_t kNodeUnits = 16384;
 constexpr std::int64_t kLeastSegmentRows = 256;
 constexpr std::int64_t kMostSegmentRows = 1024;
-// At the top a unit is kUnitTiles tiles of nodes and a segment: three or so for each multiprocessor of a large GPU. The
+// At the top a unit is kUnitTiles tiles of nodes and a segment: two or so for each multiprocessor of a large GPU. The
 // sums of a unit wait for those of the segment before, so that more and shorter ones lose time.
-constexpr std::int64_t kTopUnits = 396;
+constexpr std::int64_t kTopUnits = 264;
 
 using tree_request::aligned;
 
@@ -91,7 +94,7 @@ struct Plan {
     heads = std::min({all_heads, kTreeBytes / head_bytes, chunk_bytes / (rows * row_bytes)});
     if (heads < 1) {
       heads = 1;
-      rows = std::min(rows, std::max<std::int64_t>(chunk_bytes / row_bytes / kRowStep, 1) * kRowStep);
+      rows = std::min(rows, round_up(chunk_bytes / row_bytes + 1, kRoundRows));
     }
     for (int l = 0; l < tree.layers; ++l) {
       std::int64_t const filling = kNodeUnits / (heads * tree.parents[l]);
