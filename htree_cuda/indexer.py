@@ -47,7 +47,8 @@ def indexer_loss(
     valid = valid_slots(indices.squeeze(-2), s_kv=s_kv, position=position, k_stride=k_stride, topk_length=topk_length)
     if attn_dist.dim() > logits.dim():
         attn_dist = attn_dist.sum(-3)
-    target = _share(attn_dist.to(acc).masked_fill(~valid, 0.0))
+    # In its own precision: only then does its scale not matter to float32 logits.
+    target = _share(attn_dist.masked_fill(~valid, 0.0)).to(acc)
     counts = valid.any(-1)
     # A row without a valid slot gets zeros for its logits: a softmax over nothing is NaN, in its gradient too.
     scores = logits.to(acc).masked_fill(~valid, -math.inf).masked_fill(~counts[..., None], 0.0)

@@ -268,6 +268,14 @@ def test_only_proportions_of_the_target_count_and_it_gets_no_gradient():
     assert scaled.grad is None
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e-44, 1e50, 1e300])
+def test_the_scale_of_a_float64_target_is_no_matter_of_the_logits_range(scale):
+    logits, dist, indices = problem(dtype=torch.float32)
+    loss = htree_cuda.indexer_loss(logits, dist.double(), indices, s_kv=20, reduction="none")
+    same = htree_cuda.indexer_loss(logits, dist.double() * scale, indices, s_kv=20, reduction="none")
+    torch.testing.assert_close(same, loss, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_lower_precisions_are_float32_inside(dtype):
     logits, dist, indices = problem(dtype=dtype)

@@ -131,6 +131,11 @@ class Problem:
         return LSE_ARITHMETIC + FACTOR * finite.max() + 2.0**-23 * exact_lse.nan_to_num(0.0, 0.0, 0.0).abs()
 
 
+def processors() -> int:
+    """Multiprocessors, which a persistent grid has a block each for; the emulator has three."""
+    return torch.cuda.get_device_properties(DEVICE).multi_processor_count if DEVICE == "cuda" else 3
+
+
 def cut_product(q: Tensor, keys: Tensor) -> Tensor:
     """q keys^T in float64, but every sixteen columns the sum is cut off at float32's last bit, towards zero."""
     total = torch.zeros(q.shape[0], keys.shape[0], dtype=torch.float64)
@@ -312,14 +317,19 @@ def test_the_same_bits_each_time():
 
 
 @pytest.mark.emulated
-def test_attn_dist_of_this_lse_sums_to_the_heads():
-    x = problem(1, 200, s_q=4, seed=10)
+@pytest.mark.parametrize("h_q", [1, 3, 65, 130])
+def test_attn_dist_of_this_lse_sums_to_the_heads(h_q):
+    """Rows without a slot sum to nothing; sinks are no part of lse."""
+    x = problem(h_q, 200, s_q=4, seed=10, topk_length=torch.tensor([[200, 0, 70, 129]], dtype=torch.int32))
+    x.options["attn_sink"] = torch.ones(h_q)
+    x.indices[0, 2] = -1
     _, lse = x.run()
     q, kv, indices = x.q.to(DEVICE), x.kv.to(DEVICE), x.indices.to(DEVICE)
-    dist = torch.full((1, 1, 4, 200), math.nan, device=DEVICE)
-    rule = {"q_start": None, "k_stride": 1, "topk_length": None, "lse_base": 2.0}
+    dist = torch.full((1, -(-h_q // 64), 4, 200), math.nan, device=DEVICE)  # of each 64 heads
+    rule = {"q_start": None, "k_stride": 1, "topk_length": x.options["topk_length"].to(DEVICE), "lse_base": 2.0}
     kernels.attn_dist(q, kv, indices, lse.to(DEVICE), dist, sm_scale=x.options["sm_scale"], **rule)
-    assert (dist.cpu().sum(-1) - 1).abs().max() < 1e-3
+    sums = dist.cpu().sum((1, 3))[0] / h_q
+    assert (sums - torch.tensor([1.0, 0.0, 0.0, 1.0])).abs().max() < 1e-3
 
 
 @pytest.mark.emulated
@@ -358,6 +368,18 @@ def test_sanitizer_shapes(h_q, topk, d, dtype):
     x.indices[0, 3] = -1
     out, lse = x.run()
     assert out.isfinite().all() and lse.isfinite()[0, [0, 1, 2, 4]].all()
+
+
+@pytest.mark.emulated
+def test_sanitizer_several_queries_a_block():
+    """A persistent block's next query begins while the output of the one before is on its way: lengths of nothing, of
+    one tile and of several, sinks and the causal rule."""
+    s_q = 2 * processors() + 5
+    lengths = torch.tensor([130, 0, 64, 129, 1, 130, 65], dtype=torch.int32).repeat(s_q)[:s_q]
+    x = problem(3, 130, s_q=s_q, s_kv=200, seed=14, topk_length=lengths[None])
+    x.options |= {"attn_sink": torch.randn(3, generator=torch.Generator().manual_seed(2)), "q_start": [190]}
+    x.indices[0, 5] = -1
+    x.check()
 
 
 @pytest.mark.emulated
@@ -407,6 +429,27 @@ def test_capture_and_replay():
         out.fill_(math.nan)
         graph.replay()
         assert torch.equal(out.cpu(), first[0]) and torch.equal(lse.cpu(), first[1])
+
+
+@pytest.mark.hardware
+def test_capture_of_the_public_function_and_replay_with_changed_inputs():
+    lengths = torch.tensor([[300, 0, 129, 64] * 10], dtype=torch.int32)
+    first, second = (problem(70, 300, s_q=40, s_kv=500, seed=seed, topk_length=lengths) for seed in (15, 16))
+    second.indices[0, 7] = -1
+    sink = torch.linspace(-2.0, 2.0, 70, device=DEVICE)
+    options = {"attn_sink": sink, "topk_length": lengths.to(DEVICE), "q_start": 470}
+    held = [x.to(DEVICE) for x in (first.q, first.kv, first.indices)]
+    htree_cuda.sparse_attention(*held, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = htree_cuda.sparse_attention(*held, **options)
+    for inputs in (first, second, first):
+        for x, y in zip(held, (inputs.q, inputs.kv, inputs.indices), strict=True):
+            x.copy_(y)
+        graph.replay()
+        for mine, other in zip(captured, htree_cuda.sparse_attention(*held, **options), strict=True):
+            assert torch.equal(mine, other)
 
 
 @pytest.mark.hardware
