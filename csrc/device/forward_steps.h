@@ -51,10 +51,10 @@ struct Args {
 
 void tree_pack(Args const& args, DType dtype, cudaStream_t stream);
 
-// cos and sin of every position: [positions, K / 2], and [positions, K / 32, 4] in the order of fragments. `zero`, if any,
-// becomes 0.
-void make_turns(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base, int* zero,
-                cudaStream_t stream);
+// cos and sin of every position: [positions, K / 2], and, where they are not null, [positions, K / 32, 4] in the order of
+// fragments and [positions, 8, K / 32] as matrices. `zero`, if any, becomes 0.
+void make_turns(float2* turns, rope::Turns* fragment_turns, rope::TurnColumns* turn_columns, std::int64_t positions, int K,
+                double base, int* zero, cudaStream_t stream);
 
 }  // namespace packing
 

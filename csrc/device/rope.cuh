@@ -4,7 +4,7 @@
 // packed, and the query turns once, by n-1. Below it, scores need <R(q, n-1), R(k, 16 j + c)> = <R(q, n-1-16 j), R(k, c)>:
 // keys turn by their place c among their siblings, and a query turns once per parent j. Both turned operands are fp16,
 // whatever the dtype of the inputs: each row is first scaled by an exact power of two that the score takes back. fp16 has
-// three bits more than bf16, and queries turn in packed arithmetic without conversions.
+// three bits more than bf16, and queries turn by products of the tensor cores, whose sums are operands as they come.
 //
 // A score is kept `raw`: the product of the normalised rows times the key's `scale`, s * log2(e) = raw * unit with the
 // unit of the query's head. Products with powers of two are exact, so raw scores are as exact as the matrix product, and
@@ -80,64 +80,35 @@ __device__ inline double2 turn(std::int64_t position, int m, int K, double base)
   return {cosine, sine};
 }
 
-// Table of the queries' turns, in the order of m16n8k16's A fragment: entry [position][kk][tq] (kk < K / 32, tq < 4)
+// Table of turns in the order of m16n8k16's fragments: entry [position][kk][tq] (kk < K / 32, tq < 4)
 // holds the pairs 16 kk + 2 tq + {0, 1, 8, 9}, which turn lo fragment kk against hi fragment kk + K / 32.
 struct alignas(16) Turns {
   half2 cos[2];
   half2 sin[2];
 };
 
-// lo and hi of four packed pairs each, [a0, a1 | a2, a3] of the two fragments; in place where they are q's.
-__device__ __forceinline__ void turn_fragments(half2 (&lo)[4], half2 (&hi)[4], half2 const (&q_lo)[4],
-                                               half2 const (&q_hi)[4], Turns const& turns) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    half2 const c = turns.cos[i / 2];
-    half2 const s = turns.sin[i / 2];
-    half2 const x = q_lo[i];
-    half2 const y = q_hi[i];
-    lo[i] = __hfma2(y, __hneg2(s), __hmul2(x, c));  // negating q would be hoisted into registers
-    hi[i] = __hfma2(x, s, __hmul2(y, c));
-  }
+// Turns as matrices. Where the two elements of a pair are neighbours, eight columns, four pairs, are a tile, which turns by
+// one product with an 8 x 8 matrix that has the pairs' rotations on its diagonal: m16n8k8, whose sums in fp16 are operands
+// as they come. Lane 4 g + t of that matrix has column g of rows 2 t and 2 t + 1, zeros but for t = g / 2. Entry
+// [position][g][i] (i < K / 32) holds it for the tiles 4 i .. 4 i + 3.
+struct alignas(16) TurnColumns {
+  half2 tile[4];
+};
+
+// Of the eight pairs whose first elements lie in one chunk of 16 bytes, the even ones make one tile and the odd ones
+// another: so a thread that holds fragments of a row as it lies in memory holds both elements of the pairs in its
+// fragments of tiles.
+__host__ __device__ constexpr int tile_of(int chunk, int odd) { return chunk / 2 * 4 + 2 * odd + chunk % 2; }
+
+// Column g of a turn by a position, of a pair: g even (x cos - y sin) and odd (x sin + y cos).
+__device__ __forceinline__ half2 turn_column(double2 turn, int g) {
+  half const c = __double2half(turn.x);
+  return g % 2 ? half2(__double2half(turn.y), c) : half2(c, __double2half(-turn.y));
 }
 
-// The other way round and in place, in an order that needs one register beside them.
-__device__ __forceinline__ void turn_fragments_back(half2 (&lo)[4], half2 (&hi)[4], Turns const& turns) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    half2 const c = turns.cos[i / 2];
-    half2 const s = turns.sin[i / 2];
-    half2 const across = __hmul2(hi[i], s);
-    hi[i] = __hfma2(lo[i], __hneg2(s), __hmul2(hi[i], c));
-    lo[i] = __hfma2(lo[i], c, across);
-  }
-}
-
-// The same in three shears, which are fewer instructions: x += y tan(a/2), y -= x sin(a), x += y tan(a/2). Rounding grows
-// with the tangent, so that this is for angles up to a quarter turn or little more. From fragment kWideSteps on angles from
-// parent to parent are no larger, for bases that the host tells apart (`shears_suffice`). `cos` holds the tangents.
-inline constexpr int kWideSteps = 1;
-
-__device__ __forceinline__ Turns shears(Turns const& turns) {
-  Turns result = turns;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float2 const c = __half22float2(turns.cos[i]);
-    float2 const s = __half22float2(turns.sin[i]);
-    result.cos[i] = __floats2half2_rn(s.x / (1.0f + c.x), s.y / (1.0f + c.y));
-  }
-  return result;
-}
-
-__device__ __forceinline__ void shear_fragments_back(half2 (&lo)[4], half2 (&hi)[4], Turns const& turns) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    half2 const t = turns.cos[i / 2];
-    half2 const s = turns.sin[i / 2];
-    lo[i] = __hfma2(hi[i], t, lo[i]);
-    hi[i] = __hfma2(lo[i], __hneg2(s), hi[i]);
-    lo[i] = __hfma2(hi[i], t, lo[i]);
-  }
+// The other way round.
+__device__ __forceinline__ uint32_t inverse_column(uint32_t column, int g) {
+  return column ^ (g % 2 ? 0x8000u : 0x80000000u);
 }
 
 }  // namespace htree_cuda::rope

@@ -147,16 +147,25 @@ __global__ void product(uint16_t const* a, uint16_t const* b, float* out) {
   out[(row + 8) * 8 + column + 1] = acc[3];
 }
 
-// A product of a warp with sums in fp16: a [16, 16], b [8, 16], out [16, 8].
+// A product of a warp with sums in fp16: a [16, kDepth], b [8, kDepth], out [16, 8].
+template <int kDepth>
 __global__ void half_product(uint16_t const* a, uint16_t const* b, float* out) {
   int const row = threadIdx.x / 4, column = threadIdx.x % 4 * 2;
-  auto const pair = [&](uint16_t const* x, int i, int k) { return *reinterpret_cast<uint32_t const*>(x + i * 16 + k + column); };
+  auto const pair = [&](uint16_t const* x, int i, int k) {
+    return *reinterpret_cast<uint32_t const*>(x + i * kDepth + k + column);
+  };
   uint32_t d[2];
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%8, %8};"
-      : "=r"(d[0]), "=r"(d[1])
-      : "r"(pair(a, row, 0)), "r"(pair(a, row + 8, 0)), "r"(pair(a, row, 8)), "r"(pair(a, row + 8, 8)), "r"(pair(b, row, 0)),
-        "r"(pair(b, row, 8)), "r"(0));
+  if constexpr (kDepth == 8) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%5, %5};"
+                 : "=r"(d[0]), "=r"(d[1])
+                 : "r"(pair(a, row, 0)), "r"(pair(a, row + 8, 0)), "r"(pair(b, row, 0)), "r"(0));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%8, %8};"
+        : "=r"(d[0]), "=r"(d[1])
+        : "r"(pair(a, row, 0)), "r"(pair(a, row + 8, 0)), "r"(pair(a, row, 8)), "r"(pair(a, row + 8, 8)), "r"(pair(b, row, 0)),
+          "r"(pair(b, row, 8)), "r"(0));
+  }
   for (int i = 0; i < 4; ++i) {
     float x;
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(d[i / 2] >> i % 2 * 16)));
@@ -354,7 +363,8 @@ extern "C" __attribute__((visibility("default"))) char const* run_fault(int whic
     case 41: product<Product::kReadEarly><<<1, 128, 9216>>>(x, y, out); break;
     case 42: product<Product::kRewritten><<<1, 128, 9216>>>(x, y, out); break;
     case 43: product<Product::kNoFence><<<1, 128, 9216>>>(x, y, out); break;
-    case 49: half_product<<<1, 32>>>(x, y, out); break;
+    case 49: half_product<16><<<1, 32>>>(x, y, out); break;
+    case 51: half_product<8><<<1, 32>>>(x, y, out); break;
     case 44: product<Product::kHandedBack><<<1, 128, 9216>>>(x, y, out); break;
     case 45: product<Product::kReleased><<<1, 128, 9216>>>(x, y, out); break;
     case 46: product<Product::kNoProductFence><<<1, 128, 9216>>>(x, y, out); break;

@@ -463,9 +463,12 @@ class Instructions:
 
     def op_mma(self, op, args):
         sums = {"f32": "float", "f16": "uint32_t"}.get(op[-1])
-        if "m16n8k16" not in op or op[-4] != op[-1] or not sums:
+        short = "m16n8k8" in op and op[-3] == op[-1] == "f16"  # the first eight of sixteen products, the others zero
+        if not (short or "m16n8k16" in op) or op[-4] != op[-1] or not sums:
             raise self.unknown(args)
         d, a, b, c = (split_operands(x[1:-1]) for x in args)
+        if short:
+            a, b = [*a, "0", "0"], [*b, "0"]
         element = "half" if op[-3] == "f16" else "bfloat"
         for x in d:
             self.register_type(x)

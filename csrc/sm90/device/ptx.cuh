@@ -243,6 +243,13 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], uint32_t const (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// a b: m16n8k8, a row-major, b column-major, sums rounded to fp16. A fragment of c is one of a.
+__device__ __forceinline__ void multiply_fp16(uint32_t& c0, uint32_t& c1, uint32_t a0, uint32_t a1, uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%5, %5};"
+      : "=r"(c0), "=r"(c1)
+      : "r"(a0), "r"(a1), "r"(b), "r"(0));
+}
+
 // ---- arithmetic --------------------------------------------------------------------------------------------------
 
 // 2^x on the special function unit; subnormal results are flushed to zero. Volatile: it stays where it is written,

@@ -21,7 +21,6 @@ class BelowConsumer : public Consumer<Cfg> {
   using Base::args_;
   using Base::cursor_;
   using Base::groups_;
-  using Base::kHalf;
   using Base::kK;
   using Base::kSlack;
   using Base::kSteps;
@@ -48,12 +47,18 @@ public:
     if (!active_) return;
     // Where there is a second parent, the table reaches so far.
     if (position_ >= kSiblings) {
+      int const g = lane_ / 4;
+      bool const holds = lane_ % 4 == g / 2;
 #pragma unroll
-      for (int kk = 0; kk < kHalf; ++kk) {
-        step_[kk] = turns(kSiblings, kk);
-        if (kk >= rope::kWideSteps) step_[kk] = rope::shears(step_[kk]);
+      for (int i = 0; i < kK / 32; ++i) {
+        uint4 const x = __ldg(reinterpret_cast<uint4 const*>(args.turn_columns + (kSiblings * 8 + g) * (kK / 32) + i));
+        uint32_t const words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int tile = 0; tile < 4; ++tile) step_[4 * i + tile] = holds ? rope::inverse_column(words[tile], g) : 0u;
       }
     }
+    uint32_t const zeros = fetched_turns() + Cfg::kZerosOffset;
+    if (lane_ < 4) ptx::store_shared_16B(zeros + lane_ * 16, {0, 0, 0, 0});
     if (Base::split()) skip(warp_);
     if constexpr (Cfg::kReadsValues) {
       uint32_t const saved = saved_query();
@@ -242,12 +247,6 @@ private:
     }
   }
 
-  __device__ __forceinline__ rope::Turns turns(int position, int kk) const {
-    uint4 const x =
-        __ldg(reinterpret_cast<uint4 const*>(args_.fragment_turns + (position * (kK / 8) + kk * 4 + tq_)));
-    return *reinterpret_cast<rope::Turns const*>(&x);
-  }
-
   // The turns of the rank at hand are fetched while the ranks before it pass.
   __device__ __forceinline__ uint32_t fetched_turns() const {
     return shared_ + Cfg::kTurnOffset + warp_ * Cfg::kTurnBytes;
@@ -257,8 +256,8 @@ private:
   __device__ __forceinline__ void fetch_turns(int ranks) const {
     int const position = position_ - ranks * kSiblings;
     int const lane = static_cast<int>(ptx::lane_index());
-    if (position >= 0 && lane < kK / 8) {
-      ptx::copy_async_16B(fetched_turns() + lane * 16, args_.fragment_turns + (position * (kK / 8) + lane), 0);
+    if (position >= 0 && lane < Cfg::kColumnsBytes / 16) {
+      ptx::copy_async_16B(fetched_turns() + lane * 16, args_.turn_columns + (position * (kK / 4) + lane), 0);
     }
     ptx::copy_async_commit();
   }
@@ -273,34 +272,41 @@ private:
     if (Base::split() && left_ == 0) skip(Cfg::kConsumers - 1);
     ptx::copy_async_wait<0>();
     __syncwarp();
-    if constexpr (Cfg::kReadsValues) {
-      uint32_t const saved = saved_query();
+    int const lane = static_cast<int>(ptx::lane_index());
+    bool const holds = lane % 4 == lane / 8;
+    uint32_t const columns = fetched_turns() + (holds ? lane / 4 * Cfg::kColumnBytes : Cfg::kZerosOffset);
 #pragma unroll
-      for (int kk = 0; kk < kSteps; ++kk) {
-        uint4 const x = ptx::load_shared_16B(saved + kk * 512);
-        auto& words = reinterpret_cast<uint32_t(&)[4]>(q_[kk]);
-        words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+    for (int i = 0; i < kK / 32; ++i) {
+      uint4 const x = ptx::load_shared_16B(columns + i * 16);
+      uint32_t const matrices[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int kk = 2 * i; kk < 2 * i + 2; ++kk) {
+        uint32_t q[4];
+        if constexpr (Cfg::kReadsValues) {
+          uint4 const words = ptx::load_shared_16B(saved_query() + kk * 512);
+          q[0] = words.x, q[1] = words.y, q[2] = words.z, q[3] = words.w;
+        } else {
+#pragma unroll
+          for (int word = 0; word < 4; ++word) q[word] = reinterpret_cast<uint32_t const&>(q_[kk][word]);
+        }
+        multiply(kk, q, matrices[2 * kk % 4], matrices[2 * kk % 4 + 1]);
       }
-    }
-    uint32_t const fetched = fetched_turns() + ptx::lane_index() % 4 * 16;
-#pragma unroll
-    for (int kk = 0; kk < kHalf; ++kk) {
-      uint4 const x = ptx::load_shared_16B(fetched + kk * 64);
-      rope::turn_fragments(turned()[kk], turned()[kk + kHalf], q_[kk], q_[kk + kHalf],
-                           reinterpret_cast<rope::Turns const&>(x));
     }
     __syncwarp();
     fetch_turns(args_.turn_period * (Base::split() ? Cfg::kConsumers : 1));
     left_ = args_.turn_period;
   }
 
-  // Turns steps kk and kk + kHalf to the next rank.
+  // Step kk of the turned query: of what is given, by the matrices of its tiles.
+  __device__ __forceinline__ void multiply(int kk, uint32_t const (&q)[4], uint32_t low, uint32_t high) {
+    auto& to = reinterpret_cast<uint32_t(&)[4]>(turned()[kk]);
+    ptx::multiply_fp16(to[0], to[1], q[0], q[1], low);
+    ptx::multiply_fp16(to[2], to[3], q[2], q[3], high);
+  }
+
+  // Turns step kk to the next rank.
   __device__ __forceinline__ void turn(int kk) {
-    if (kk < rope::kWideSteps) {
-      rope::turn_fragments_back(turned()[kk], turned()[kk + kHalf], step_[kk]);
-    } else {
-      rope::shear_fragments_back(turned()[kk], turned()[kk + kHalf], step_[kk]);
-    }
+    multiply(kk, reinterpret_cast<uint32_t const(&)[4]>(turned()[kk]), step_[2 * kk], step_[2 * kk + 1]);
   }
 
   __device__ __forceinline__ void advance() {
@@ -309,15 +315,12 @@ private:
     left_ -= 1;
   }
 
-  // Step i of the products with the parent's keys; the two that turn together come one after the other.
-  static __device__ __forceinline__ int key_step(int i) { return i / 2 + i % 2 * kHalf; }
-
   __device__ __forceinline__ void load_keys(uint32_t (&b)[4], uint32_t slot, int i) const {
-    ptx::load_matrix_x4(b, chunks_of(slot + key_lane_, key_step(i)) + Cfg::kKeyOffset);
+    ptx::load_matrix_x4(b, chunks_of(slot + key_lane_, i) + Cfg::kKeyOffset);
   }
 
   __device__ __forceinline__ void multiply_keys(float (&products)[2][4], uint32_t const (&b)[4], int i) {
-    auto const& a = reinterpret_cast<uint32_t const(&)[4]>(turned()[key_step(i)]);
+    auto const& a = reinterpret_cast<uint32_t const(&)[4]>(turned()[i]);
     ptx::mma_fp16(products[0], a, b[0], b[1]);
     ptx::mma_fp16(products[1], a, b[2], b[3]);
   }
@@ -435,7 +438,7 @@ private:
       if (i + 1 < kSteps) load_keys(keys[(i + 1) % 2], slot, i + 1);
       if (i < kSteps) multiply_keys(products, keys[i % 2], i);
       if (i < kValueSteps) multiply_values(p, values[i % 2], i);
-      if (i < kSteps && i % 2 == 1) turn(i / 2);
+      if (i < kSteps) turn(i);
     }
     waiting.scales = load_scales(slot);
     waiting.slot = slot;
@@ -481,7 +484,7 @@ private:
       uint32_t keys[4];
       load_keys(keys, slot, i);
       multiply_keys(products, keys, i);
-      if (i % 2 == 1) turn(i / 2);
+      turn(i);
     }
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
@@ -564,7 +567,7 @@ private:
   uint32_t closed_ = 0;  // of the parent that waits, candidates that are no leaves
   int left_ = -1;  // ranks until turning begins anew; -1: until it begins
   half2 turned_[Cfg::kReadsValues ? 1 : kSteps][4];
-  rope::Turns step_[kHalf];  // by kSiblings; shears from kWideSteps on
+  uint32_t step_[kK / 8];  // the matrices that turn a query to its next rank
 };
 
 }  // namespace htree_cuda::layer

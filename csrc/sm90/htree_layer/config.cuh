@@ -95,10 +95,15 @@ struct Config {
   static constexpr int kNextMaskOffset = kMaskOffset + 4 * kConsumers;
   static_assert(kNextMaskOffset + 4 * kConsumers <= kScaleOffset);
   // Values: kFirst: the turned queries, for each warpgroup panels of 64 rows, the heads of its four queries; kBelow: each
-  // query as it is, in fragments. kBelow: then the turns from which it begins anew, for each.
+  // query as it is, in fragments. kBelow: then the turns from which it begins anew, for each, and zeros: what three
+  // quarters of the lanes have of such a matrix.
   static constexpr int kQueryPanelBytes = 64 * 128;
   static constexpr int kQueryBytes = kReadsValues ? kK / 64 * kQueryPanelBytes : 0;
-  static constexpr int kTurnBytes = kWalk == Walk::kFirst ? 0 : kK / 8 * 16;
+  static constexpr int kColumnBytes = 2 * kK / 4;
+  static constexpr int kColumnsBytes = 8 * kColumnBytes;
+  static constexpr int kZerosOffset = kColumnsBytes + 16;  // in other banks than the columns that are read at once
+  static constexpr int kTurnBytes = kWalk == Walk::kFirst ? 0 : kColumnsBytes + 128;
+  static_assert(kColumnBytes <= 64 && kColumnsBytes % 16 == 0 && kColumnsBytes / 16 <= 32, "a copy of 16 bytes a lane");
   static constexpr int kTurnOffset = kConsumers / 4 * kQueryBytes;
   // Where a query is split: 16 bytes for every consumer and head. Between two walks the ring is not free for them.
   static constexpr int kMergeHeadBytes = kConsumers * 16 * 16;
@@ -132,7 +137,7 @@ struct Args {
   packing::Source values;         // of the layer, unpacked; kValues
   int const* spoilt;              // whether any layer has values that are not finite
   float2 const* turns;                 // [positions, K / 2]; kFirst
-  rope::Turns const* fragment_turns;   // [positions, K / 32, 4]; kBelow
+  rope::TurnColumns const* turn_columns;  // [positions, 8, K / 32]; kBelow
 
   void const* q;                  // [B, T_q, H, K]
   std::int64_t q_stride_b;

@@ -24,7 +24,7 @@ protected:
   static constexpr int kK = Cfg::kK;
   static constexpr int kV = Cfg::kV;
   static constexpr int kSteps = kK / 16;      // k-steps of QK
-  static constexpr int kHalf = kK / 32;       // of them in the low half of the pairs
+  static constexpr int kHalf = kK / 32;       // of them, in the order of memory, with the first elements of pairs
   static constexpr int kValueTiles = Cfg::kReadsValues ? kV / 8 : 1;
   static constexpr bool kBelow = Cfg::kWalk == Walk::kBelow;
   // A running maximum is raised when an exponential would exceed 2^kSlack: rescaling is rare.
@@ -144,8 +144,9 @@ protected:
             lo = {x.x * turn.x - y.x * turn.y, x.y * turn.z - y.y * turn.w};
             hi = {x.x * turn.y + y.x * turn.x, x.y * turn.w + y.y * turn.z};
           }
-          q_[kk][2 * part + i] = __floats2half2_rn(lo.x, lo.y);
-          q_[kk + kHalf][2 * part + i] = __floats2half2_rn(hi.x, hi.y);
+          int const even = rope::tile_of(2 * kk + part, 0), odd = rope::tile_of(2 * kk + part, 1);
+          q_[even / 2][even % 2 * 2 + i] = __floats2half2_rn(lo.x, hi.x);
+          q_[odd / 2][odd % 2 * 2 + i] = __floats2half2_rn(lo.y, hi.y);
         }
       }
     }

@@ -94,7 +94,7 @@ struct Plan {
   std::int64_t bytes = 0;
 
   float2* turns = nullptr;
-  rope::Turns* fragment_turns = nullptr;
+  rope::TurnColumns* turn_columns = nullptr;
   int* spoilt = nullptr;
   char* k_tree = nullptr;
   char* v_tree = nullptr;
@@ -134,7 +134,7 @@ struct Plan {
 
     std::int64_t const heads = p.B * p.H_kv;
     take(turns, base, positions * (p.K / 2));
-    take(fragment_turns, base, positions * (p.K / 8));
+    take(turn_columns, base, positions * (p.K / 4));
     take(spoilt, base, 1);
     take(k_tree, base, heads * M * p.K * 2);
     take(v_tree, base, heads * M * p.V * 2);
@@ -230,8 +230,8 @@ packing::Args pack_args(ForwardParams const& p, Plan const& plan, int l, Packed 
 }
 
 void build(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
-  packing::make_turns(plan.turns, plan.fragment_turns, plan.positions, static_cast<int>(p.K), p.rope_base, plan.spoilt,
-                      stream);
+  packing::make_turns(plan.turns, nullptr, plan.turn_columns, plan.positions, static_cast<int>(p.K), p.rope_base,
+                      plan.spoilt, stream);
   if (plan.layers > 1) {
     TreePoolParams pool{};
     pool.k = {p.k, p.k_stride_b, p.k_stride_t, p.k_stride_h, plan.k_tree, p.K};
@@ -267,10 +267,9 @@ void gather(ForwardParams const& p, Plan const& plan, int l, std::int64_t begin,
 }
 
 // Ranks that a query turns through before it begins anew. Rounding adds up to 0.40 of the error that rounding bf16
-// operands makes, and 1.32 of that of fp16 ones (tests/test_turning.py).
+// operands makes, and 1.21 of that of fp16 ones (tests/test_turning.py).
 constexpr int kTurnPeriod = 8;
 constexpr int kTurnPeriodHalf = 1;
-constexpr double kMostAngle = 1.75;  // of a shear from parent to parent; the tangent of its half is 1.2
 
 // A scale of zero is the smallest: rows of q become zeros.
 rope::ScoreScale score_scale(double scale) {
@@ -280,16 +279,11 @@ rope::ScoreScale score_scale(double scale) {
   return {static_cast<float>(2.0 * mantissa), exponent - 1};
 }
 
-// Whether angles from parent to parent are within what rope::shear_fragments_back is for, beyond its wide steps.
-bool shears_suffice(double base, int K) {
-  return kSiblings * std::pow(base, -32.0 * rope::kWideSteps / K) <= kMostAngle;
-}
-
 layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
   layer::Args args{};
   args.block_bytes = plan.block_bytes;
   args.turns = plan.turns;
-  args.fragment_turns = plan.fragment_turns;
+  args.turn_columns = plan.turn_columns;
   args.spoilt = plan.spoilt;
   args.q = p.q;
   args.q_half = p.dtype == DType::kFloat16;
@@ -301,8 +295,7 @@ layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
   args.G = static_cast<int>(p.G);
   args.scale = score_scale(p.scale);
   args.strict_causal = p.strict_causal;
-  bool const often = p.dtype == DType::kFloat16 || !shears_suffice(p.rope_base, static_cast<int>(p.K));
-  args.turn_period = often ? kTurnPeriodHalf : kTurnPeriod;
+  args.turn_period = p.dtype == DType::kFloat16 ? kTurnPeriodHalf : kTurnPeriod;
   args.split = p.T_q == 1;
   args.layers = plan.layers;
   args.top_k = static_cast<int>(p.top_k);

@@ -8,8 +8,8 @@
 //   [scales 64 x float | keys K / 64 panels of 64 x 64 fp16 | values V / 64 panels of 64 x 64]
 //
 // the panels as WGMMA takes them. Keys are turned by their place c among the siblings, or by the node's index (RoPE in
-// float32), normalised by a power of two, their scale, and rounded once to fp16; values are copied. Rows are
-// swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8) of its 128 bytes, so that ldmatrix reads them without bank
+// float32), normalised by a power of two, their scale, and rounded once to fp16; the elements of a pair become neighbours
+// (rope::tile_of); values are copied. Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8) of its 128 bytes, so that ldmatrix reads them without bank
 // conflicts. Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that
 // its score is NaN whatever the query. Values that are not finite (the mean of finite ones may overflow) become zeros,
 // because probabilities of zero multiply them too, and all scales of their parent are negative, so that who takes such
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     // Positions beyond the last node are nobody's: their keys are zeros.
     std::int64_t const position = args.by_node ? first + min(c, children - 1) : c;
     float4 const* const turns = reinterpret_cast<float4 const*>(args.turns + position * (kK / 2) + 8 * chunk);
-    alignas(16) half turned_lo[8], turned_hi[8];
+    alignas(16) half2 turned[2][4];  // pairs 8 chunk + 2 i, and those between them
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float4 const two = __ldg(turns + i / 2);
@@ -146,18 +146,21 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       float const x = lo[i] * scale.factor;
       float const y = hi[i] * scale.factor;
       float const nan = __int_as_float(0x7fffffff);
-      turned_lo[i] = __float2half_rn(finite ? x * turn.x - y * turn.y : nan);
-      turned_hi[i] = __float2half_rn(finite ? x * turn.y + y * turn.x : nan);
+      turned[i % 2][i / 2] = __floats2half2_rn(finite ? x * turn.x - y * turn.y : nan,
+                                               finite ? x * turn.y + y * turn.x : nan);
     }
-    *chunk_of(keys, key_row_bytes, c, chunk) = *reinterpret_cast<uint4 const*>(turned_lo);
-    *chunk_of(keys, key_row_bytes, c, chunk + kLanesPerRow) = *reinterpret_cast<uint4 const*>(turned_hi);
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      *chunk_of(keys, key_row_bytes, c, rope::tile_of(chunk, odd)) = *reinterpret_cast<uint4 const*>(turned[odd]);
+    }
     if (chunk == 0) scales[c] = finite_values ? scale.scale : -scale.scale;
   }
 }
 
-// A thread has the four pairs of one entry of fragment_turns.
+// A thread has four pairs, those of one entry of fragment_turns.
 static __global__ void __launch_bounds__(kThreads)
-    turns_kernel(float2* turns, rope::Turns* fragment_turns, std::int64_t positions, int K, double base, int* zero) {
+    turns_kernel(float2* turns, rope::Turns* fragment_turns, rope::TurnColumns* turn_columns, std::int64_t positions, int K,
+                 double base, int* zero) {
   wait_for_previous_grid();
   std::int64_t const i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   int const entries = K / 8;
@@ -175,8 +178,15 @@ static __global__ void __launch_bounds__(kThreads)
     fragment.sin[half] = half2(__double2half(x.y), __double2half(y.y));
     *reinterpret_cast<float4*>(turns + position * (K / 2) + m) = {
         static_cast<float>(x.x), static_cast<float>(x.y), static_cast<float>(y.x), static_cast<float>(y.y)};
+    if (turn_columns == nullptr) continue;
+#pragma unroll
+    for (int g = 0; g < 2; ++g) {
+      rope::TurnColumns& columns = turn_columns[(position * 8 + entry % 4 * 2 + g) * (K / 32) + entry / 4];
+      columns.tile[rope::tile_of(half, 0)] = rope::turn_column(x, g);
+      columns.tile[rope::tile_of(half, 1)] = rope::turn_column(y, g);
+    }
   }
-  fragment_turns[i] = fragment;
+  if (fragment_turns != nullptr) fragment_turns[i] = fragment;
 }
 
 }  // namespace htree_cuda::packing
