@@ -23,8 +23,8 @@ FAULTS = "libfaults.so"
 BENCHMARKS = ["benchmarks/cpp/forward.cu", "benchmarks/cpp/sparse_attention.cu"]
 USUAL = [  # in every test run
     "attn_dist/inst/bf16_576", "attn_dist/inst/bf16_128", "htree_backward/inst/bf16_64", "htree_layer/inst/64_choose",
-    "htree_layer/inst/bf16_64_64", "htree_layer/inst/bf16_64_128", "smxx", "sparse_attention/inst/bf16_576",
-    "sparse_attention/inst/fp16_512",
+    "htree_layer/inst/bf16_64_64", "htree_layer/inst/bf16_64_128", "htree_layer/inst/fp16_64_64", "smxx",
+    "sparse_attention/inst/bf16_576", "sparse_attention/inst/fp16_512",
 ]  # fmt: skip
 # Contraction would change the rounding of what PTX spells out; the translated code is long, so -O1.
 CXX_FLAGS = ["-std=c++20", "-mavx2", "-mf16c", "-mfma", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-w"]
