@@ -279,6 +279,18 @@ def test_later_tokens_have_no_effect_on_some_queries(bad):
 
 
 @pytest.mark.emulated
+@pytest.mark.parametrize("size", [2.0**7, 2.0**13, 2.0**100])
+@pytest.mark.parametrize("t", [100, 249, 603, 1004])
+def test_later_siblings_of_any_size_have_no_effect(t, size):
+    """Where a token's siblings are later ones, in the first layer of a query (t < 256) and below it."""
+    _, (q, k, v) = inputs(1100, 1100, G=3, K=64, V=64)
+    q, options = q[:, t - 3 : t + 1], {"top_k_per_layer": 16, "q_start": t - 3}
+    before = run((q, k, v), **options)
+    k[:, t + 1 :] *= size
+    same_bits(run((q, k, v), **options), before)
+
+
+@pytest.mark.emulated
 @pytest.mark.parametrize("T_q", [1, 2, 26])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_values_that_are_not_finite_reach_their_dimension_alone(bad, T_q):
@@ -310,6 +322,36 @@ def test_large_and_small_numbers(q_size, k_size, dtype):
     host = tuple(x.to(dtype) for x in host)
     # Scores of 1e-6 differ by less than float32 resolves in s - lse: their order is no rule there.
     check(host, tuple(x.to(DEVICE) for x in host), 16, share=0.0, selection_rules=k_size > 1e-6)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("spread", "of_siblings"), [(7, 1), (13, 1), (13, 16), (30, 16)])
+def test_siblings_of_different_sizes(spread, of_siblings, dtype):
+    """Keys, and nodes of the layer above, with and without a scale that all sixteen siblings share, in either walk."""
+    g = torch.Generator().manual_seed(spread)
+    host, _ = inputs(1100, 1100, G=16, K=64, V=64)
+    falls = torch.randint(0, spread + 1, (-(-1100 // of_siblings),), generator=g)
+    size = 2.0 ** (1 - falls.float()).repeat_interleave(of_siblings)[None, :1100, None, None]
+    host = tuple(x.to(dtype) for x in (host[0], host[1] * size, host[2]))
+    check(host, tuple(x.to(DEVICE) for x in host), 16, picks=(*range(2, 250, 31), *range(256, 1100, 94)), share=0.9)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("offsets", [(88.0,), (92.0,), (-88.0,), (-92.0,), (88.0, 92.0), (-88.0, 92.0, 0.0)])
+def test_scores_far_from_zero(offsets):
+    """Around 4096 in units of log(2), beyond which exponents are computed from differences of raw scores."""
+    host, _ = inputs(900, 900, G=4, K=64, V=64)
+    q, k, v = host
+    q[..., EXACT] = 16.0
+    k[..., EXACT] = torch.tensor(offsets)[torch.arange(900) % len(offsets)].to(BF16)[None, :, None, None]
+    host = (q, k, v)
+    scores = 16 * 16.0 * max(offsets, key=abs) / 8 / math.log(2)
+    assert 4040 < abs(scores) < 4300 and (abs(scores) > 4096) == (92.0 in map(abs, offsets))
+    # Of several offsets the lower ones matter to no result, and their order follows from sums that underflow.
+    picks = (2, 100, 255, 256, 700, 899)
+    rules = len(offsets) == 1
+    check(host, tuple(x.to(DEVICE) for x in host), 16, picks, 0.9 if rules else 0.0, rules, rope_base=EXACT_BASE)
 
 
 EXACT = slice(16, 32)

@@ -51,9 +51,16 @@ struct Args {
 
 void tree_pack(Args const& args, DType dtype, cudaStream_t stream);
 
+// What turns a query below its first layer, as matrices.
+struct QueryTurns {
+  rope::TurnColumns* begin;  // [positions, 8, K / 32], compensated for a period of ranks; null: neither is written
+  rope::TurnColumns* step;   // [8, K / 32]: by kSiblings positions, from a rank to the one before it
+  int period;
+};
+
 // cos and sin of every position: [positions, K / 2], and, where they are not null, [positions, K / 32, 4] in the order of
-// fragments and [positions, 8, K / 32] as matrices. `zero`, if any, becomes 0.
-void make_turns(float2* turns, rope::Turns* fragment_turns, rope::TurnColumns* turn_columns, std::int64_t positions, int K,
+// fragments and those of queries. `zero`, if any, becomes 0.
+void make_turns(float2* turns, rope::Turns* fragment_turns, QueryTurns const& query_turns, std::int64_t positions, int K,
                 double base, int* zero, cudaStream_t stream);
 
 }  // namespace packing

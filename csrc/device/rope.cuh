@@ -6,7 +6,7 @@
 // whatever the dtype of the inputs: each row is first scaled by an exact power of two that the score takes back. fp16 has
 // three bits more than bf16, and queries turn by products of the tensor cores, whose sums are operands as they come.
 //
-// A score is kept `raw`: the product of the normalised rows times the key's `scale`, s * log2(e) = raw * unit with the
+// A score may be kept `raw`: the product of the normalised rows times the key's `scale`, s * log2(e) = raw * unit with the
 // unit of the query's head. Products with powers of two are exact, so raw scores are as exact as the matrix product, and
 // neither they nor the unit leave float32's range unless the score does.
 #pragma once
@@ -18,8 +18,8 @@
 
 namespace htree_cuda::rope {
 
-// The largest element of a normalised row lies in [2^kExponent, 2^(kExponent+1)): turning adds up to sqrt(2), far from
-// the largest fp16, and elements down to 2^-18 of the largest keep full precision.
+// The largest element of a normalised row lies in [2^kExponent, 2^(kExponent+1)) when it is rounded: turning adds up to
+// sqrt(2), far from the largest fp16, and elements down to 2^-18 of the largest keep full precision.
 inline constexpr int kExponent = 4;
 inline constexpr int kLeastExponent = -109;  // smaller rows keep their exponent, and lose what bits fp16 has not
 // Products of normalised rows are below 2^17: K <= 128 elements below 2^5 on either side. What a key's scale takes back
@@ -49,9 +49,28 @@ struct KeyScale {
   float scale;   // of its products
 };
 
-__device__ inline KeyScale key_scale(float largest) {
-  int const exponent = row_exponent(largest);
+__device__ inline KeyScale key_scale(int exponent) {
   return {power_of_two(-exponent), power_of_two(exponent - kHeadroom)};
+}
+
+// The keys of a parent share a scale: once rounded, each is multiplied by the power of two, 2^kEven at most, that makes up for
+// it. That is exact, so a score has the same bits whatever the siblings hold; later tokens may be among them. Where some
+// row's exponent is below the largest by more than kEven they are uneven: each row keeps its own scale, and the first of
+// them is a NaN that holds it, so that what is computed from a scale for all shows.
+inline constexpr int kEven = 8;
+inline constexpr int kLeastShared = -126 + kHeadroom + kEven;  // scales are normal numbers
+
+// Of a row that takes part in it; zero and non-finite rows do not.
+inline constexpr int kNoExponent = -1000;
+
+__device__ inline float uneven_scale(float first) {
+  return __uint_as_float(__float_as_uint(first) & 0x80000000u | 0x7fc00000u | __float_as_uint(first) >> 23 & 0xffu);
+}
+
+// |scale| of one key, from where it is.
+__device__ __forceinline__ float own_scale(float scale) {
+  uint32_t const bits = __float_as_uint(scale) & 0x7fffffffu;
+  return __uint_as_float(bits > 0x7f800000u ? (bits & 0xffu) << 23 : bits);
 }
 
 // |scale| * log2(e) = mantissa * 2^exponent, the mantissa in [1, 2) with the sign of the scale.
@@ -73,10 +92,13 @@ __device__ inline QueryScale query_scale(float largest, ScoreScale const& scale)
   return {scale.mantissa < 0.0f ? -factor : factor, fabsf(scale.mantissa) * power_of_two(given)};
 }
 
-// cos and sin of position * base^(-2 m / K), by float64 angles.
-__device__ inline double2 turn(std::int64_t position, int m, int K, double base) {
+// Angle of pair m a position, in float64.
+__device__ inline double frequency(int m, int K, double base) { return pow(base, -2.0 * m / K); }
+
+// cos and sin of a position.
+__device__ inline double2 turn(std::int64_t position, double frequency) {
   double sine, cosine;
-  sincos(static_cast<double>(position) * pow(base, -2.0 * m / K), &sine, &cosine);
+  sincos(static_cast<double>(position) * frequency, &sine, &cosine);
   return {cosine, sine};
 }
 
@@ -91,6 +113,10 @@ struct alignas(16) Turns {
 // one product with an 8 x 8 matrix that has the pairs' rotations on its diagonal: m16n8k8, whose sums in fp16 are operands
 // as they come. Lane 4 g + t of that matrix has column g of rows 2 t and 2 t + 1, zeros but for t = g / 2. Entry
 // [position][g][i] (i < K / 32) holds it for the tiles 4 i .. 4 i + 3.
+//
+// Where a query turns in place, by -16 positions from rank to rank, the rounding of that matrix itself adds up: what it
+// multiplies a pair by, seen as a complex number, is off by a factor near 1, once a rank. Turns by which a query begins anew
+// take back what half a period of ranks adds (`compensated`), so that it is half as much at either end.
 struct alignas(16) TurnColumns {
   half2 tile[4];
 };

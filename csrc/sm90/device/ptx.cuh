@@ -115,6 +115,19 @@ __device__ __forceinline__ uint32_t load_shared_4B(uint32_t address) {
   return value;
 }
 
+// Else `value` stays.
+__device__ __forceinline__ void load_shared_4B_if(bool wanted, uint32_t& value, uint32_t address) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %2, 0;\n"
+      "@wanted ld.shared.u32 %0, [%1];\n"
+      "}\n"
+      : "+r"(value)
+      : "r"(address), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+}
+
 __device__ __forceinline__ void store_shared_4B(uint32_t address, uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
@@ -265,6 +278,13 @@ __device__ __forceinline__ float exp2_movable(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// NaN where either is.
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(x), "f"(y));
+  return most;
 }
 
 // x, which the compiler keeps in a register instead of computing it again wherever it is needed.

@@ -357,7 +357,7 @@ void backward(BackwardParams const& params, void* stream) {
   }
   Plan const plan(p, static_cast<char*>(p.workspace));
   tree_request::check_workspace(kOp, p, plan.bytes);
-  packing::make_turns(plan.turns, plan.fragment_turns, nullptr, plan.positions, static_cast<int>(p.K), p.rope_base, nullptr,
+  packing::make_turns(plan.turns, plan.fragment_turns, {}, plan.positions, static_cast<int>(p.K), p.rope_base, nullptr,
                       s);
   pool(p, plan, s);
   for (std::int64_t head = 0; head < all_heads; head += plan.heads) {

@@ -30,11 +30,12 @@ class BelowConsumer : public Consumer<Cfg> {
   using Base::o_;
   using Base::position_;
   using Base::q_;
+  using Base::reference_;
   using Base::sum_;
   using Base::tq_;
   using Base::unit_;
   using Base::warp_;
-  using Scales = typename Base::Scales;
+  using Factors = typename Base::Factors;
 
 public:
   __device__ BelowConsumer(Args const& args, Ring<Cfg> const& ring)
@@ -42,20 +43,16 @@ public:
         shared_(ring.stages - Cfg::kRingOffset),
         key_lane_(ptx::opaque(lane_offset(Cfg::kKeyRowBytes, lane_ / 16, lane_ / 8 % 2))),
         value_lane_(ptx::opaque(lane_offset(Cfg::kValueRowBytes, lane_ / 8 % 2, lane_ / 16))),
-        scale_lane_(ptx::opaque(tq_ * 8)),
         column_(static_cast<int>(ptx::opaque(Base::column()))) {
     if (!active_) return;
-    // Where there is a second parent, the table reaches so far.
-    if (position_ >= kSiblings) {
-      int const g = lane_ / 4;
-      bool const holds = lane_ % 4 == g / 2;
+    int const g = lane_ / 4;
+    bool const holds = lane_ % 4 == g / 2;
 #pragma unroll
-      for (int i = 0; i < kK / 32; ++i) {
-        uint4 const x = __ldg(reinterpret_cast<uint4 const*>(args.turn_columns + (kSiblings * 8 + g) * (kK / 32) + i));
-        uint32_t const words[4] = {x.x, x.y, x.z, x.w};
+    for (int i = 0; i < kK / 32; ++i) {
+      uint4 const x = __ldg(reinterpret_cast<uint4 const*>(args.step_turn + g * (kK / 32) + i));
+      uint32_t const words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-        for (int tile = 0; tile < 4; ++tile) step_[4 * i + tile] = holds ? rope::inverse_column(words[tile], g) : 0u;
-      }
+      for (int tile = 0; tile < 4; ++tile) step_[4 * i + tile] = holds ? rope::inverse_column(words[tile], g) : 0u;
     }
     uint32_t const zeros = fetched_turns() + Cfg::kZerosOffset;
     if (lane_ < 4) ptx::store_shared_16B(zeros + lane_ * 16, {0, 0, 0, 0});
@@ -132,7 +129,7 @@ private:
         uint32_t const next = slot_of(stage, mine);
         // Where none waits its scores are -infinity: it has no weight, whatever the values.
         if (waiting.slot == kNone) waiting.slot = slot;
-        add<kBottom>(waiting, slot, own.next_mask(stage, warp_), next_mine);
+        add<kBottom>(waiting, slot, mine == 0, own.next_mask(stage, warp_), next_mine);
         if (kept != kNone) release(kept);
         kept = kNone;
         slot = next;
@@ -149,13 +146,13 @@ private:
   // What is known of the parent that waits, in a values pass.
   struct Waiting {
     float products[2][4];
-    Scales scales;
+    float scale;
     uint32_t slot;
   };
 
   static __device__ __forceinline__ void clear(Waiting& waiting) {
     clear(waiting.products, -Base::kInfinity);
-    waiting.scales = {{{1.0f, 1.0f}, {1.0f, 1.0f}}};
+    waiting.scale = 1.0f;
     waiting.slot = kNone;
   }
 
@@ -179,7 +176,7 @@ private:
     Ring<Cfg> const own(ptx::opaque(ring.stages));
     Scored scored;
     clear(scored.scores, -Base::kInfinity);
-    scored.scales = {{{1.0f, 1.0f}, {1.0f, 1.0f}}};
+    scored.scale = 1.0f;
     scored.cursor = cursor_;  // what is written there before there is a parent, is written again
 #pragma unroll 1
     for (int groups = groups_; groups > 0; --groups) {
@@ -257,7 +254,7 @@ private:
     int const position = position_ - ranks * kSiblings;
     int const lane = static_cast<int>(ptx::lane_index());
     if (position >= 0 && lane < Cfg::kColumnsBytes / 16) {
-      ptx::copy_async_16B(fetched_turns() + lane * 16, args_.turn_columns + (position * (kK / 4) + lane), 0);
+      ptx::copy_async_16B(fetched_turns() + lane * 16, args_.begin_turns + (position * (kK / 4) + lane), 0);
     }
     ptx::copy_async_commit();
   }
@@ -325,10 +322,7 @@ private:
     ptx::mma_fp16(products[1], a, b[2], b[3]);
   }
 
-  __device__ __forceinline__ Scales load_scales(uint32_t slot) const {
-    uint32_t const scales = slot + scale_lane_;
-    return {ptx::load_shared_8B(scales + Cfg::kScaleOffset), ptx::load_shared_8B(scales + Cfg::kScaleOffset + 32)};
-  }
+  static __device__ __forceinline__ uint32_t scales_of(uint32_t slot) { return slot + Cfg::kScaleOffset; }
 
   __device__ __forceinline__ void load_values(uint32_t (&b)[4], uint32_t slot, int i) const {
     ptx::load_matrix_x4_transposed(b, chunks_of(slot + value_lane_, i) + Cfg::kValueOffset);
@@ -339,34 +333,43 @@ private:
     Pairs<typename Cfg::Element>::mma(o_[2 * i + 1], p, b[2], b[3]);
   }
 
-  // A score less the maximum, raw: rounded once, since products with scales are exact.
-  __device__ __forceinline__ float below_maximum(Scales const& scales, float const (&products)[2][4], int tile,
-                                                 int e) const {
-    float2 const scale = scales.tile[tile];
-    return fmaf(products[tile][e], fabsf(e % 2 ? scale.y : scale.x), -max_[e / 2]);
-  }
-
-  // Exponents of the scores of the parent that waits, and the largest of this thread's: a maximum rises where that exceeds
-  // kSlack.
-  __device__ __forceinline__ float exponents(Scales const& scales, float const (&products)[2][4],
-                                             float (&x)[2][4]) const {
-    float largest[2];
+  // Exponents of the scores whose products these are, relative to the reference.
+  __device__ __forceinline__ void exponents(Factors const& factors, float const (&products)[2][4],
+                                            float (&x)[2][4]) const {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) x[tile][e] = below_maximum(scales, products, tile, e) * unit_[e / 2];
-      largest[tile] = fmaxf(fmaxf(x[tile][0], x[tile][1]), fmaxf(x[tile][2], x[tile][3]));
+      for (int e = 0; e < 4; ++e) x[tile][e] = Base::exponent_of_product(e / 2, products[tile][e], factors);
     }
-    return fmaxf(largest[0], largest[1]);
   }
 
-  // Where a score exceeds a maximum by more than kSlack: raises it, rescales what was summed up to then, and computes the
-  // exponents again. A vote among the heads of one query has led here: whatever it decides follows from this query's data.
-  __device__ __forceinline__ void raise_maxima(Scales const& scales, float (&products)[2][4], float (&x)[2][4]) {
-    Base::apply(scales, products);
+  // Whether one of this thread's exceeds kSlack, so that a maximum rises, or is NaN.
+  static __device__ __forceinline__ bool asks(float const (&x)[2][4]) {
+    float largest[2];
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      largest[tile] =
+          ptx::max_or_nan(ptx::max_or_nan(x[tile][0], x[tile][1]), ptx::max_or_nan(x[tile][2], x[tile][3]));
+    }
+    return !(ptx::max_or_nan(largest[0], largest[1]) <= kSlack);
+  }
+
+  // Again, from raw scores, which a vote among the heads of one query has led to: whatever it decides follows from this query's
+  // data. Where a score exceeds a maximum by more than kSlack, raises it and rescales what was summed up to then.
+  template <bool kMasked>
+  __device__ __forceinline__ void compute_again(Waiting& waiting, uint32_t dead, float (&x)[2][4]) {
+    auto& raw = waiting.products;
+    Base::apply_own(scales_of(waiting.slot), raw);
+    if constexpr (kMasked) Base::mask(raw, dead);
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[tile][e] = Base::near_exponent(e / 2, raw[tile][e]);
+    }
+    if (!__any_sync(kFullWarp, asks(x))) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float const largest = quad_max(Base::template row_max<1>(products, i));
+      float const largest = quad_max(Base::template row_max<1>(raw, i));
       float const factor = Base::exponent(i, largest) > kSlack ? Base::raise(i, largest) : 1.0f;
       sum_[i] *= factor;
 #pragma unroll
@@ -375,7 +378,7 @@ private:
         o_[tile][2 * i + 1] *= factor;
       }
     }
-    exponents_of(products, x);
+    exponents_of(raw, x);
   }
 
   __device__ __forceinline__ void exponents_of(float const (&raw)[2][4], float (&x)[2][4]) const {
@@ -399,14 +402,17 @@ private:
     }
   }
 
-  // P of the parent that waits. Exponentials pass while the warp votes on its maxima.
-  __device__ __forceinline__ void weigh(Waiting& waiting, uint32_t (&p)[4]) {
+  // P of the parent that waits, kMasked: but for children of `dead`. Exponentials pass while the warp votes on its maxima.
+  template <bool kMasked>
+  __device__ __forceinline__ void weigh(Waiting& waiting, uint32_t dead, uint32_t (&p)[4]) {
     float x[2][4];
     float sum[2];
-    bool const rises = exponents(waiting.scales, waiting.products, x) > kSlack;
+    exponents(Base::factors(waiting.scale), waiting.products, x);
+    if constexpr (kMasked) Base::mask(x, dead);
+    bool const again = asks(x);
     exponentiate(x, p, sum);
-    if (__any_sync(kFullWarp, rises)) {
-      raise_maxima(waiting.scales, waiting.products, x);
+    if (__any_sync(kFullWarp, again)) {
+      compute_again<kMasked>(waiting, dead, x);
       exponentiate(x, p, sum);
     }
     sum_[0] += sum[0];
@@ -414,21 +420,19 @@ private:
   }
 
   // A round of a values pass: the values of the parent that waits are added to O, and that in `slot` waits in its place; the
-  // query turns on to the next rank. `mine` is what is at `mask`: read here, its latency passes beside the products.
+  // query turns on to the next rank. `next_mine` becomes what is at `mask`, if asked for: its latency passes beside the products.
   template <bool kBottom>
-  __device__ __forceinline__ void add(Waiting& waiting, uint32_t slot, uint32_t mask, uint32_t& mine) {
+  __device__ __forceinline__ void add(Waiting& waiting, uint32_t slot, bool asked, uint32_t mask, uint32_t& next_mine) {
     auto& products = waiting.products;
-    if constexpr (!kBottom) {
-      Base::mask(products, closed_);
-      closed_ = args_.closed[cursor_];
-    }
+    uint32_t const closed = closed_;
+    if constexpr (!kBottom) closed_ = args_.closed[cursor_];
     uint32_t keys[2][4];
     load_keys(keys[0], slot, 0);
     uint32_t p[4];
-    weigh(waiting, p);
+    weigh<!kBottom>(waiting, closed, p);
     // One block of instructions, and the compiler interleaves them: products of the one parent, of the other, and turns.
     constexpr int kValueSteps = kValueTiles / 2;
-    mine = ptx::load_shared_4B(mask);
+    ptx::load_shared_4B_if(asked, next_mine, mask);
     clear(products, 0.0f);
     uint32_t values[2][4];
     load_values(values[0], waiting.slot, 0);
@@ -440,7 +444,7 @@ private:
       if (i < kValueSteps) multiply_values(p, values[i % 2], i);
       if (i < kSteps) turn(i);
     }
-    waiting.scales = load_scales(slot);
+    waiting.scale = ptx::load_shared_float(scales_of(slot));
     waiting.slot = slot;
     advance();
   }
@@ -449,11 +453,12 @@ private:
   // of all has children behind the query.
   template <bool kBottom>
   __device__ __forceinline__ void add_last(Waiting& waiting) {
-    auto& products = waiting.products;
-    if constexpr (!kBottom) Base::mask(products, closed_);
-    if (kBottom && was_last()) Base::mask(products, Base::behind(Base::rightmost()));
     uint32_t p[4];
-    weigh(waiting, p);
+    if constexpr (kBottom) {
+      weigh<true>(waiting, was_last() ? Base::behind(Base::rightmost()) : 0u, p);
+    } else {
+      weigh<true>(waiting, closed_, p);
+    }
 #pragma unroll
     for (int i = 0; i < kValueTiles / 2; ++i) {
       uint32_t values[4];
@@ -467,8 +472,8 @@ private:
 
   // What is known of the parent that waits, in a scoring pass.
   struct Scored {
-    float scores[2][4];  // normaliser: products, which the scales have not met; importance: less the maximum
-    Scales scales;
+    float scores[2][4];  // normaliser: products, which the scale has not met; importance: exponents
+    float scale;
     int cursor;
   };
 
@@ -476,7 +481,7 @@ private:
   template <Sums kSums>
   __device__ __forceinline__ void score(uint32_t slot, Scored& scored) {
     account<kSums>(scored);
-    Scales const scales = load_scales(slot);
+    float scale = ptx::load_shared_float(scales_of(slot));
     float products[2][4];
     clear(products, 0.0f);
 #pragma unroll
@@ -486,16 +491,22 @@ private:
       multiply_keys(products, keys, i);
       turn(i);
     }
+    Base::settle(scale, scales_of(slot), products);
+    if constexpr (kSums == Sums::kImportance) {
+      if (!Base::far_) {
+        exponents(Base::finite_factors(scale), products, scored.scores);
+      } else {
+        Base::apply(scale, products);
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        // The maximum of importance is known, and this takes no more instructions than a copy.
-        bool const known = kSums == Sums::kImportance;
-        scored.scores[tile][e] = known ? below_maximum(scales, products, tile, e) : products[tile][e];
+        for (int i = 0; i < 8; ++i) {
+          scored.scores[i / 4][i % 4] = Base::importance_exponent(i % 4 / 2, products[i / 4][i % 4]);
+        }
       }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) scored.scores[i / 4][i % 4] = products[i / 4][i % 4];
     }
-    scored.scales = scales;
+    scored.scale = scale;
     scored.cursor = cursor_;
     advance();
   }
@@ -512,10 +523,11 @@ private:
                    (ptx::exp2_movable(x[1][2 * i]) + ptx::exp2_movable(x[1][2 * i + 1]));
         }
       };
-      bool const rises = exponents(scored.scales, scored.scores, x) > kSlack;
+      exponents(Base::factors(scored.scale), scored.scores, x);
+      bool const again = asks(x);
       sum_up();  // while the warp votes
-      if (__any_sync(kFullWarp, rises)) {
-        Base::apply(scored.scales, scored.scores);
+      if (__any_sync(kFullWarp, again)) {
+        Base::apply(scored.scale, scored.scores);
         Base::template raise_own<1>(scored.scores);
         exponents_of(scored.scores, x);
         sum_up();
@@ -526,7 +538,7 @@ private:
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) x[tile][e] = Base::weight(e / 2, scored.scores[tile][e]);
+        for (int e = 0; e < 4; ++e) x[tile][e] = ptx::exp2_movable(scored.scores[tile][e]);
       }
       Base::add_columns(x, scored.cursor, column_);
     }
@@ -535,7 +547,7 @@ private:
   template <Sums kSums>
   __device__ __forceinline__ void account_last(Scored& scored) {
     if constexpr (kSums == Sums::kNormaliser) {
-      Base::apply(scored.scales, scored.scores);
+      Base::apply(scored.scale, scored.scores);
       Base::add_to_normaliser(scored.scores, was_last());
     } else {
       account<kSums>(scored);
@@ -552,7 +564,7 @@ private:
       bool const mine =
           Base::split() ? Base::takes(entry) : args_.union_masks[list + entry] >> warp_ & 1u;
       char const* const block = Base::packed_parents() + args_.union_nodes[list + entry] * args_.block_bytes;
-      if (mine && *reinterpret_cast<float const*>(block) < 0.0f) {
+      if (mine && *reinterpret_cast<int const*>(block) < 0) {
         Base::spoil(args_.parents[Base::row() * args_.top_k + rank], rank);
       }
       rank += Base::split() || mine;
@@ -562,7 +574,6 @@ private:
   uint32_t const shared_;
   uint32_t const key_lane_;
   uint32_t const value_lane_;
-  uint32_t const scale_lane_;
   int const column_;
   uint32_t closed_ = 0;  // of the parent that waits, candidates that are no leaves
   int left_ = -1;  // ranks until turning begins anew; -1: until it begins

@@ -137,7 +137,8 @@ struct Args {
   packing::Source values;         // of the layer, unpacked; kValues
   int const* spoilt;              // whether any layer has values that are not finite
   float2 const* turns;                 // [positions, K / 2]; kFirst
-  rope::TurnColumns const* turn_columns;  // [positions, 8, K / 32]; kBelow
+  rope::TurnColumns const* begin_turns;   // [positions, 8, K / 32], with which a query begins anew; kBelow
+  rope::TurnColumns const* step_turn;     // [8, K / 32], with which it turns on, the other way round; kBelow
 
   void const* q;                  // [B, T_q, H, K]
   std::int64_t q_stride_b;

@@ -14,9 +14,14 @@ namespace htree_cuda::layer {
 // What an infinite input reached is NaN, whatever its sign and weight.
 __device__ __forceinline__ float infinite_to_nan(float x) { return fmaf(x, 0.0f, x); }
 
-// One query: 16 heads (rows lane / 4 and lane / 4 + 8 in this thread) and the parents it takes. Scores are `raw`
-// (device/rope.cuh) until they are exponentiated relative to a maximum that is raw too: the difference of the maximum
-// and itself is exactly zero however large it is, where that of products rounded apart is not.
+// One query: 16 heads (rows lane / 4 and lane / 4 + 8 in this thread) and the parents it takes. A score is `raw`
+// (device/rope.cuh), and so is the maximum relative to which it is exponentiated: the difference of the maximum and itself is
+// exactly zero however large it is, where that of products rounded apart is not. What is rounded is a matter of 2^-13 at most
+// while |max * unit| <= kNear, though, and then one instruction makes an exponent of a product, relative to `reference_`. Beyond
+// that the reference is a NaN; so is the scale of keys that do not share one. Exponents that are NaN ask, as those that
+// exceed the reference by too much do, to be computed again from raw scores: in the same way, which gives uneven keys the bits
+// that they would have as even ones, since the siblings that make them uneven may be later tokens; and if those ask too, from
+// differences of raw scores.
 template <class Cfg>
 class Consumer {
 protected:
@@ -29,6 +34,7 @@ protected:
   static constexpr bool kBelow = Cfg::kWalk == Walk::kBelow;
   // A running maximum is raised when an exponential would exceed 2^kSlack: rescaling is rare.
   static constexpr float kSlack = 8.0f;
+  static constexpr float kNear = 4096.0f;
   static constexpr float kLargest = 3.402823466e38f;
   // The maximum before the first leaf: whatever score comes raises it, and what is summed up to then is zero.
   static constexpr float kNoLeaf = -kLargest;
@@ -159,6 +165,7 @@ protected:
       max_[i] = kNoLeaf;
       sum_[i] = 0.0f;
       right_[i] = 0.0f;
+      reference_[i] = not_a_number();
     }
     if constexpr (Cfg::kPass == Pass::kValues) {
 #pragma unroll
@@ -171,6 +178,7 @@ protected:
         for (int i = 0; i < 2; ++i) {
           float2 const state = args_.state_sum[state_row() * 16 + head_row(i)];
           max_[i] = state.x;
+          refer(i);
           sum_[i] = tq_ == 0 ? state.y : 0.0f;
         }
 #pragma unroll
@@ -186,31 +194,72 @@ protected:
   __device__ __forceinline__ float raise(int i, float largest) {
     float const factor = ptx::exp2_movable((max_[i] - largest) * unit_[i]);
     max_[i] = largest;
+    refer(i);
     return factor;
+  }
+
+  static __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
+
+  // Row i's reference where what is added to the maximum is the logarithm of a sum.
+  __device__ __forceinline__ void refer(int i, float log_sum = 0.0f) {
+    float const exponent = fmaf(max_[i], unit_[i], log_sum);
+    reference_[i] = fabsf(exponent) <= kNear ? exponent : not_a_number();
+  }
+
+  // What products with keys are multiplied by, for either row, where one scale serves all of a parent.
+  struct Factors {
+    float row[2];
+  };
+
+  __device__ __forceinline__ Factors factors(float scale) const {
+    return {{fabsf(scale) * unit_[0], fabsf(scale) * unit_[1]}};
+  }
+
+  // For importance, which nothing asks about: finite, so that products of zero stay zero.
+  __device__ __forceinline__ Factors finite_factors(float scale) const {
+    return {{fminf(fabsf(scale) * unit_[0], kLargest), fminf(fabsf(scale) * unit_[1], kLargest)}};
+  }
+
+  __device__ __forceinline__ float exponent_of_product(int i, float product, Factors const& factors) const {
+    return fmaf(product, factors.row[i], -reference_[i]);
+  }
+
+  // Of a raw score, the same bits.
+  __device__ __forceinline__ float near_exponent(int i, float raw) const {
+    return fmaf(raw, unit_[i], -reference_[i]);
   }
 
   __device__ __forceinline__ float exponent(int i, float raw) const { return (raw - max_[i]) * unit_[i]; }
 
-  // The scales of the keys of one parent, in this thread's columns.
-  struct Scales {
-    float2 tile[2];
-  };
-
-  __device__ __forceinline__ Scales load_scales(uint32_t scales) const {
-    return {ptx::load_shared_8B(scales + tq_ * 8), ptx::load_shared_8B(scales + 32 + tq_ * 8)};
-  }
-
-  // raw[tile][e]: column 8 tile + 2 tq + e % 2 of row e / 2, products before and scores after.
-  __device__ __forceinline__ void apply(Scales const& scales, float (&raw)[2][4]) const {
+  // raw[tile][e]: column 8 tile + 2 tq + e % 2 of row e / 2, products before and scores after, by the scales that the 16 keys
+  // of a parent have at `scales`.
+  __device__ __forceinline__ void apply_own(uint32_t scales, float (&raw)[2][4]) const {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      float2 const scale = scales.tile[tile];
+      float2 const scale = ptx::load_shared_8B(scales + tile * 32 + tq_ * 8);
+      float const own[2] = {rope::own_scale(scale.x), rope::own_scale(scale.y)};
 #pragma unroll
-      for (int e = 0; e < 4; ++e) raw[tile][e] *= fabsf(e % 2 ? scale.y : scale.x);
+      for (int e = 0; e < 4; ++e) raw[tile][e] *= own[e % 2];
     }
   }
 
-  // Candidates of `dead` (bit c: child c) take no part.
+  // By the scale that they share.
+  static __device__ __forceinline__ void apply(float scale, float (&raw)[2][4]) {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) raw[tile][e] *= fabsf(scale);
+    }
+  }
+
+  // Products of keys that share no scale meet theirs, while the stage is there.
+  __device__ __forceinline__ void settle(float& scale, uint32_t scales, float (&products)[2][4]) const {
+    if (!isnan(scale)) return;
+    apply_own(scales, products);
+    scale = 1.0f;
+  }
+
+  // Candidates of `dead` (bit c: child c) take no part. Of scores or of their exponents.
   __device__ __forceinline__ void mask(float (&raw)[2][4], uint32_t dead) const {
     uint32_t const mine = dead >> (2 * tq_);
 #pragma unroll
@@ -280,9 +329,9 @@ protected:
     }
   }
 
-  // exp(s - lse_g), of the score less the normaliser's maximum, raw.
-  __device__ __forceinline__ float weight(int i, float below_maximum) const {
-    return ptx::exp2_movable(fmaf(below_maximum, unit_[i], -log_sum_[i]));
+  // The logarithm of exp(s - lse_g), of a raw score.
+  __device__ __forceinline__ float importance_exponent(int i, float raw) const {
+    return fmaf(raw - max_[i], unit_[i], -log_sum_[i]);
   }
 
   // The child whose column sum this thread holds in the end.
@@ -307,10 +356,10 @@ protected:
                          args_.importance + static_cast<std::int64_t>(cursor) * kSiblings + column_summed, sum);
   }
 
-  // P of some parents, rounded to the dtype, in A fragments.
-  template <int kParents>
+  // P of some parents, rounded to the dtype, in A fragments. exponent: of row i, from a raw score.
+  template <int kParents, class Exponent>
   __device__ __forceinline__ void exponentiate(float const (&raw)[2 * kParents][4], uint32_t (&p)[kParents][4],
-                                               float (&sum)[2]) const {
+                                               float (&sum)[2], Exponent const& exponent) const {
 #pragma unroll
     for (int parent = 0; parent < kParents; ++parent) {
 #pragma unroll
@@ -328,7 +377,7 @@ protected:
   }
 
   // The ring holds zeros for values that are not finite. Once all is summed, those that the query took become NaN: the
-  // parents with negative scales are looked up again, and their values read where they came from.
+  // parents whose scales have that sign are looked up again, and their values read where they came from.
   __device__ __forceinline__ void spoil(std::int64_t parent, int rank) {
     QueryBlock const block(args_.blocks, ptx::block_index());
     Candidates const c =
@@ -442,8 +491,10 @@ protected:
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (!args_.strict_causal) log_sum_[i] += excess[i] - shift;
-      if (head_row(i) >= args_.G) log_sum_[i] = kInfinity;
+      refer(i, log_sum_[i]);
+      if (head_row(i) >= args_.G) reference_[i] = log_sum_[i] = kInfinity;
     }
+    far_ = __any_sync(kFullWarp, isnan(reference_[0]) || isnan(reference_[1]));
   }
 
   __device__ __forceinline__ void write_state() {
@@ -536,6 +587,8 @@ protected:
   half2 q_[kSteps][4];
   float unit_[2];
   float max_[2];      // running maximum, raw; for importance: the normaliser's
+  float reference_[2];  // max * unit, for importance and log_sum; NaN where that is too far from zero
+  bool far_ = false;  // importance: some head's reference is
   float sum_[2];      // of the exponentials
   float log_sum_[2];  // of the normaliser: lse_g * log2(e) = max * unit + log_sum
   float right_[2];    // for the normaliser: the rightmost candidate's score

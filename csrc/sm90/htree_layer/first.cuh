@@ -26,11 +26,12 @@ class FirstConsumer : public Consumer<Cfg> {
   using Base::o_;
   using Base::position_;
   using Base::q_;
+  using Base::reference_;
   using Base::sum_;
   using Base::tq_;
   using Base::unit_;
   using Base::warp_;
-  using Scales = typename Base::Scales;
+  using Factors = typename Base::Factors;
   static constexpr int kParents = Cfg::kStageSlots;
   static constexpr int kHalfGroup = kParents / 2;
   static constexpr int kWords = kParents / 2;  // of 16 bits for each parent
@@ -102,7 +103,7 @@ private:
       begin(begun, ring, at);
       multiply_keys(begun, queries);
       multiply_values(p, held);
-      Scales scales[kParents];
+      float scales[kParents];
       load_scales(scales, begun.stage);
       uint32_t dead[kWords];
       find_dead(begun.mine, dead);
@@ -144,11 +145,13 @@ private:
     return reinterpret_cast<float(&)[2][4]>(raw[2 * slot]);
   }
 
-  __device__ __forceinline__ void load_scales(Scales (&scales)[kParents], uint32_t stage) const {
+  static __device__ __forceinline__ uint32_t scales_of(uint32_t stage, int slot) {
+    return stage + Cfg::kScaleOffset + slot * Cfg::kScaleBytes;
+  }
+
+  static __device__ __forceinline__ void load_scales(float (&scales)[kParents], uint32_t stage) {
 #pragma unroll
-    for (int slot = 0; slot < kParents; ++slot) {
-      scales[slot] = Base::load_scales(stage + Cfg::kScaleOffset + slot * Cfg::kScaleBytes);
-    }
+    for (int slot = 0; slot < kParents; ++slot) scales[slot] = ptx::load_shared_float(scales_of(stage, slot));
   }
 
   __device__ __forceinline__ void release(uint32_t stage) const {
@@ -241,10 +244,16 @@ private:
   template <Sums kSums, int kPending>
   __device__ __forceinline__ void consider(Begun& begun) {
     auto& raw = begun.raw;
-    Scales scales[kParents];
+    float scales[kParents];
     load_scales(scales, begun.stage);
     wgmma::wait<kPending>();
     wgmma::pin(products(raw));
+    if (isnan(scales[0] + scales[1] + scales[2] + scales[3])) {
+#pragma unroll
+      for (int slot = 0; slot < kParents; ++slot) {
+        Base::settle(scales[slot], scales_of(begun.stage, slot), of_parent(raw, slot));
+      }
+    }
     release(begun.stage);
     if constexpr (kSums == Sums::kImportance) {
       weigh(raw, scales, begun.mine);
@@ -279,19 +288,23 @@ private:
 
   // The importance of a group: column sums over the heads, by a butterfly that halves what is sent. In the end a lane
   // holds columns 2 lane and 2 lane + 1 of the 64, and writes those of a parent that the query takes.
-  __device__ __forceinline__ void weigh(float const (&raw)[2 * kParents][4], Scales const (&scales)[kParents],
+  __device__ __forceinline__ void weigh(float (&raw)[2 * kParents][4], float const (&scales)[kParents],
                                         uint32_t mine) const {
     float sums[2 * kParents][2];
+    if (!Base::far_) {
 #pragma unroll
-    for (int tile = 0; tile < 2 * kParents; ++tile) {
-      float2 const scale = scales[tile / 2].tile[tile % 2];
-      float weights[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        weights[e] = Base::weight(e / 2, fmaf(raw[tile][e], fabsf(e % 2 ? scale.y : scale.x), -max_[e / 2]));
+      for (int slot = 0; slot < kParents; ++slot) {
+        Factors const factors = Base::finite_factors(scales[slot]);
+        sum_columns(of_parent(raw, slot), 2 * slot, sums,
+                    [&](int i, float product) { return Base::exponent_of_product(i, product, factors); });
       }
+    } else {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) sums[tile][e] = weights[e] + weights[2 + e];
+      for (int slot = 0; slot < kParents; ++slot) {
+        Base::apply(scales[slot], of_parent(raw, slot));
+        sum_columns(of_parent(raw, slot), 2 * slot, sums,
+                    [&](int i, float score) { return Base::importance_exponent(i, score); });
+      }
     }
     halve<4>(sums, 16);
     halve<2>(sums, 8);
@@ -299,6 +312,20 @@ private:
     ptx::store_global_8B_if(mine >> lane_ / 8 & 1u,
                             args_.importance + static_cast<std::int64_t>(cursor_) * kSiblings + 2 * lane_,
                             {sums[0][0], sums[0][1]});
+  }
+
+  // Of a parent whose tiles are `first` and the next, over the two heads of this thread.
+  template <class Exponent>
+  static __device__ __forceinline__ void sum_columns(float const (&raw)[2][4], int first, float (&sums)[2 * kParents][2],
+                                                     Exponent const& exponent) {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        sums[first + tile][e] =
+            ptx::exp2_movable(exponent(0, raw[tile][e])) + ptx::exp2_movable(exponent(1, raw[tile][2 + e]));
+      }
+    }
   }
 
   // The query takes all of the group, and has more behind it.
@@ -318,16 +345,13 @@ private:
   }
 
   // Exponentials of a parent's children, not of those that are `dead`.
-  __device__ __forceinline__ void exponentials(float const (&raw)[2][4], Scales const& scales, uint32_t dead,
+  __device__ __forceinline__ void exponentials(float const (&raw)[2][4], float scale, uint32_t dead,
                                                float (&x)[2][4]) const {
+    Factors const factors = Base::factors(scale);
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      float2 const scale = scales.tile[tile];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        // Less the maximum while raw, rounded once, since products with scales are exact.
-        x[tile][e] = fmaf(raw[tile][e], fabsf(e % 2 ? scale.y : scale.x), -max_[e / 2]) * unit_[e / 2];
-      }
+      for (int e = 0; e < 4; ++e) x[tile][e] = Base::exponent_of_product(e / 2, raw[tile][e], factors);
     }
     mask(x, dead);
 #pragma unroll
@@ -337,11 +361,14 @@ private:
     }
   }
 
-  // What exponentials of a group may sum up to in a thread before the maximum is raised: none is larger then.
+  // What exponentials of a group may sum up to in a thread before the maximum is raised: none is larger then. Or NaN, which
+  // asks for the exact way.
   static constexpr float kMost = 256.0f;  // 2^kSlack
 
+  static __device__ __forceinline__ bool asks(float const (&sum)[2]) { return !(sum[0] <= kMost && sum[1] <= kMost); }
+
   // The scores of a whole group in the normaliser; maxima and sums are of this thread's columns alone.
-  __device__ __forceinline__ void normalise(float (&raw)[2 * kParents][4], Scales const (&scales)[kParents]) {
+  __device__ __forceinline__ void normalise(float (&raw)[2 * kParents][4], float const (&scales)[kParents]) {
     float sum[2] = {};
 #pragma unroll
     for (int slot = 0; slot < kParents; ++slot) {
@@ -350,7 +377,7 @@ private:
 #pragma unroll
       for (int i = 0; i < 2; ++i) sum[i] += (x[0][2 * i] + x[0][2 * i + 1]) + (x[1][2 * i] + x[1][2 * i + 1]);
     }
-    if (sum[0] > kMost || sum[1] > kMost) {
+    if (asks(sum)) {
 #pragma unroll
       for (int slot = 0; slot < kParents; ++slot) Base::apply(scales[slot], of_parent(raw, slot));
 #pragma unroll
@@ -387,7 +414,7 @@ private:
 
   // P of half a group from parent kBegin on, rounded to the dtype, in A fragments, and its sums.
   template <int kBegin>
-  __device__ __forceinline__ void exponentiate(float (&raw)[2 * kParents][4], Scales const (&scales)[kParents],
+  __device__ __forceinline__ void exponentiate(float (&raw)[2 * kParents][4], float const (&scales)[kParents],
                                                uint32_t const (&dead)[kWords], uint32_t (&p)[kHalfGroup][4],
                                                float (&sum)[2]) const {
     using Element = typename Cfg::Element;
@@ -404,39 +431,44 @@ private:
     }
   }
 
-  // Adds the sums of a group. Where a maximum rises P is computed again, and sums and O are rescaled: that is rare, so
-  // it shows in the sums of exponentials that are computed as if it did not.
+  // Adds the sums of a group. Where they ask for it P is computed again, and where a maximum rises sums and O are rescaled:
+  // that is rare, so it shows in the sums of exponentials that are computed as if it did not.
   __device__ __forceinline__ void rescale(Begun& begun, uint32_t (&dead)[kWords], uint32_t (&p)[kParents][4],
                                           float (&sum)[2]) {
     auto& raw = begun.raw;
-    // A vote among the heads of one query: whatever it decides follows from this query's data.
-    if (__any_sync(kFullWarp, sum[0] > kMost || sum[1] > kMost)) {
+    // Votes among the heads of one query: whatever they decide follows from this query's data.
+    if (__any_sync(kFullWarp, asks(sum))) {
       // Through a shuffle: otherwise the outcome of every test above would be kept until here.
 #pragma unroll
       for (auto& word : dead) word = __shfl_sync(kFullWarp, word, lane_);
-      Scales again[kParents];
-      load_scales(again, begun.stage);
 #pragma unroll
       for (int slot = 0; slot < kParents; ++slot) {
-        Base::apply(again[slot], of_parent(raw, slot));
+        Base::apply_own(scales_of(begun.stage, slot), of_parent(raw, slot));
         mask(of_parent(raw, slot), dead[slot / 2] >> slot % 2 * kSiblings);
       }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float const largest = quad_max(Base::template row_max<kParents>(raw, i));
-        float const factor = Base::raise(i, fmaxf(max_[i], largest));
-        sum_[i] *= factor;
-        sum[i] = 0.0f;
-#pragma unroll
-        for (int tile = 0; tile < kValueTiles; ++tile) {
-          o_[tile][2 * i] *= factor;
-          o_[tile][2 * i + 1] *= factor;
-        }
-      }
-      Base::template exponentiate<kParents>(raw, p, sum);
+      sum[0] = sum[1] = 0.0f;
+      Base::template exponentiate<kParents>(raw, p, sum, [&](int i, float x) { return Base::near_exponent(i, x); });
+      if (__any_sync(kFullWarp, asks(sum))) raise_maxima(raw, p, sum);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) sum_[i] += sum[i];
+  }
+
+  __device__ __forceinline__ void raise_maxima(float const (&raw)[2 * kParents][4], uint32_t (&p)[kParents][4],
+                                               float (&sum)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float const largest = quad_max(Base::template row_max<kParents>(raw, i));
+      float const factor = Base::raise(i, fmaxf(max_[i], largest));
+      sum_[i] *= factor;
+      sum[i] = 0.0f;
+#pragma unroll
+      for (int tile = 0; tile < kValueTiles; ++tile) {
+        o_[tile][2 * i] *= factor;
+        o_[tile][2 * i + 1] *= factor;
+      }
+    }
+    Base::template exponentiate<kParents>(raw, p, sum, [&](int i, float x) { return Base::exponent(i, x); });
   }
 
   // See Base::spoil.
@@ -447,7 +479,7 @@ private:
     for (int parent = 0; parent < count; ++parent) {
       if (Base::split() && !Base::takes(parent)) continue;
       char const* const tile = Base::packed_parents() + parent / kParents * kParents * args_.block_bytes;
-      if (reinterpret_cast<float const*>(tile)[parent % kParents * kSiblings] < 0.0f) Base::spoil(parent, parent);
+      if (reinterpret_cast<int const*>(tile)[parent % kParents * kSiblings] < 0) Base::spoil(parent, parent);
     }
   }
 

@@ -94,7 +94,8 @@ struct Plan {
   std::int64_t bytes = 0;
 
   float2* turns = nullptr;
-  rope::TurnColumns* turn_columns = nullptr;
+  rope::TurnColumns* begin_turns = nullptr;
+  rope::TurnColumns* step_turn = nullptr;
   int* spoilt = nullptr;
   char* k_tree = nullptr;
   char* v_tree = nullptr;
@@ -134,7 +135,8 @@ struct Plan {
 
     std::int64_t const heads = p.B * p.H_kv;
     take(turns, base, positions * (p.K / 2));
-    take(turn_columns, base, positions * (p.K / 4));
+    take(begin_turns, base, positions * (p.K / 4));
+    take(step_turn, base, p.K / 4);
     take(spoilt, base, 1);
     take(k_tree, base, heads * M * p.K * 2);
     take(v_tree, base, heads * M * p.V * 2);
@@ -229,9 +231,16 @@ packing::Args pack_args(ForwardParams const& p, Plan const& plan, int l, Packed 
   return args;
 }
 
+// Ranks that a query turns through before it begins anew. Rounding adds up to 0.53 of the error that rounding bf16
+// operands makes, and 1.21 of that of fp16 ones (tests/test_turning.py).
+constexpr int kTurnPeriod = 16;
+constexpr int kTurnPeriodHalf = 1;
+
+int turn_period(ForwardParams const& p) { return p.dtype == DType::kFloat16 ? kTurnPeriodHalf : kTurnPeriod; }
+
 void build(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
-  packing::make_turns(plan.turns, nullptr, plan.turn_columns, plan.positions, static_cast<int>(p.K), p.rope_base,
-                      plan.spoilt, stream);
+  packing::make_turns(plan.turns, nullptr, {plan.begin_turns, plan.step_turn, turn_period(p)}, plan.positions,
+                      static_cast<int>(p.K), p.rope_base, plan.spoilt, stream);
   if (plan.layers > 1) {
     TreePoolParams pool{};
     pool.k = {p.k, p.k_stride_b, p.k_stride_t, p.k_stride_h, plan.k_tree, p.K};
@@ -266,11 +275,6 @@ void gather(ForwardParams const& p, Plan const& plan, int l, std::int64_t begin,
   packing::tree_pack(args, p.dtype, stream);
 }
 
-// Ranks that a query turns through before it begins anew. Rounding adds up to 0.40 of the error that rounding bf16
-// operands makes, and 1.21 of that of fp16 ones (tests/test_turning.py).
-constexpr int kTurnPeriod = 8;
-constexpr int kTurnPeriodHalf = 1;
-
 // A scale of zero is the smallest: rows of q become zeros.
 rope::ScoreScale score_scale(double scale) {
   int exponent = 0;
@@ -283,7 +287,8 @@ layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
   layer::Args args{};
   args.block_bytes = plan.block_bytes;
   args.turns = plan.turns;
-  args.turn_columns = plan.turn_columns;
+  args.begin_turns = plan.begin_turns;
+  args.step_turn = plan.step_turn;
   args.spoilt = plan.spoilt;
   args.q = p.q;
   args.q_half = p.dtype == DType::kFloat16;
@@ -295,7 +300,7 @@ layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
   args.G = static_cast<int>(p.G);
   args.scale = score_scale(p.scale);
   args.strict_causal = p.strict_causal;
-  args.turn_period = p.dtype == DType::kFloat16 ? kTurnPeriodHalf : kTurnPeriod;
+  args.turn_period = turn_period(p);
   args.split = p.T_q == 1;
   args.layers = plan.layers;
   args.top_k = static_cast<int>(p.top_k);

@@ -31,10 +31,10 @@ void tree_pack(Args const& args, DType dtype, cudaStream_t stream) {
   dtype == DType::kFloat16 ? launch<__half>(args, stream) : launch<__nv_bfloat16>(args, stream);
 }
 
-void make_turns(float2* turns, rope::Turns* fragment_turns, rope::TurnColumns* turn_columns, std::int64_t positions, int K,
+void make_turns(float2* turns, rope::Turns* fragment_turns, QueryTurns const& query_turns, std::int64_t positions, int K,
                 double base, int* zero, cudaStream_t stream) {
   unsigned const blocks = blocks_for(positions * (K / 8), kThreads);
-  launch_overlapped(turns_kernel, blocks, kThreads, 0, stream, turns, fragment_turns, turn_columns,
+  launch_overlapped(turns_kernel, blocks, kThreads, 0, stream, turns, fragment_turns, query_turns,
                     positions, K, base, zero);
 }
 
