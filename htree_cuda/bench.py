@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
+import inspect
 import itertools
 import json
 import math
@@ -510,15 +512,27 @@ def flash_mla_attention(q: Tensor, kv: Tensor, indices: Tensor) -> Callable[[], 
     _, h_q, d_qk = q.shape
     if q.dtype != torch.bfloat16 or d_qk != 576 or h_q % 64 or indices.shape[2] % 128:
         return None
-    return lambda: flash_mla_sparse_fwd(q, kv, indices, d_qk**-0.5)[0]
+    options = _flash_mla_options(flash_mla_sparse_fwd)
+    return lambda: flash_mla_sparse_fwd(q, kv, indices, d_qk**-0.5, **options)[0]
+
+
+def _flash_mla_options(function: Callable) -> dict:
+    """sgl-flash-mla keeps the kernels for Hopper apart as legacy ones, and has them write an lse to base 2 as ours does
+    where that is asked for: else launches follow that convert it."""
+    known = inspect.signature(function).parameters
+    return {name: True for name in ("use_legacy", "return_log2_lse") if name in known}
 
 
 def _flash_mla_identity() -> dict:
-    """Its version, null where it says none, and what a build of its own notes."""
+    """Its version, null where it says none, the distribution that it came in, and what a build of its own notes."""
     import flash_mla
 
-    note = getattr(flash_mla, "__note__", None)
-    return {"version": getattr(flash_mla, "__version__", None), **({"note": note} if note else {})}
+    found = {"version": getattr(flash_mla, "__version__", None)}
+    if names := importlib.metadata.packages_distributions().get("flash_mla"):
+        found["distribution"] = names[0]
+    if note := getattr(flash_mla, "__note__", None):
+        found["note"] = note
+    return found
 
 
 def _sparse_attention_figures(ours: Callable[[], Tensor], peer: Callable[[], Tensor] | None, device: str) -> dict:

@@ -157,7 +157,7 @@ def sparse_attention_peer() -> str:
     ]
     f = figures[0]
     peer = f["flash_mla"]
-    about = peer.get("note") or peer["version"]
+    about = peer.get("note") or " ".join(filter(None, (peer.get("distribution"), peer["version"])))
     columns = ["this, ms", "FlashMLA, ms", "FlashMLA / this"]
     return (
         f"In turns with FlashMLA{f' ({about})' if about else ''}, s_q {f['s_q']:,}, topk {f['topk']:,}, d_qk "

@@ -204,10 +204,22 @@ def test_the_flash_mla_peer_is_given_what_it_documents(monkeypatch):
     monkeypatch.setattr(FlashMLA, "__version__", "1.2", raising=False)
     monkeypatch.setattr(FlashMLA, "__note__", "built here", raising=False)
     assert bench._flash_mla_identity() == {"version": "1.2", "note": "built here"}
+    distributions = {"flash_mla": ["sgl-flash-mla"]}
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: distributions)
+    assert bench._flash_mla_identity()["distribution"] == "sgl-flash-mla"
     for wrong in (3.0, math.nan):
         monkeypatch.setattr(FlashMLA, "scale_error", wrong)
         with pytest.raises(RuntimeError, match="FlashMLA differs from sparse_attention by"):
             bench._sparse_attention_figures(ours, peer, "cpu")
+
+    def keeps_hopper_apart(q, kv, indices, sm_scale, use_legacy=False, return_log2_lse=None):
+        asked.append((use_legacy, return_log2_lse))
+        return kv, None, None
+
+    asked = []
+    monkeypatch.setattr(FlashMLA, "flash_mla_sparse_fwd", staticmethod(keeps_hopper_apart))
+    bench.flash_mla_attention(q, kv, indices)()
+    assert asked == [(True, True)]
 
 
 def test_calls_take_turns_and_their_times_are_pooled(monkeypatch):
