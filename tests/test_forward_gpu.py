@@ -357,6 +357,41 @@ def test_scores_far_from_zero(offsets):
         check(part, tuple(x.to(DEVICE) for x in part), 16, q_start=q_start, **options)
 
 
+@pytest.mark.emulated
+@pytest.mark.parametrize("of_siblings", [1, 16])
+def test_keys_of_which_maxima_rise_and_do_not(of_siblings):
+    """Logits of up to 6, 34 and 112, in turn, among siblings and among parents."""
+    g = torch.Generator().manual_seed(of_siblings)
+    q, k, v = inputs(1100, 1100, G=16, K=64, V=64)[0]
+    sizes = torch.tensor([1.0, 6.0, 20.0])[torch.randint(0, 3, (-(-1100 // of_siblings),), generator=g)]
+    k = (k * sizes.repeat_interleave(of_siblings)[None, :1100, None, None]).to(BF16)
+    for q_start in (226, 1060):
+        part = (q[:, q_start : q_start + 40], k, v)
+        check(part, tuple(x.to(DEVICE) for x in part), 16, share=0.9, q_start=q_start)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("offset", [-4.75, 4.75, 5.5, -5.5])
+def test_all_scores_of_forty(offset):
+    """Exponentials of 2^55, 2^63 and the inverse where no maximum is taken off, of values as large and as small."""
+    q, k, v = inputs(900, 900, G=4, K=64, V=64)[0]
+    q[..., EXACT], k[..., EXACT] = 4.0, offset
+    v = v * 2.0 ** (60.0 if offset > 0 else -60.0)
+    for q_start in (236, 860):
+        part = (q[:, q_start : q_start + 40] / 8, k / 2, v)
+        part[0][..., EXACT], part[1][..., EXACT] = 4.0, offset
+        check(part, tuple(x.to(DEVICE) for x in part), 16, share=0.9, q_start=q_start, rope_base=EXACT_BASE)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_the_first_token_attends_itself_alone(dtype):
+    _, (q, k, v) = inputs(40, 40, G=3, K=64, V=64, dtype=dtype)
+    out, lse, _ = run((q, k, v), top_k_per_layer=16)
+    same_bits([out[:, 0]], [v[:, 0].repeat_interleave(3, 1)])
+    assert lse.isfinite().all()
+
+
 EXACT = slice(16, 32)
 EXACT_BASE = 1e30  # pair m = 16 of 32 turns by p * 1e-15
 
