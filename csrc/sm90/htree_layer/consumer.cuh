@@ -64,7 +64,7 @@ protected:
   // Before the first parent.
   __device__ __forceinline__ void begin_walk(QueryBlock const& block) {
     std::int64_t const t = args_.blocks.q_start + block.first + query();
-    position_ = active_ ? candidates(t, args_.layer, args_.layers, args_.top_k).n - 1 : 0;
+    position_ = active_ ? candidates(t, args_.layer, args_.layers, args_.top_k).n - 1 : -1;
     cursor_ = static_cast<int>(row() * (args_.width / kSiblings));
   }
 
@@ -582,7 +582,7 @@ protected:
   uint32_t const warp_;
   int groups_;    // of parents that pass by
   bool active_;   // the query exists, and walks this layer in this way
-  int position_;  // of the query as the parent at hand sees it: n - 1 - 16 rank; below 16 in the last parent
+  int position_;  // of the query as the parent at hand sees it: n - 1 - 16 rank; below 16 in the last parent, and negative behind it
   int cursor_;    // of that parent among all of the rows of importance or closed masks
   half2 q_[kSteps][4];
   float unit_[2];

@@ -1,8 +1,8 @@
 // Walk::kFirst: a warpgroup computes the scores of its four queries against four parents at once by WGMMA, 64 heads by 64
 // keys, and adds P V likewise, 64 heads by V columns; keys and values are where the bulk copy put them. All queries see the
-// same parents, so nothing is read twice. What is between the two products belongs to a warp and its query alone; scores
-// of parents that it does not take are ignored, and their P is zero. In values passes the queries wait in shared memory:
-// beside O and the scores there are no registers for them.
+// same parents, so nothing is read twice. What is between the two products belongs to a warp and its query alone, and passes
+// under the products of the other warpgroups; scores of parents that the query does not take are ignored, and their P is
+// zero. In values passes the queries wait in shared memory: beside O and the scores there are no registers for them.
 #pragma once
 
 #include <type_traits>
@@ -33,8 +33,8 @@ class FirstConsumer : public Consumer<Cfg> {
   using Base::warp_;
   using Factors = typename Base::Factors;
   static constexpr int kParents = Cfg::kStageSlots;
-  static constexpr int kHalfGroup = kParents / 2;
   static constexpr int kWords = kParents / 2;  // of 16 bits for each parent
+  static constexpr int kGroupsFetched = 32 / kWords;  // whose closed candidates a warp asks for at once
   static_assert(kParents * kSiblings == 64 && wgmma::kAccumulators == 8 * kParents && wgmma::kDepth == kSiblings);
 
 public:
@@ -56,7 +56,6 @@ private:
   struct Begun {
     float raw[2 * kParents][4];
     uint32_t stage;
-    uint32_t mine;  // a bit for each parent that the query takes
   };
 
   // The normaliser, then the importance relative to it: the parents pass by twice.
@@ -68,37 +67,40 @@ private:
     score_all<Sums::kImportance>(ring, at);
   }
 
-  // Two groups at a time: the scores of the second are under way while those of the first are considered.
   template <Sums kSums>
   __device__ __forceinline__ void score_all(Ring<Cfg> const& ring, RingPosition<Cfg::kStages>& at) {
-    int group = 0;
-    for (; group + 1 < groups_; group += 2) {
-      Begun first, second;
-      begin(first, ring, at);
-      multiply_keys(first);
-      begin(second, ring, at);
-      multiply_keys(second);
-      consider<kSums, 1>(first);
-      consider<kSums, 0>(second);
-    }
-    if (group < groups_) {
-      Begun last;
-      begin(last, ring, at);
-      multiply_keys(last);
-      consider<kSums, 0>(last);
+    Ring<Cfg> const own(ptx::opaque(ring.stages));  // or the compiler finds out again where shared memory begins, each time
+#pragma unroll 1
+    for (int group = 0; group < groups_; ++group) {
+      Begun begun;
+      begin(begun, own, at);
+      multiply_keys(begun);
+      float scales[kParents];
+      load_scales(scales, begun.stage);
+      wgmma::wait<0>();
+      wgmma::pin(products(begun.raw));
+      consider<kSums>(begun, scales);
+      position_ -= kParents * kSiblings;
+      cursor_ += kParents;
     }
   }
 
-  // While P V of a group is multiplied the exponentials of the next begin.
+  // Scores of a group and P V of the one before are multiplied together, then this group's P is formed: what a warpgroup does
+  // between its products passes under those of the others.
   __device__ __forceinline__ void add_all(Ring<Cfg> const& ring, wgmma::Descriptor const& queries) {
     if (groups_ == 0) return;
     RingPosition<Cfg::kStages> at;
     // The stage whose values are multiplied; before there are scores, those of the first by a P of zeros.
     uint32_t held = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
     uint32_t p[kParents][4] = {};
-    uint32_t const zero = static_cast<uint32_t>(args_.layer) >> 31;  // which the compiler does not know
-    fetch_closed();
+    uint32_t closed = 0;  // candidates that are no leaves, of the groups at hand: fetch_closed
+    uint32_t next_closed = fetch_closed(0);
+#pragma unroll 1
     for (int group = 0; group < groups_; ++group) {
+      if (group % kGroupsFetched == 0) {
+        closed = next_closed;
+        next_closed = fetch_closed(kGroupsFetched * kParents);
+      }
       Begun begun;
       begin(begun, ring, at);
       multiply_keys(begun, queries);
@@ -106,28 +108,16 @@ private:
       float scales[kParents];
       load_scales(scales, begun.stage);
       uint32_t dead[kWords];
-      find_dead(begun.mine, dead);
+      find_dead(begun.stage, closed, group % kGroupsFetched * kWords, dead);
       position_ -= kParents * kSiblings;
       cursor_ += kParents;
-      fetch_closed();
-      wgmma::wait<1>();
-      wgmma::pin(products(begun.raw));
-      float sum[2] = {};
-      uint32_t early[kHalfGroup][4] = {};
-      // A block of its own, or ptxas puts it behind the wait.
-      if (begun.mine != 0) exponentiate<0>(begun.raw, scales, dead, early, sum);
       wgmma::wait<0>();
+      wgmma::pin(products(begun.raw));
       wgmma::pin(out());
       wgmma::pin(reinterpret_cast<uint32_t(&)[4 * kParents]>(p));
       if (group > 0) release(held);
       held = begun.stage;
-      // No mere copies: ptxas would merge both registers, and serialises products whose operands are written while others
-      // are under way (C7513).
-#pragma unroll
-      for (int i = 0; i < 4 * kHalfGroup; ++i) p[i / 4][i % 4] = early[i / 4][i % 4] | zero;
-      auto& late = reinterpret_cast<uint32_t(&)[kHalfGroup][4]>(p[kHalfGroup]);
-      exponentiate<kHalfGroup>(begun.raw, scales, dead, late, sum);
-      rescale(begun, dead, p, sum);
+      exponentiate(begun, scales, dead, p);
     }
     multiply_values(p, held);
     wgmma::wait<0>();
@@ -159,20 +149,14 @@ private:
     if (lane_ == 0) barriers::mbarrier_arrive(stage + Cfg::kEmptyOffset);
   }
 
-  // Of the parents of the group at hand, those up to the query's own; the others are not written. Lane i asks for those
-  // of parents 2 (i % 2) and the next: a value that is the same in all lanes would go to a uniform register, and wait
-  // for it here.
-  __device__ __forceinline__ void fetch_closed() {
-    if constexpr (Cfg::kReadsValues) {
-      if (!active_ || args_.layer == 0) return;
-      int const slot = lane_ % kWords * 2;
-      std::uint16_t const* const closed = args_.closed + cursor_ + slot;
-      if (position_ >= (slot + 1) * kSiblings) {
-        closed_ = *reinterpret_cast<uint32_t const*>(closed);
-      } else if (position_ >= slot * kSiblings) {
-        closed_ = *closed;
-      }
-    }
+  // Of kGroupsFetched groups from the parent so many further on, those up to the query's own; the others are not written.
+  // Lane i has those of parents 2 i and the next.
+  __device__ __forceinline__ uint32_t fetch_closed(int parents) const {
+    if (!active_ || args_.layer == 0) return 0;
+    int const parent = parents + 2 * lane_;
+    std::uint16_t const* const closed = args_.closed + cursor_ + parent;
+    if (position_ >= (parent + 1) * kSiblings) return *reinterpret_cast<uint32_t const*>(closed);
+    return position_ >= parent * kSiblings ? *closed : 0u;
   }
 
   // Where the queries of this warpgroup are.
@@ -193,14 +177,22 @@ private:
     barriers::named_sync(Cfg::kQueryBarrier + warp_ / 4, 128);
   }
 
-  // Waits for the next group, and begins to read which of it the query takes.
+  // Waits for the next group.
   __device__ __forceinline__ void begin(Begun& begun, Ring<Cfg> const& ring, RingPosition<Cfg::kStages>& at) const {
     ring.barriers.wait_full(at, "htree_layer consumer: full");
     // Through a shuffle, which tells the compiler that it is uniform: descriptors live in uniform registers.
     begun.stage = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
-    begun.mine = active_ ? ptx::load_shared_4B(ring.mask(begun.stage, warp_)) : 0u;
     at = at.ahead(1);
   }
+
+  // Whether the query takes a parent of the group at hand: those up to its own, unless others share the query.
+  __device__ __forceinline__ bool takes(uint32_t stage, int slot) const {
+    if (Base::split()) return ptx::load_shared_4B(Ring<Cfg>::mask(stage, warp_)) >> slot & 1u;
+    return position_ >= slot * kSiblings;
+  }
+
+  // It takes all of the group, and has more behind it.
+  __device__ __forceinline__ bool whole() const { return !Base::split() && position_ >= kParents * kSiblings; }
 
   // Begins the scores; the queries in shared memory.
   __device__ __forceinline__ void multiply_keys(Begun& begun, wgmma::Descriptor const& queries) const {
@@ -240,34 +232,35 @@ private:
     wgmma::commit();
   }
 
-  // The scores of a group, once at most kPending later products are not complete.
-  template <Sums kSums, int kPending>
-  __device__ __forceinline__ void consider(Begun& begun) {
+  // The scores of a group; its stage is given back as soon as nothing of it is needed.
+  template <Sums kSums>
+  __device__ __forceinline__ void consider(Begun& begun, float (&scales)[kParents]) {
     auto& raw = begun.raw;
-    float scales[kParents];
-    load_scales(scales, begun.stage);
-    wgmma::wait<kPending>();
-    wgmma::pin(products(raw));
+    if (kSums == Sums::kNormaliser && whole()) {
+      normalise(begun, scales);
+      release(begun.stage);
+      return;
+    }
     if (isnan(scales[0] + scales[1] + scales[2] + scales[3])) {
 #pragma unroll
       for (int slot = 0; slot < kParents; ++slot) {
         Base::settle(scales[slot], scales_of(begun.stage, slot), of_parent(raw, slot));
       }
     }
-    release(begun.stage);
     if constexpr (kSums == Sums::kImportance) {
-      weigh(raw, scales, begun.mine);
-    } else if (whole(begun.mine)) {
-      normalise(raw, scales);
+      bool const mine = takes(begun.stage, lane_ / 8);
+      release(begun.stage);
+      weigh(raw, scales, mine);
     } else {
 #pragma unroll
       for (int slot = 0; slot < kParents; ++slot) {
         Base::apply(scales[slot], of_parent(raw, slot));
-        if (begun.mine >> slot & 1u) Base::add_to_normaliser(of_parent(raw, slot), position_ < (slot + 1) * kSiblings);
+        if (takes(begun.stage, slot)) {
+          Base::add_to_normaliser(of_parent(raw, slot), position_ < (slot + 1) * kSiblings);
+        }
       }
+      release(begun.stage);
     }
-    position_ -= kParents * kSiblings;
-    cursor_ += kParents;
   }
 
   // Of twice kTiles tiles those that are this lane's, the upper ones where `lanes` is set in its number, summed with
@@ -287,9 +280,8 @@ private:
   }
 
   // The importance of a group: column sums over the heads, by a butterfly that halves what is sent. In the end a lane
-  // holds columns 2 lane and 2 lane + 1 of the 64, and writes those of a parent that the query takes.
-  __device__ __forceinline__ void weigh(float (&raw)[2 * kParents][4], float const (&scales)[kParents],
-                                        uint32_t mine) const {
+  // holds columns 2 lane and 2 lane + 1 of the 64, and writes them if they are of a parent that the query takes.
+  __device__ __forceinline__ void weigh(float (&raw)[2 * kParents][4], float const (&scales)[kParents], bool mine) const {
     float sums[2 * kParents][2];
     if (!Base::far_) {
 #pragma unroll
@@ -309,8 +301,7 @@ private:
     halve<4>(sums, 16);
     halve<2>(sums, 8);
     halve<1>(sums, 4);
-    ptx::store_global_8B_if(mine >> lane_ / 8 & 1u,
-                            args_.importance + static_cast<std::int64_t>(cursor_) * kSiblings + 2 * lane_,
+    ptx::store_global_8B_if(mine, args_.importance + static_cast<std::int64_t>(cursor_) * kSiblings + 2 * lane_,
                             {sums[0][0], sums[0][1]});
   }
 
@@ -326,11 +317,6 @@ private:
             ptx::exp2_movable(exponent(0, raw[tile][e])) + ptx::exp2_movable(exponent(1, raw[tile][2 + e]));
       }
     }
-  }
-
-  // The query takes all of the group, and has more behind it.
-  __device__ __forceinline__ bool whole(uint32_t mine) const {
-    return mine == (1u << kParents) - 1 && position_ >= kParents * kSiblings;
   }
 
   // Children of `dead` (bit 8 tile + e: that of this thread's column) take no part.
@@ -361,14 +347,28 @@ private:
     }
   }
 
-  // What exponentials of a group may sum up to in a thread before the maximum is raised: none is larger then. Or NaN, which
-  // asks for the exact way.
+  // What exponentials of a group may sum up to in a thread before the maximum is raised: none is larger then. NaN asks too.
   static constexpr float kMost = 256.0f;  // 2^kSlack
 
   static __device__ __forceinline__ bool asks(float const (&sum)[2]) { return !(sum[0] <= kMost && sum[1] <= kMost); }
 
+  // Sums of the exponentials of exponent(row, raw score).
+  template <class Exponent>
+  static __device__ __forceinline__ void sum_up(float const (&raw)[2 * kParents][4], float (&sum)[2],
+                                                Exponent const& exponent) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sum[i] = 0.0f;
+#pragma unroll
+      for (int tile = 0; tile < 2 * kParents; ++tile) {
+        sum[i] += ptx::exp2_movable(exponent(i, raw[tile][2 * i])) + ptx::exp2_movable(exponent(i, raw[tile][2 * i + 1]));
+      }
+    }
+  }
+
   // The scores of a whole group in the normaliser; maxima and sums are of this thread's columns alone.
-  __device__ __forceinline__ void normalise(float (&raw)[2 * kParents][4], float const (&scales)[kParents]) {
+  __device__ __forceinline__ void normalise(Begun& begun, float const (&scales)[kParents]) {
+    auto& raw = begun.raw;
     float sum[2] = {};
 #pragma unroll
     for (int slot = 0; slot < kParents; ++slot) {
@@ -379,16 +379,12 @@ private:
     }
     if (asks(sum)) {
 #pragma unroll
-      for (int slot = 0; slot < kParents; ++slot) Base::apply(scales[slot], of_parent(raw, slot));
+      for (int slot = 0; slot < kParents; ++slot) Base::apply_own(scales_of(begun.stage, slot), of_parent(raw, slot));
+      sum_up(raw, sum, [&](int i, float x) { return Base::near_exponent(i, x); });
+      if (asks(sum)) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        sum_[i] *= Base::raise(i, fmaxf(max_[i], Base::template row_max<kParents>(raw, i)));
-        sum[i] = 0.0f;
-#pragma unroll
-        for (int tile = 0; tile < 2 * kParents; ++tile) {
-          sum[i] += ptx::exp2_movable(Base::exponent(i, raw[tile][2 * i])) +
-                    ptx::exp2_movable(Base::exponent(i, raw[tile][2 * i + 1]));
-        }
+        for (int i = 0; i < 2; ++i) sum_[i] *= Base::raise(i, fmaxf(max_[i], Base::template row_max<kParents>(raw, i)));
+        sum_up(raw, sum, [&](int i, float x) { return Base::exponent(i, x); });
       }
     }
 #pragma unroll
@@ -396,15 +392,15 @@ private:
   }
 
   // Candidates that take no part in P, in the order of this thread's columns: bit 16 (slot % 2) + 8 tile + e of word
-  // slot / 2.
-  __device__ __forceinline__ void find_dead(uint32_t mine, uint32_t (&dead)[kWords]) const {
+  // slot / 2. `closed`: what fetch_closed found, those of this group from lane `first` on.
+  __device__ __forceinline__ void find_dead(uint32_t stage, uint32_t closed, int first, uint32_t (&dead)[kWords]) const {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) dead[i] = __shfl_sync(kFullWarp, closed_, (lane_ & ~1) + i);
-    if (!whole(mine)) {
+    for (int i = 0; i < kWords; ++i) dead[i] = __shfl_sync(kFullWarp, closed, first + i);
+    if (!whole()) {
 #pragma unroll
       for (int slot = 0; slot < kParents; ++slot) {
         bool const last = args_.layer == 0 && position_ < (slot + 1) * kSiblings;
-        uint32_t const more = (mine >> slot & 1u) == 0 ? 0xffffu : last ? Base::behind(Base::rightmost()) : 0u;
+        uint32_t const more = !takes(stage, slot) ? 0xffffu : last ? Base::behind(Base::rightmost()) : 0u;
         dead[slot / 2] |= more << (slot % 2 * kSiblings);
       }
     }
@@ -412,30 +408,25 @@ private:
     for (int i = 0; i < kWords; ++i) dead[i] >>= 2 * tq_;
   }
 
-  // P of half a group from parent kBegin on, rounded to the dtype, in A fragments, and its sums.
-  template <int kBegin>
-  __device__ __forceinline__ void exponentiate(float (&raw)[2 * kParents][4], float const (&scales)[kParents],
-                                               uint32_t const (&dead)[kWords], uint32_t (&p)[kHalfGroup][4],
-                                               float (&sum)[2]) const {
+  // P of a group, rounded to the dtype, in A fragments, and its sums. Where they ask for it P is computed again, and where a
+  // maximum rises sums and O are rescaled: that is rare, so it shows in the sums of exponentials that are computed as if it
+  // did not.
+  __device__ __forceinline__ void exponentiate(Begun& begun, float const (&scales)[kParents], uint32_t (&dead)[kWords],
+                                               uint32_t (&p)[kParents][4]) {
     using Element = typename Cfg::Element;
+    auto& raw = begun.raw;
+    float sum[2] = {};
 #pragma unroll
-    for (int slot = kBegin; slot < kBegin + kHalfGroup; ++slot) {
+    for (int slot = 0; slot < kParents; ++slot) {
       float x[2][4];
       exponentials(of_parent(raw, slot), scales[slot], dead[slot / 2] >> slot % 2 * kSiblings, x);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         sum[i] += (x[0][2 * i] + x[0][2 * i + 1]) + (x[1][2 * i] + x[1][2 * i + 1]);
-        p[slot - kBegin][i] = Pairs<Element>::pack(x[0][2 * i], x[0][2 * i + 1]);
-        p[slot - kBegin][2 + i] = Pairs<Element>::pack(x[1][2 * i], x[1][2 * i + 1]);
+        p[slot][i] = Pairs<Element>::pack(x[0][2 * i], x[0][2 * i + 1]);
+        p[slot][2 + i] = Pairs<Element>::pack(x[1][2 * i], x[1][2 * i + 1]);
       }
     }
-  }
-
-  // Adds the sums of a group. Where they ask for it P is computed again, and where a maximum rises sums and O are rescaled:
-  // that is rare, so it shows in the sums of exponentials that are computed as if it did not.
-  __device__ __forceinline__ void rescale(Begun& begun, uint32_t (&dead)[kWords], uint32_t (&p)[kParents][4],
-                                          float (&sum)[2]) {
-    auto& raw = begun.raw;
     // Votes among the heads of one query: whatever they decide follows from this query's data.
     if (__any_sync(kFullWarp, asks(sum))) {
       // Through a shuffle: otherwise the outcome of every test above would be kept until here.
@@ -482,8 +473,6 @@ private:
       if (reinterpret_cast<int const*>(tile)[parent % kParents * kSiblings] < 0) Base::spoil(parent, parent);
     }
   }
-
-  uint32_t closed_ = 0;  // candidates that are no leaves, of two parents of the group at hand
 };
 
 }  // namespace htree_cuda::layer

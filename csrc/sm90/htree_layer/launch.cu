@@ -232,7 +232,7 @@ packing::Args pack_args(ForwardParams const& p, Plan const& plan, int l, Packed 
 }
 
 // Ranks that a query turns through before it begins anew. Rounding adds up to 0.53 of the error that rounding bf16
-// operands makes, and 1.21 of that of fp16 ones (tests/test_turning.py).
+// operands makes, and 1.22 of that of fp16 ones (tests/test_turning.py).
 constexpr int kTurnPeriod = 16;
 constexpr int kTurnPeriodHalf = 1;
 

@@ -1,8 +1,8 @@
 // Both ends of the ring of the layer kernel.
 //
 //   barrier        arrives                        waits           makes visible / frees
-//   full[stage]    producer, once, and the bytes   12 consumers    four parents and their masks; values, kBelow: and
-//                                                                  those of the stage behind
+//   full[stage]    producer, once, and the bytes   12 consumers    four parents; kBelow, and where a query is split: their
+//                                                                  masks; values, kBelow: and those of the stage behind
 //   empty[stage]   each consumer warp, once;       producer        the stage may be overwritten
 //                  values: after a later stage
 //                  has begun, see below.cuh and
@@ -86,7 +86,6 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
   QueryBlock const block(args.blocks, blockIdx.x);
   int const lane = threadIdx.x % 32;
   int const count = stream_count<Cfg>(args, block);
-  int const own_parents = Cfg::kWalk == Walk::kFirst ? parents_of<Cfg>(args, block, lane) : 0;
   std::int64_t const list = static_cast<std::int64_t>(blockIdx.x) * kBlockQueries * args.top_k;
   char const* const packed = args.packed + block.bh * args.parents_per_head * args.block_bytes;
 
@@ -94,14 +93,9 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
   int next_node = 0;
   unsigned next_mask = 0;
   auto const fetch = [&](int entry) {
-    next_mask = 0;
+    next_mask = 0;  // kFirst: a query knows by itself how many parents it takes
     next_node = entry;
-    if constexpr (Cfg::kWalk == Walk::kFirst) {
-#pragma unroll
-      for (int i = 0; i < kBlockQueries; ++i) {
-        next_mask |= static_cast<unsigned>(entry < __shfl_sync(kFullWarp, own_parents, i)) << i;
-      }
-    } else if (entry < count) {
+    if (Cfg::kWalk == Walk::kBelow && entry < count) {
       next_node = args.union_nodes[list + entry];
       next_mask = args.union_masks[list + entry];
     }

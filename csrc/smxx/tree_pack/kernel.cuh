@@ -9,11 +9,12 @@
 //
 // the panels as WGMMA takes them. Keys are turned by their place c among the siblings, or by the node's index (RoPE in
 // float32), normalised by a power of two, rounded once to fp16, and brought to one scale a parent unless they differ much
-// (rope::uneven_scale); the elements of a pair become neighbours (rope::tile_of); values are copied. Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8) of its 128
-// bytes, so that ldmatrix reads them without bank conflicts. Children beyond the end of the layer are zeros. A key with a
-// non-finite element is NaN throughout, so that its score is NaN whatever the query. Values that are not finite (the mean
-// of finite ones may overflow) become zeros, because probabilities of zero multiply them too, and all scales of their
-// parent have the sign of negative numbers, so that who takes such a value notices. Memory bound: a warp a parent, 16-byte accesses.
+// (rope::uneven_scale); the elements of a pair become neighbours (rope::tile_of); values are copied. Rows are swizzled:
+// 16-byte chunk i of row c lies at chunk i ^ (c % 8) of its 128 bytes, so that ldmatrix reads them without bank conflicts.
+// Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score is NaN
+// whatever the query. Values that are not finite (the mean of finite ones may overflow) become zeros, because probabilities of
+// zero multiply them too, and all scales of their parent have the sign of negative numbers, so that who takes such a value
+// notices. Memory bound: a warp a parent, 16-byte accesses.
 #pragma once
 
 #include <cuda_bf16.h>
