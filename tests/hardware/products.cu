@@ -200,18 +200,24 @@ __global__ void __launch_bounds__(kThreads, 1) first(int pairs, float* out, Time
   out[blockIdx.x * kThreads + threadIdx.x] = sum;
 }
 
-// So many movmatrix, ldmatrix.x4 and m16n8k16 a round of each of the block's warps; what one writes the next one reads.
+// Volatile: transposed twice, x would be as it was, and the compiler knows.
+__device__ __forceinline__ void transpose(uint32_t& x) {
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x));
+}
+
+// So many movmatrix, ldmatrix.x4 and m16n8k16 a round of each of the block's warps.
 template <int kMoves, int kReads, int kProducts>
 __global__ void __launch_bounds__(kThreads, 1) transposes(int rounds, float* out, Times* times) {
+  static_assert(kReads <= kSteps, "what is read again before it is used is not read");
   extern __shared__ char shared[];
   uint32_t const address = (ptx::shared_address(shared) + 1023) / 1024 * 1024;
   fill(address);
-  uint32_t x[kSteps][4];
+  uint32_t x[kSteps][4], a[kSteps][4];
   float c[kSteps][4] = {}, sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) x[i][j] = random_pair<__half>(threadIdx.x * 64 + 4 * i + j);
+    for (int j = 0; j < 4; ++j) x[i][j] = a[i][j] = random_pair<__half>(threadIdx.x * 64 + 4 * i + j);
   }
   std::int64_t const begin = clock64(), began = nanoseconds();
 #pragma unroll 1
@@ -219,19 +225,14 @@ __global__ void __launch_bounds__(kThreads, 1) transposes(int rounds, float* out
     uint32_t const rows = address + ((threadIdx.x / 32 + round) % 8 * 512) + threadIdx.x % 32 * 16;
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
-      if (i < kReads) ptx::load_matrix_x4(x[i % kSteps], rows + i % 8 * 4096);
-      if (i < kMoves) x[i % kSteps][i / kSteps % 4] = ptx::transpose_matrix(x[i % kSteps][i / kSteps % 4]);
-      if (i < kProducts) ptx::mma_fp16(c[i % kSteps], x[i % kSteps], x[(i + 2) % kSteps][2], x[(i + 2) % kSteps][3]);
-    }
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) asm volatile("" : "+r"(x[i][j]));
+      if (i < kReads) ptx::load_matrix_x4(a[i], rows + i * 4096);
+      if (i < kMoves) transpose(x[i % kSteps][i / kSteps % 4]);
+      if (i < kProducts) ptx::mma_fp16(c[i % kSteps], a[i % kSteps], x[i % kSteps][2], x[i % kSteps][3]);
     }
   }
   if (threadIdx.x == 0) times[blockIdx.x] = {clock64() - begin, nanoseconds() - began};
 #pragma unroll
-  for (int i = 0; i < kSteps; ++i) sum += c[i][0] + c[i][1] + c[i][2] + c[i][3] + Pairs<__half>::unpack(x[i][0]).x;
+  for (int i = 0; i < kSteps; ++i) sum += c[i][0] + c[i][1] + c[i][2] + c[i][3] + Pairs<__half>::unpack(x[i][0] ^ x[i][1]).x;
   out[blockIdx.x * kThreads + threadIdx.x] = sum;
 }
 
@@ -292,11 +293,10 @@ Pairs_ pairs_of(std::int64_t T) {
 
 void measure_transposes() {
   std::printf("\na round of a warp:\n");
-  measure("64 movmatrix", transposes<64, 0, 0>);
-  measure("16 ldmatrix.x4 and 16 m16n8k16", transposes<0, 16, 16>);
   measure("64 movmatrix, 16 m16n8k16", transposes<64, 0, 16>);
-  measure("64 movmatrix, 16 ldmatrix.x4, 16 m16n8k16", transposes<64, 16, 16>);
-  measure("32 movmatrix, 16 ldmatrix.x4, 16 m16n8k16", transposes<32, 16, 16>);
+  measure("8 ldmatrix.x4, 16 m16n8k16", transposes<0, 8, 16>);
+  measure("28 movmatrix, 8 ldmatrix.x4, 16 m16n8k16", transposes<28, 8, 16>);
+  measure("40 movmatrix, 8 ldmatrix.x4, 16 m16n8k16", transposes<40, 8, 16>);
 }
 
 int main(int count, char** words) {
