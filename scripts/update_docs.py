@@ -429,7 +429,11 @@ def measured() -> str:
         outcomes = [o for job in report["jobs"].values() for o in job.get("tests", {}).values()]
         files = [name for name in report["jobs"] if name.startswith("tests/")]
         sanitizers = sum("sanitizer" in name or "check " in name for name in report["jobs"])
-        passed = f"{outcomes.count('passed')} of {len(outcomes)} passed, and {sanitizers} runs of compute-sanitizer"
+        skipped = sorted({o.removeprefix("skipped: ") for o in outcomes if o.startswith("skipped")})
+        ran = sum(not o.startswith("skipped") for o in outcomes)
+        passed = f"{outcomes.count('passed')} of {ran} passed, and {sanitizers} runs of compute-sanitizer"
+        if skipped:
+            passed += f"; {len(outcomes) - ran} skipped ({'; '.join(skipped)})"
         parts.append(
             f"**GPU tests** of {', '.join(files)} ({report['gpu']}, driver {report['driver']}, "
             f"torch {report['torch']}, {report['date'][:10]}): {passed}. "
