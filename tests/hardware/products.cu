@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, 1) below(int pairs, float* out, Time
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) p[j] = random_pair<__nv_bfloat16>(threadIdx.x + j) & 0x7fff7fffu;
-  // A rotation by a right angle and a few others, as a matrix (rope::TurnColumns): the query keeps its size.
+  // A rotation as a matrix (rope::TurnColumns): the query keeps its size.
   int const g = lane / 4;
   bool const holds = lane % 4 == g / 2;
 #pragma unroll
