@@ -1,5 +1,5 @@
-// What the forward of htree attention cannot go below on the GPU at hand, whatever its schedule (docs/htree_layer.md, "The
-// clock"): the matrix products of its pairs (a query with 16 heads, a parent with 16 children, K = V = 128) and nothing else,
+// What the forward of htree attention, as its kernels multiply, cannot go below on the GPU at hand, however they are
+// scheduled (docs/htree_layer.md, "The clock"): the matrix products of its pairs (a query with 16 heads, a parent with 16 children, K = V = 128) and nothing else,
 // on all multiprocessors for seconds, so that the clock is the one that the power limit leaves. Then the same with the reads
 // of shared memory that feed them, and with exponentials.
 //
@@ -11,7 +11,6 @@
 // movmatrix costs, and whether it passes beside ldmatrix and mma.sync (docs/htree_backward.md).
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -269,15 +268,15 @@ double measure(char const* name, Kernel kernel) {
 }
 
 // Pairs of a whole sequence.
-struct Pairs_ {
+struct PairCounts {
   double values_below, choice_below, values_first, choice_first;
 };
 
-Pairs_ pairs_of(std::int64_t T) {
+PairCounts pairs_of(std::int64_t T) {
   constexpr int kTopK = 512;
   int layers = 1;
   for (std::int64_t n = T; n > kTopK * kSiblings; n = (n + kSiblings - 1) / kSiblings) ++layers;
-  Pairs_ pairs{};
+  PairCounts pairs{};
   for (std::int64_t t = 0; t < T; ++t) {
     int const first = first_layer(t, kTopK);
     for (int l = first; l >= 0; --l) {
@@ -289,8 +288,6 @@ Pairs_ pairs_of(std::int64_t T) {
   return pairs;
 }
 
-}  // namespace
-
 void measure_transposes() {
   std::printf("\na round of a warp:\n");
   measure("64 movmatrix, 16 m16n8k16", transposes<64, 0, 16>);
@@ -298,6 +295,8 @@ void measure_transposes() {
   measure("28 movmatrix, 8 ldmatrix.x4, 16 m16n8k16", transposes<28, 8, 16>);
   measure("40 movmatrix, 8 ldmatrix.x4, 16 m16n8k16", transposes<40, 8, 16>);
 }
+
+}  // namespace
 
 int main(int count, char** words) {
   if (count > 1 && std::strcmp(words[1], "transposes") == 0) return measure_transposes(), 0;
@@ -317,7 +316,7 @@ int main(int count, char** words) {
 
   std::printf("\nms a call: products; products of queries that need not turn; and reads; and exponentials\n");
   for (int log2_T : {14, 16, 17, 18, 20}) {
-    Pairs_ const x = pairs_of(std::int64_t{1} << log2_T);
+    PairCounts const x = pairs_of(std::int64_t{1} << log2_T);
     auto const total = [&](double v, double c, double fv, double fc) {
       return 1e-6 * (v * x.values_below + 2 * c * x.choice_below + fv * x.values_first + 2 * fc * x.choice_first);
     };
