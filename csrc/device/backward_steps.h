@@ -40,11 +40,28 @@ struct Chunk {
   __host__ __device__ std::int64_t position(int row) const { return q_start + first_query + row; }
 };
 
-// visits.layer[l], l < layers - 1: [heads, groups[l], rows]. Bit p of the low byte: the row visits parent 8 group + p
-// of layer l, that is, it selected this node of layer l + 1; from bit 8 on: the rank, among the row's parents, of the
-// first of them. At the top every row visits the parents 0, 1, 2, ... and no table is needed.
+// visits.layer[l]: [heads, groups[l], rows]. Bit p of the low byte: the row visits parent 8 group + p of layer l, that is,
+// it selected this node of layer l + 1; from bit 8 on: the rank, among the row's parents, of the first of them. Only of
+// rows whose first layer (device/candidates.cuh) is above l: in its first layer a row visits the parents 0, 1, 2, ..., and
+// above it nothing is a leaf. So there are tables below the highest first layer of the call.
 struct Visits {
   std::uint32_t* layer[kMaxLayers];
+};
+
+// Rows of a chunk whose first layer is `layer`.
+struct FirstRows {
+  int begin;
+  int end;
+
+  __host__ __device__ FirstRows(Chunk const& chunk, int layer, int top_k)
+      : begin(layer == 0 ? 0 : row_at(chunk, static_cast<std::int64_t>(top_k) << (kLog2Siblings * layer))),
+        end(row_at(chunk, static_cast<std::int64_t>(top_k) << (kLog2Siblings * (layer + 1)))) {}
+
+private:
+  static __host__ __device__ int row_at(Chunk const& chunk, std::int64_t position) {
+    std::int64_t const row = position - chunk.position(0);
+    return static_cast<int>(row < 0 ? 0 : row < chunk.queries ? row : chunk.queries);
+  }
 };
 
 // A layer's children of a parent, and the heads of a query, as matrix operands: a header of float32, 16 rows of K in
@@ -60,7 +77,7 @@ inline constexpr int kQueryHeader = 3 * kMaxGroupHeads * 4;
 
 __host__ __device__ constexpr std::int64_t operand_bytes(std::int64_t K, std::int64_t V) { return 16 * 2 * (K + V); }
 
-// At the top every query visits the parents 0, 1, 2, ..., so that a candidate's position is its node's index: keys turn
+// In its first layer a query visits the parents 0, 1, 2, ..., so that a candidate's position is its node's index: keys turn
 // by that and queries by their own position, once, and 64 nodes (four parents) or 64 query heads (four rows of 16) are
 // one tile of operands for WGMMA:
 //   nodes    inverse[64] | K / 64 panels of keys in fp16 | V / 64 panels of values
@@ -98,7 +115,7 @@ struct PackNodes {
   Source k;                // a layer's nodes
   Source v;
   char* packed;            // [heads, parents, kNodeHeader + operand_bytes]; by_node: [heads, tiles, node_tile_bytes]
-  bool by_node;            // tiles of the top layer
+  bool by_node;            // tiles of a first layer
   std::int64_t first_head;
   std::int64_t blocks;     // heads * parents
   int parents;             // by_node: those of whole tiles
@@ -138,6 +155,7 @@ void pack_queries(PackQueries const& args, DType dtype, cudaStream_t stream);
 struct Index {
   Chunk chunk;
   Tree tree;
+  int layers;                     // of which there are visits
   Visits visits;                  // zero beforehand
   std::int32_t const* selection;  // [layers - 1, B, T_q, H_kv, top_k]
   std::int64_t B;

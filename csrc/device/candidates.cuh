@@ -41,6 +41,11 @@ __host__ __device__ inline int first_layer(std::int64_t t, int top_k) {
   return layer;
 }
 
+// How many there are in a layer below its first: the children of top_k parents up to the rightmost.
+__host__ __device__ inline int candidates_below_first(std::int64_t t, int layer, int top_k) {
+  return (top_k - 1) * kSiblings + static_cast<int>((t >> (kLog2Siblings * layer)) & (kSiblings - 1)) + 1;
+}
+
 // The blocks of kBlockQueries queries that a launch works on: block i of the launch is block begin + i of the call.
 struct QueryBlocks {
   std::int64_t begin;

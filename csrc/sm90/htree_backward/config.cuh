@@ -1,5 +1,5 @@
-// Data sheet of the matrix kernels of the backward. At the top every query visits the same parents: WGMMA multiplies
-// tiles, see Pass::kTopQueries and kTopNodes. In the two kernels for the layers below eight warps multiply operands (16
+// Data sheet of the matrix kernels of the backward. In their first layer queries visit the same parents: WGMMA multiplies
+// tiles, see Pass::kFirstQueries and kFirstNodes. In the two kernels for the layers below eight warps multiply operands (16
 // rows of K and 16 of V, see device/backward_steps.h) that pass through shared memory:
 //
 //                    queries (dq)                              nodes (dk, dv)
@@ -25,7 +25,7 @@
 
 namespace htree_cuda::gradient {
 
-enum class Pass { kQueries, kNodes, kTopQueries, kTopNodes };
+enum class Pass { kQueries, kNodes, kFirstQueries, kFirstNodes };
 
 // A slot of shared memory: an area that ends with the header, then the rows. Rows begin at multiples of 256 bytes, so
 // that swizzled addresses come from one exclusive or.
@@ -110,12 +110,12 @@ struct Config<Element, kK, kV, Pass::kNodes> : Operands<Element, kK, kV, 512> {
   static_assert(kSharedBytes <= Base::kMostShared);
 };
 
-// Tiles of nodes that a CTA of kTopNodes works on.
+// Tiles of nodes that a CTA of kFirstNodes works on.
 inline constexpr int kUnitTiles = 2;
 
-// Of both kernels of the top layer: two warpgroups multiply, a warp of a third one copies.
+// Of both kernels of first layers: two warpgroups multiply, a warp of a third one copies.
 template <class Element_, int kK_, int kV_>
-struct TopTiles {
+struct FirstTiles {
   using Element = Element_;
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
@@ -134,9 +134,9 @@ struct TopTiles {
 // registers, dout in shared memory. A producer warp streams tiles of nodes to both. A stage is the panels of a tile;
 // headers have a place of their own, so that panels lie at multiples of 1024 bytes without gaps.
 template <class Element, int kK, int kV>
-struct Config<Element, kK, kV, Pass::kTopQueries> : TopTiles<Element, kK, kV> {
-  using Base = TopTiles<Element, kK, kV>;
-  static constexpr Pass kPass = Pass::kTopQueries;
+struct Config<Element, kK, kV, Pass::kFirstQueries> : FirstTiles<Element, kK, kV> {
+  using Base = FirstTiles<Element, kK, kV>;
+  static constexpr Pass kPass = Pass::kFirstQueries;
 
   static constexpr int kTiles = Base::kConsumers / kTileQueries;
   static_assert(Base::kConsumers == kGroupQueries && kTileQueries == 4, "a warpgroup a tile, a warp a query");
@@ -156,9 +156,9 @@ struct Config<Element, kK, kV, Pass::kTopQueries> : TopTiles<Element, kK, kV> {
 // Two warpgroups hold a tile of nodes each, their warps a parent each; a producer warp streams tiles of queries to both.
 // An area of a tile ends its first kilobyte with the header, so that one bulk copy brings all.
 template <class Element, int kK, int kV>
-struct Config<Element, kK, kV, Pass::kTopNodes> : TopTiles<Element, kK, kV> {
-  using Base = TopTiles<Element, kK, kV>;
-  static constexpr Pass kPass = Pass::kTopNodes;
+struct Config<Element, kK, kV, Pass::kFirstNodes> : FirstTiles<Element, kK, kV> {
+  using Base = FirstTiles<Element, kK, kV>;
+  static constexpr Pass kPass = Pass::kFirstNodes;
 
   static constexpr int kUnitTiles = gradient::kUnitTiles;
   static_assert(kUnitTiles * kTileParents == Base::kConsumers, "a warpgroup a tile, a warp a parent");
@@ -191,13 +191,18 @@ struct Args {
   float2 const* turns;               // [positions, K / 2]
   float scale;
 
-  // The top layer, whose parents every query visits (see device/backward_steps.h).
-  char const* top_nodes;             // [heads, top_tiles, node_tile_bytes]
-  char* top_queries;                 // [heads, rows / 4, query_tile_bytes]; its part of dq takes the place of the panels
-  int top_tiles;                     // of a head, an even number
-  int top_segments;
-  int top_segment_rows;              // a multiple of 32
-  int* next_top_unit;
+  // First layers, by tiles (device/backward_steps.h). A unit is kUnitTiles tiles of nodes and a segment of the rows.
+  int lowest;                        // first layers of the chunk's first and of its last query
+  int highest;
+  char* query_tiles;                 // [heads, rows / 4, query_tile_bytes]; their part of dq takes the place of the panels
+  char const* node_tiles[kMaxLayers];  // [heads, tiles[l], node_tile_bytes]
+  int tiles[kMaxLayers];             // of a head, an even number
+  int tile_segments[kMaxLayers];
+  int tile_segment_rows[kMaxLayers];  // a multiple of 32
+  int first_tile_unit[kMaxLayers];
+  int tile_units;
+  int* next_tile_unit;               // the first that nobody has begun
+  int* tile_done;                    // [heads, node_rows / 16] segments that were added to a parent's children
 
   // Queries.
   void* dq;                          // [B, T_q, H, K] contiguous
@@ -205,8 +210,8 @@ struct Args {
   int H_kv;
   int G;
 
-  // Nodes: a unit is a parent and a segment of the rows. They are ordered (layer, the top first; head; segment; parent,
-  // the last first: it belongs to the most recent tokens, which are visited most).
+  // Nodes below first layers: a unit is a parent and a segment of the rows. They are ordered (layer, the highest first;
+  // head; segment; parent, the last first: it belongs to the most recent tokens, which are visited most).
   int first_unit[kMaxLayers];
   int units;
   int segments[kMaxLayers];

@@ -1,11 +1,11 @@
-// Roles of the matrix kernels; the work is in queries.cuh, nodes.cuh, top_queries.cuh and top_nodes.cuh.
+// Roles of the matrix kernels; the work is in queries.cuh, nodes.cuh, first_queries.cuh and first_nodes.cuh.
 #pragma once
 
 #include "../../common/overlap.cuh"
 #include "nodes.cuh"
 #include "queries.cuh"
-#include "top_nodes.cuh"
-#include "top_queries.cuh"
+#include "first_nodes.cuh"
+#include "first_queries.cuh"
 
 namespace htree_cuda::gradient {
 
@@ -19,10 +19,10 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) htree_backward_kernel(const 
 
   if constexpr (Cfg::kPass == Pass::kNodes) {
     run_nodes<Cfg>(args, shared, warp);
-  } else if constexpr (Cfg::kPass == Pass::kTopQueries) {
-    run_top_queries<Cfg>(args, shared, warp);
-  } else if constexpr (Cfg::kPass == Pass::kTopNodes) {
-    run_top_nodes<Cfg>(args, shared, warp);
+  } else if constexpr (Cfg::kPass == Pass::kFirstQueries) {
+    run_first_queries<Cfg>(args, shared, warp);
+  } else if constexpr (Cfg::kPass == Pass::kFirstNodes) {
+    run_first_nodes<Cfg>(args, shared, warp);
   } else {
     Ring<Cfg> const ring(shared);
     if (threadIdx.x == 0) {

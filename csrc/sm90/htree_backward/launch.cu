@@ -35,9 +35,9 @@ constexpr std::int64_t kRoundRows = 132 * 8;
 constexpr std::int64_t kNodeUnits = 16384;
 constexpr std::int64_t kLeastSegmentRows = 256;
 constexpr std::int64_t kMostSegmentRows = 1024;
-// At the top a unit is kUnitTiles tiles of nodes and a segment: two or so for each multiprocessor of a large GPU. The
+// In first layers a unit is kUnitTiles tiles of nodes and a segment: two or so for each multiprocessor of a large GPU. The
 // sums of a unit wait for those of the segment before, so that more and shorter ones lose time.
-constexpr std::int64_t kTopUnits = 264;
+constexpr std::int64_t kTileUnits = 1056;
 
 using tree_request::aligned;
 
@@ -58,9 +58,11 @@ struct Plan {
   std::int64_t zeroed_bytes = 0;  // from `next_unit` on, before every chunk
   int segments[kMaxLayers] = {};
   int segment_rows[kMaxLayers] = {};
-  int top_tiles = 0;
-  int top_segments = 0;
-  int top_segment_rows = 0;
+  int lowest = 0;   // first layers of the first and of the last query
+  int highest = 0;
+  int tiles[kMaxLayers] = {};
+  int tile_segments[kMaxLayers] = {};
+  int tile_segment_rows[kMaxLayers] = {};
   std::int64_t bytes = 0;
 
   float2* turns = nullptr;
@@ -71,12 +73,13 @@ struct Plan {
   float* dk = nullptr;
   float* dv = nullptr;
   char* queries = nullptr;
-  char* top_nodes = nullptr;
-  char* top_queries = nullptr;
+  char* node_tiles[kMaxLayers] = {};
+  char* query_tiles = nullptr;
   Visits visits{};
   int* next_unit = nullptr;
-  int* next_top_unit = nullptr;
+  int* next_tile_unit = nullptr;
   int* done = nullptr;
+  int* tile_done = nullptr;
 
   Plan(ForwardParams const& p, char* base) {
     shape(p);
@@ -85,7 +88,7 @@ struct Plan {
     std::int64_t const query_bytes = kQueryHeader + operand_bytes(p.K, p.V);
     std::int64_t const tile_bytes = query_tile_bytes(p.K, p.V);
     std::int64_t row_bytes = query_bytes + tile_bytes / kTileQueries;
-    for (int l = 0; l < tree.layers - 1; ++l) row_bytes += 4 * tree.groups[l];
+    for (int l = 0; l < highest; ++l) row_bytes += 4 * tree.groups[l];
     std::int64_t const input_bytes = 2 * all_heads * p.T_q * p.G * (p.K + p.V);
     std::int64_t const chunk_bytes = std::clamp(input_bytes / 2, kLeastChunkBytes, kMostChunkBytes);
     std::int64_t const head_bytes = node_rows / kSiblings * node_bytes + node_rows * (p.K + p.V) * 4;
@@ -100,23 +103,26 @@ struct Plan {
       std::int64_t const filling = kNodeUnits / (heads * tree.parents[l]);
       split(std::max(filling, ceil_div(rows, kMostSegmentRows)), segments[l], segment_rows[l]);
     }
-    split(kTopUnits / (heads * (top_tiles / kUnitTiles)), top_segments, top_segment_rows);
+    for (int l = lowest; l <= highest; ++l) {
+      split(kTileUnits / (heads * (tiles[l] / kUnitTiles)), tile_segments[l], tile_segment_rows[l]);
+    }
 
     take(turns, base, positions * (p.K / 2));
     take(fragment_turns, base, positions * (p.K / 8));
     take(k_tree, base, all_heads * M * p.K * 2);
     take(v_tree, base, all_heads * M * p.V * 2);
-    for (int l = 0; l < tree.layers - 1; ++l) take(nodes[l], base, heads * tree.parents[l] * node_bytes);
+    for (int l = 0; l < highest; ++l) take(nodes[l], base, heads * tree.parents[l] * node_bytes);
+    for (int l = lowest; l <= highest; ++l) take(node_tiles[l], base, heads * tiles[l] * node_tile_bytes(p.K, p.V));
     take(dk, base, heads * node_rows * p.K);
     take(dv, base, heads * node_rows * p.V);
     take(queries, base, heads * rows * query_bytes);
-    take(top_nodes, base, heads * top_tiles * node_tile_bytes(p.K, p.V));
-    take(top_queries, base, heads * rows / kTileQueries * tile_bytes);
+    take(query_tiles, base, heads * rows / kTileQueries * tile_bytes);
     std::int64_t const before = bytes;
     take(next_unit, base, 1);
-    take(next_top_unit, base, 1);
+    take(next_tile_unit, base, 1);
     take(done, base, heads * node_rows / kSiblings);
-    for (int l = 0; l < tree.layers - 1; ++l) take(visits.layer[l], base, heads * rows * tree.groups[l]);
+    take(tile_done, base, heads * node_rows / kSiblings);
+    for (int l = 0; l < highest; ++l) take(visits.layer[l], base, heads * rows * tree.groups[l]);
     zeroed_bytes = bytes - before;
   }
 
@@ -137,12 +143,17 @@ private:
       begin[l] = node_rows;
       node_rows += std::int64_t(tree.parents[l]) * kSiblings;
     }
-    top_tiles = kUnitTiles * static_cast<int>(ceil_div(tree.parents[tree.layers - 1], kUnitTiles * kTileParents));
+    lowest = first_layer(p.q_start, tree.top_k);
+    highest = first_layer(p.q_start + p.T_q - 1, tree.top_k);
+    for (int l = lowest; l <= highest; ++l) {
+      int const candidates = std::min(tree.parents[l], tree.top_k);
+      tiles[l] = kUnitTiles * static_cast<int>(ceil_div(candidates, kUnitTiles * kTileParents));
+    }
     positions = std::max<std::int64_t>(std::min(p.T, p.top_k * kSiblings), kSiblings);
   }
 
   // Rows are split by shapes alone, so that sums do not depend on the device: into as many segments as fill it, and below
-  // the top none so long that a parent which every row visits is the last to end.
+  // first layers none so long that a parent which every row visits is the last to end.
   void split(std::int64_t filling, int& segments, int& segment_rows) const {
     std::int64_t const wanted = std::max(std::min(filling, rows / kLeastSegmentRows), std::int64_t(1));
     segment_rows = static_cast<int>(round_up(ceil_div(rows, wanted), kRowStep));
@@ -178,8 +189,7 @@ void pool(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
 }
 
 void pack_tree(ForwardParams const& p, Plan const& plan, std::int64_t first_head, int heads, cudaStream_t stream) {
-  int const top = plan.tree.layers - 1;
-  for (int l = 0; l < plan.tree.layers; ++l) {
+  for (int l = 0; l <= plan.highest; ++l) {
     PackNodes args{};
     if (l == 0) {
       args.k = source(p.k, p.k_stride_b, p.k_stride_t, p.k_stride_h);
@@ -189,17 +199,21 @@ void pack_tree(ForwardParams const& p, Plan const& plan, std::int64_t first_head
       args.k = source(plan.k_tree + first * p.K * 2, p.H_kv * plan.M * p.K, p.K, plan.M * p.K);
       args.v = source(plan.v_tree + first * p.V * 2, p.H_kv * plan.M * p.V, p.V, plan.M * p.V);
     }
-    args.by_node = l == top;
-    args.packed = args.by_node ? plan.top_nodes : plan.nodes[l];
     args.first_head = first_head;
-    args.parents = args.by_node ? plan.top_tiles * kTileParents : plan.tree.parents[l];
-    args.blocks = std::int64_t(heads) * args.parents;
     args.N = plan.tree.N[l];
     args.H_kv = static_cast<int>(p.H_kv);
     args.K = static_cast<int>(p.K);
     args.V = static_cast<int>(p.V);
     args.turns = plan.turns;
-    pack_nodes(args, p.dtype, stream);
+    auto const pack = [&](bool by_node, char* packed, int parents) {
+      args.by_node = by_node;
+      args.packed = packed;
+      args.parents = parents;
+      args.blocks = std::int64_t(heads) * parents;
+      pack_nodes(args, p.dtype, stream);
+    };
+    if (l < plan.highest) pack(false, plan.nodes[l], plan.tree.parents[l]);
+    if (l >= plan.lowest) pack(true, plan.node_tiles[l], plan.tiles[l] * kTileParents);
   }
 }
 
@@ -218,7 +232,7 @@ void pack_rows(BackwardParams const& params, Plan const& plan, Chunk const& chun
   args.dlse_stride_t = params.dlse_stride_t;
   args.dlse_stride_h = params.dlse_stride_h;
   args.packed = plan.queries;
-  args.tiles = plan.top_queries;
+  args.tiles = plan.query_tiles;
   args.tree = plan.tree;
   args.turns = plan.turns;
   args.T_q = p.T_q;
@@ -232,10 +246,11 @@ void pack_rows(BackwardParams const& params, Plan const& plan, Chunk const& chun
 
 void index(ForwardParams const& p, Plan const& plan, Chunk const& chunk, cudaStream_t stream) {
   HTREE_CUDA_CHECK(cudaMemsetAsync(plan.next_unit, 0, plan.zeroed_bytes, stream));
-  if (plan.tree.layers == 1) return;
+  if (plan.highest == 0) return;
   Index args{};
   args.chunk = chunk;
   args.tree = plan.tree;
+  args.layers = plan.highest;
   args.visits = plan.visits;
   args.selection = p.selection;
   args.B = p.B;
@@ -260,8 +275,8 @@ int processors() {
 template <class Element, int kK, int kV>
 void multiply_of(Args const& args, int heads, cudaStream_t stream) {
   int const blocks = as_blocks(std::int64_t(heads) * args.chunk.rows / kGroupQueries);
-  launch<Config<Element, kK, kV, Pass::kTopNodes>>(args, processors(), stream);
-  launch<Config<Element, kK, kV, Pass::kTopQueries>>(args, blocks, stream);  // over the tiles of queries
+  launch<Config<Element, kK, kV, Pass::kFirstNodes>>(args, processors(), stream);
+  launch<Config<Element, kK, kV, Pass::kFirstQueries>>(args, blocks, stream);  // over the tiles of queries
   launch<Config<Element, kK, kV, Pass::kQueries>>(args, blocks, stream);
   if (args.units > 0) launch<Config<Element, kK, kV, Pass::kNodes>>(args, processors(), stream);
 }
@@ -300,13 +315,21 @@ void run_chunk(BackwardParams const& params, Plan const& plan, Chunk const& chun
   args.dv = plan.dv;
   args.next_unit = plan.next_unit;
   args.done = plan.done;
-  args.top_nodes = plan.top_nodes;
-  args.top_queries = plan.top_queries;
-  args.top_tiles = plan.top_tiles;
-  args.top_segments = plan.top_segments;
-  args.top_segment_rows = plan.top_segment_rows;
-  args.next_top_unit = plan.next_top_unit;
-  for (int l = plan.tree.layers - 2; l >= 0; --l) {
+  args.tile_done = plan.tile_done;
+  args.query_tiles = plan.query_tiles;
+  args.next_tile_unit = plan.next_tile_unit;
+  args.lowest = first_layer(chunk.position(0), plan.tree.top_k);
+  args.highest = first_layer(chunk.position(chunk.queries - 1), plan.tree.top_k);
+  for (int l = args.lowest; l <= args.highest; ++l) {
+    args.node_tiles[l] = plan.node_tiles[l];
+    args.tiles[l] = plan.tiles[l];
+    args.tile_segments[l] = plan.tile_segments[l];
+    args.tile_segment_rows[l] = plan.tile_segment_rows[l];
+    args.first_tile_unit[l] = args.tile_units;
+    args.tile_units = as_blocks(args.tile_units +
+                                std::int64_t(chunk.heads) * (plan.tiles[l] / kUnitTiles) * plan.tile_segments[l]);
+  }
+  for (int l = args.highest - 1; l >= 0; --l) {
     args.nodes[l] = plan.nodes[l];
     args.segments[l] = plan.segments[l];
     args.segment_rows[l] = plan.segment_rows[l];

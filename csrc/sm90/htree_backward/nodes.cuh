@@ -1,5 +1,5 @@
-// dk and dv of the nodes below the top layer: a warp holds a parent and takes the queries that visit it. A persistent
-// grid: warps get their units, a parent and a segment of the rows, from a counter, so that none waits for another's;
+// dk and dv of nodes as the queries whose first layer is above theirs reach them: a warp holds a parent and takes the
+// queries that visit it. A persistent grid: warps get their units, a parent and a segment of the rows, from a counter, so that none waits for another's;
 // what is added to a sum, and in which order, follows from shapes and lists alone.
 //
 // With R(q, n - 1 - 16 j) for a parent of rank j, scores and gradients need the keys turned by their place alone, so
@@ -26,16 +26,16 @@ struct Unit {
 
   static __device__ Unit numbered(Args const& args, int unit) {
     // Opaque: it would be kept in a register that the products need.
-    int layer = static_cast<int>(ptx::opaque(static_cast<uint32_t>(args.tree.layers))) - 2;
+    int layer = static_cast<int>(ptx::opaque(static_cast<uint32_t>(args.highest))) - 1;
     while (layer > 0 && unit >= args.first_unit[layer - 1]) --layer;
     unit -= args.first_unit[layer];
     int const parent = args.tree.parents[layer] - 1 - unit % args.tree.parents[layer];
     unit /= args.tree.parents[layer];
     int const segment = unit % args.segments[layer];
     int const head = unit / args.segments[layer];
-    // No row visits a parent of later tokens than its own.
+    // No row visits a parent of later tokens than its own, nor one of its first layer.
     std::int64_t const late =
-        (static_cast<std::int64_t>(parent) << (kLog2Siblings * (layer + 1))) - args.chunk.position(0);
+        (static_cast<std::int64_t>(max(parent, args.tree.top_k)) << (kLog2Siblings * (layer + 1))) - args.chunk.position(0);
     int const reached =
         static_cast<int>(min(max(late, std::int64_t(0)), static_cast<std::int64_t>(args.chunk.queries)));
     int const first = segment * args.segment_rows[layer];
@@ -131,14 +131,12 @@ private:
     uint32_t const word = word_;
     progress.next += 32;
     word_ = word_of(unit, row + 32);
-    bool visits = row < unit.end && (word & own_bit(unit)) != 0;
-    if (!__any_sync(kFullWarp, visits)) return;
-    Candidates const c = candidates(args_.chunk.position(row), unit.layer, args_.tree.layers, args_.tree.top_k);
-    visits = visits && works(unit.layer, c, args_.tree.top_k);
+    bool const visits = row < unit.end && (word & own_bit(unit)) != 0;
     unsigned const visitors = __ballot_sync(kFullWarp, visits);
     if (visits) {
       int const rank = static_cast<int>(word >> kGroupParents) + __popc(word & (own_bit(unit) - 1u));
-      int const position = c.n - 1 - kSiblings * rank;
+      int const position =
+          candidates_below_first(args_.chunk.position(row), unit.layer, args_.tree.top_k) - 1 - kSiblings * rank;
       uint32_t const closed =
           Below(args_, unit.layer, unit.head).expanded(args_, unit.parent, row) | beyond(position);
       uint32_t const entry = entry_at(found_ + __popc(visitors & ((1u << lane_) - 1u)));

@@ -1,5 +1,5 @@
-// dq: a warp holds a query and walks its parents below the top, layer by layer; then it adds the top's share, which is
-// there already (top_queries.cuh).
+// dq: a warp holds a query and walks its parents below its first layer, layer by layer; then it adds that one's share, which is
+// there already (first_queries.cuh).
 //
 // A parent of rank j adds sum_c dS_c R^-1(k_c, n - 1 - 16 j) to dq, k_c being turned by its place c. So it is the keys
 // that turn, in packed fp16, once: for the scores, where q stays as it is, and transposed between registers for dq.
@@ -22,9 +22,9 @@ __device__ void produce_parents(Args const& args, Ring<Cfg> const& ring) {
   int const first = blockIdx.x % blocks * kGroupQueries;
   int const queries = min(args.chunk.queries - first, kGroupQueries);
   Sender<Cfg> sender(ring);
-  for (int layer = args.tree.layers - 2; layer >= 0 && queries > 0; --layer) {
-    Candidates const c = candidates(args.chunk.position(first + lane), layer, args.tree.layers, args.tree.top_k);
-    unsigned const working = __ballot_sync(kFullWarp, lane < queries && works(layer, c, args.tree.top_k));
+  int const highest = lane < queries ? first_layer(args.chunk.position(first + lane), args.tree.top_k) : 0;
+  for (int layer = args.highest - 1; layer >= 0; --layer) {
+    unsigned const working = __ballot_sync(kFullWarp, layer < highest);
     // Parents are nodes of the layer above: none beyond the last query's rightmost.
     std::int64_t const reach = args.chunk.position(first + queries - 1) >> (kLog2Siblings * (layer + 1));
     int const groups = working == 0 ? 0 : static_cast<int>(reach / kGroupParents) + 1;
@@ -160,7 +160,7 @@ private:
 
   __device__ __forceinline__ void begin(int layer) {
     below_ = Below(args_, layer, head_);
-    position_ = candidates(args_.chunk.position(row_), layer, args_.tree.layers, args_.tree.top_k).n - 1;
+    position_ = candidates_below_first(args_.chunk.position(row_), layer, args_.tree.top_k) - 1;
     store_turns(turns(position_));
   }
 
@@ -309,8 +309,8 @@ private:
     std::int64_t const query = bh / args_.H_kv * args_.T_q + args_.chunk.first_query + row_;
     std::int64_t const first = (query * args_.H_kv + bh % args_.H_kv) * args_.G;
     std::int64_t const row = static_cast<std::int64_t>(head_) * args_.chunk.rows + row_;
-    float const* const top =
-        reinterpret_cast<float const*>(args_.top_queries + row / kTileQueries * query_tile_bytes(kK, kV) +
+    float const* const first_share =
+        reinterpret_cast<float const*>(args_.query_tiles + row / kTileQueries * query_tile_bytes(kK, kV) +
                                        kQueryTileHeader) +
         row % kTileQueries * kMaxGroupHeads * kK + 2 * tq_;
 #pragma unroll
@@ -321,7 +321,7 @@ private:
       uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<Element*>(args_.dq) + (first + g) * kK) + tq_;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        float2 const share = __ldg(reinterpret_cast<float2 const*>(top + g * kK + 8 * tile));
+        float2 const share = __ldg(reinterpret_cast<float2 const*>(first_share + g * kK + 8 * tile));
         out[4 * tile] = Pairs<Element>::pack(fmaf(dq_[tile][2 * i], inverse, share.x) * args_.scale,
                                              fmaf(dq_[tile][2 * i + 1], inverse, share.y) * args_.scale);
       }

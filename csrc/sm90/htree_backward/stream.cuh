@@ -67,10 +67,7 @@ struct Ring {
   __device__ Note note(uint32_t stage) const { return {notes + stage * Cfg::kNoteBytes}; }
 };
 
-// A layer that holds no leaf of the query is passed over: above the bottom, one whose candidates are all selected.
-__device__ __forceinline__ bool works(int layer, Candidates const& c, int top_k) { return layer == 0 || c.n > top_k; }
-
-// Where the table of visits holds a row's entry for a group; below the top.
+// Where the table of visits holds a row's entry for a group.
 __device__ __forceinline__ std::uint32_t const* entry_of(Args const& args, int layer, int head, int group, int row) {
   return args.visits.layer[layer] +
          (static_cast<std::int64_t>(head) * args.tree.groups[layer] + group) * args.chunk.rows + row;

@@ -55,7 +55,7 @@ void pack_queries(PackQueries const& args, DType dtype, cudaStream_t stream) {
 }
 
 void index_visits(Index const& args, cudaStream_t stream) {
-  std::int64_t const lists = std::int64_t(args.tree.layers - 1) * args.chunk.heads * args.chunk.rows;
+  std::int64_t const lists = std::int64_t(args.layers) * args.chunk.heads * args.chunk.rows;
   launch_overlapped(index_kernel, blocks_for(lists, kWarps), kThreads, 0, stream, args);
 }
 

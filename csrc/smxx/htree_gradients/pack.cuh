@@ -181,8 +181,8 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
   char* const tile = args.tiles + item / kTileQueries * query_tile_bytes(kK, kV);
   int const tile_row = static_cast<int>(item % kTileQueries) * kMaxGroupHeads;
   char* const panels = tile + kQueryTileHeader;
-  int const top = args.tree.layers - 1;
-  std::int64_t const position = heads == 0 ? 0 : candidates(args.chunk.position(row), top, top + 1, args.tree.top_k).n - 1;
+  std::int64_t const t = args.chunk.position(row);
+  std::int64_t const position = heads == 0 ? 0 : t >> (kLog2Siblings * first_layer(t, args.tree.top_k));
 
   // Lane i < 16 keeps what belongs to head i.
   float bad_dout = 0.0f, bad_q = 0.0f, delta = 0.0f, inverse = 0.0f;

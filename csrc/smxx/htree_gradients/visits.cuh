@@ -19,8 +19,9 @@ static __global__ void __launch_bounds__(kThreads) index_kernel(const __grid_con
   std::int64_t const list = item / args.chunk.rows;
   int const head = static_cast<int>(list % args.chunk.heads);
   int const layer = static_cast<int>(list / args.chunk.heads);  // whose parents the list holds
-  if (layer >= args.tree.layers - 1 || row >= args.chunk.queries) return;
+  if (layer >= args.layers || row >= args.chunk.queries) return;
   std::int64_t const t = args.chunk.position(row);
+  if (layer >= first_layer(t, args.tree.top_k)) return;
   int const count = candidates(t, layer, args.tree.layers, args.tree.top_k).parents;
   int const rightmost = static_cast<int>(t >> (kLog2Siblings * (layer + 1)));
   std::int64_t const bh = args.chunk.first_head + head;

@@ -1,6 +1,6 @@
-// dk and dv of the top layer's nodes by WGMMA. Every query visits the parents 0, 1, 2, ..., keys and queries are turned
-// by positions of their own, and so all is dense: a warpgroup holds 64 nodes, a warp 16 of them, one parent, and takes
-// four queries of 16 heads at a time.
+// dk and dv by WGMMA of nodes as the queries whose first layer theirs is reach them. Those visit the parents 0, 1, 2, ...,
+// keys and queries are turned by positions of their own, and so all is dense: a warpgroup holds 64 nodes, a warp 16 of
+// them, one parent, and takes four queries of 16 heads at a time.
 //
 //   S^T = K Q^T   dP^T = V dO^T   P, dS between them and   dV += P^T dO   dK += dS^T Q
 //
@@ -24,51 +24,52 @@
 
 namespace htree_cuda::gradient {
 
-// The first row that visits a node of the top layer which exists; chunk.queries: none. Queries that select all nodes pass
-// them over.
-__device__ __forceinline__ int first_visitor(Args const& args, int node) {
-  int const top = args.tree.layers - 1;
-  int const late = (max(node, top > 0 ? args.tree.top_k : 0) << (kLog2Siblings * top)) -
-                   static_cast<int>(args.chunk.position(0));
-  return min(max(late, 0), args.chunk.queries);
+// The first row that visits a node of its first layer, if the node exists; rows.end: none.
+__device__ __forceinline__ int first_visitor(Args const& args, int layer, FirstRows const& rows, int node) {
+  std::int64_t const late = (static_cast<std::int64_t>(node) << (kLog2Siblings * layer)) - args.chunk.position(0);
+  return static_cast<int>(min(max(late, static_cast<std::int64_t>(rows.begin)), static_cast<std::int64_t>(rows.end)));
 }
 
 // What a CTA works on: two tiles of nodes and a segment of the rows.
-struct TopUnit {
+struct FirstUnit {
+  int layer;
   int head;
   int tile;     // the first
   int first;    // row, of a whole tile of queries
-  int end;
+  int end;      // of rows that visit
   int earlier;  // segments that are added before this one; negative: no row visits these nodes
 
-  static __device__ __forceinline__ int count(Args const& args, int tiles) {
-    return args.chunk.heads * args.top_segments * (args.top_tiles / tiles);
-  }
-
-  // Ordered (head; segment; nodes): those at work together read the same rows, and of the same nodes earlier segments
-  // have begun.
-  static __device__ __forceinline__ TopUnit numbered(Args const& args, int tiles, int unit) {
-    int const per_segment = args.top_tiles / tiles;
-    int const tile = unit % per_segment * tiles;
+  // Ordered (layer; head; segment; nodes): those at work together read the same rows, and of the same nodes earlier
+  // segments have begun.
+  static __device__ __forceinline__ FirstUnit numbered(Args const& args, unsigned unit) {
+    int layer = args.lowest;
+    while (layer < args.highest && unit >= static_cast<unsigned>(args.first_tile_unit[layer + 1])) ++layer;
+    unit -= args.first_tile_unit[layer];
+    unsigned const per_segment = args.tiles[layer] / kUnitTiles;
+    int const tile = static_cast<int>(unit % per_segment) * kUnitTiles;
     unit /= per_segment;
-    int const segment = unit % args.top_segments;
-    int const reached = first_visitor(args, tile * kTileRows);
-    int const first = max(segment * args.top_segment_rows, reached / kTileQueries * kTileQueries);
-    int const end = min((segment + 1) * args.top_segment_rows, args.chunk.queries);
-    int const earlier = max(first, reached) < end ? segment - reached / args.top_segment_rows : -1;
-    return {unit / args.top_segments, tile, first, end, earlier};
+    unsigned const segments = args.tile_segments[layer];
+    int const head = static_cast<int>(unit / segments);
+    int const segment = static_cast<int>(unit % segments);
+    FirstRows const rows(args.chunk, layer, args.tree.top_k);
+    int const segment_rows = args.tile_segment_rows[layer];
+    int const reached = first_visitor(args, layer, rows, tile * kTileRows);
+    int const first = max(segment * segment_rows, reached / kTileQueries * kTileQueries);
+    int const end = min((segment + 1) * segment_rows, rows.end);
+    int const earlier = max(first, reached) < end ? segment - reached / segment_rows : -1;
+    return {layer, head, tile, first, end, earlier};
   }
 };
 
 template <class Cfg>
-struct TopNodesRing {
+struct FirstNodesRing {
   uint32_t nodes;
   uint32_t stages;
   RingBarriers<Cfg::kStages> barriers;
   RingBarriers<1> unit_barriers;
   uint32_t number;  // of the unit; negative: there is none left
 
-  __device__ explicit TopNodesRing(uint32_t shared)
+  __device__ explicit FirstNodesRing(uint32_t shared)
       : nodes(shared),
         stages(nodes + Cfg::kUnitTiles * Cfg::kAreaBytes),
         barriers{stages + Cfg::kStages * Cfg::kAreaBytes, stages + Cfg::kStages * (Cfg::kAreaBytes + 8)},
@@ -86,18 +87,17 @@ struct TopNodesRing {
 
 // By one thread.
 template <class Cfg>
-__device__ void produce_top_queries(Args const& args, TopNodesRing<Cfg> const& ring) {
-  int const units = TopUnit::count(args, Cfg::kUnitTiles);
+__device__ void produce_first_queries(Args const& args, FirstNodesRing<Cfg> const& ring) {
   RingPosition<Cfg::kStages> at;
   RingPosition<1> unit_at;
   for (;;) {
-    int const number = atomicAdd(args.next_top_unit, 1);
-    bool const any = number < units;
-    TopUnit const unit = any ? TopUnit::numbered(args, Cfg::kUnitTiles, number) : TopUnit{};
+    int const number = atomicAdd(args.next_tile_unit, 1);
+    bool const any = number < args.tile_units;
+    FirstUnit const unit = any ? FirstUnit::numbered(args, number) : FirstUnit{};
     if (any && unit.earlier < 0) continue;
 
     uint32_t const full = ring.unit_barriers.full_at(0);
-    ring.unit_barriers.wait_empty(unit_at, "htree_backward top nodes producer: unit empty");
+    ring.unit_barriers.wait_empty(unit_at, "htree_backward first nodes producer: unit empty");
     unit_at = unit_at.ahead(1);
     ptx::store_shared_4B(ring.number, any ? number : -1);
     barriers::mbarrier_arrive_expect_bytes(full, any ? Cfg::kUnitTiles * Cfg::kNodeBytes : 0);
@@ -105,16 +105,17 @@ __device__ void produce_top_queries(Args const& args, TopNodesRing<Cfg> const& r
 #pragma unroll
     for (int i = 0; i < Cfg::kUnitTiles; ++i) {
       ptx::bulk_load(ring.tile(i) + Cfg::kNodeOffset,
-                     args.top_nodes + (static_cast<std::int64_t>(unit.head) * args.top_tiles + unit.tile + i) *
-                                          node_tile_bytes(Cfg::kK, Cfg::kV),
+                     args.node_tiles[unit.layer] +
+                         (static_cast<std::int64_t>(unit.head) * args.tiles[unit.layer] + unit.tile + i) *
+                             node_tile_bytes(Cfg::kK, Cfg::kV),
                      Cfg::kNodeBytes, full);
     }
 
-    char const* queries = args.top_queries + (static_cast<std::int64_t>(unit.head) * args.chunk.rows + unit.first) /
+    char const* queries = args.query_tiles + (static_cast<std::int64_t>(unit.head) * args.chunk.rows + unit.first) /
                                                  kTileQueries * query_tile_bytes(Cfg::kK, Cfg::kV);
 #pragma unroll 1
     for (int row = unit.first; row < unit.end; row += kTileQueries) {
-      ring.barriers.wait_empty(at, "htree_backward top nodes producer: empty");
+      ring.barriers.wait_empty(at, "htree_backward first nodes producer: empty");
       uint32_t const stage_full = ring.barriers.full_at(at.slot);
       barriers::mbarrier_arrive_expect_bytes(stage_full, Cfg::kQueryBytes);
       ptx::bulk_load(ring.stage(at.slot) + Cfg::kQueryOffset, queries, Cfg::kQueryBytes, stage_full);
@@ -127,28 +128,29 @@ __device__ void produce_top_queries(Args const& args, TopNodesRing<Cfg> const& r
 // A consumer warp. Rows of all results are nodes, g and g + 8 of the parent's in this thread; block 2 j + part of eight
 // columns holds heads 8 part ... of query j.
 template <class Cfg>
-class TopParent {
+class FirstParent {
   using Element = typename Cfg::Element;
   using Value = std::conditional_t<std::is_same_v<Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
   static constexpr int kK = Cfg::kK;
   static constexpr int kV = Cfg::kV;
   static constexpr int kStepBytes = wgmma::kDepth * 128;  // of a contraction over rows: one query
+  static constexpr uint32_t kNone = ~0u;  // bottom: nothing is expanded
   using Products = float[wgmma::kAccumulators];
   using Fragments = uint32_t[kTileQueries][4];
   static_assert(kTileQueries * wgmma::kDepth == kTileRows && wgmma::kDepth == kMaxGroupHeads);
 
 public:
-  __device__ TopParent(Args const& args, TopNodesRing<Cfg> const& ring)
+  __device__ FirstParent(Args const& args, FirstNodesRing<Cfg> const& ring)
       : args_(args), ring_(ring), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4) {}
 
   __device__ void run() {
     RingPosition<1> unit_at;
     for (;;) {
-      ring_.unit_barriers.wait_full(unit_at, "htree_backward top nodes consumer: unit full");
+      ring_.unit_barriers.wait_full(unit_at, "htree_backward first nodes consumer: unit full");
       unit_at = unit_at.ahead(1);
       if (static_cast<int>(ptx::load_shared_4B(ring_.number)) < 0) return;
       multiply();
-      TopUnit const unit = this_unit();
+      FirstUnit const unit = this_unit();
       release(ring_.unit_barriers.empty_at(0));
       finish(unit);
     }
@@ -156,8 +158,8 @@ public:
 
 private:
   // Found out anew where it is asked for: registers are few while products are at work.
-  __device__ __forceinline__ TopUnit this_unit() const {
-    return TopUnit::numbered(args_, Cfg::kUnitTiles, static_cast<int>(ptx::load_shared_4B(ring_.number)));
+  __device__ __forceinline__ FirstUnit this_unit() const {
+    return FirstUnit::numbered(args_, static_cast<int>(ptx::load_shared_4B(ring_.number)));
   }
 
   __device__ __forceinline__ void release(uint32_t empty) const {
@@ -166,11 +168,11 @@ private:
   }
 
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
-  __device__ __forceinline__ int parent_of(TopUnit const& unit) const { return unit.tile * kTileParents + warp(); }
+  __device__ __forceinline__ int parent_of(FirstUnit const& unit) const { return unit.tile * kTileParents + warp(); }
 
-  __device__ __forceinline__ void begin(TopUnit const& unit) {
-    int const top = args_.tree.layers - 1;
+  __device__ __forceinline__ void begin(FirstUnit const& unit) {
     int const parent = parent_of(unit);
+    FirstRows const rows(args_.chunk, unit.layer, args_.tree.top_k);
     // Opaque: kept from unit to unit it would cost a register.
     uint32_t const header = ptx::opaque(ring_.tile(warp() / kTileParents) + Cfg::kNodeOffset);
 #pragma unroll
@@ -178,12 +180,16 @@ private:
       int const row = warp() % kTileParents * kSiblings + g_ + 8 * i;
       int const node = parent * kSiblings + g_ + 8 * i;
       inverse_[i] = ptx::load_shared_float(header + 4 * row) * kHeadroomFactor;
-      first_[i] = node < args_.tree.N[top] ? first_visitor(args_, node) : std::numeric_limits<int>::max();
+      first_[i] = node < args_.tree.N[unit.layer] ? first_visitor(args_, unit.layer, rows, node)
+                                                  : std::numeric_limits<int>::max();
       weight_scale_[i] = kFirstScale;
     }
-    if (top > 0) {
-      expanded_ = (unit.head * args_.tree.groups[top - 1] + 2 * parent) * args_.chunk.rows + unit.first + tq_;
+    expanded_ = kNone;
+    if (unit.layer > 0) {
+      std::uint32_t const* const entry = entry_of(args_, unit.layer - 1, unit.head, 2 * parent, unit.first + tq_);
+      expanded_ = static_cast<uint32_t>(entry - args_.visits.layer[0]);
     }
+    words_[0] = words_[1] = 0;
 #pragma unroll
     for (auto& x : dk_) x = 0.0f;
 #pragma unroll
@@ -194,10 +200,10 @@ private:
 
   // A lane asks for query tq of a tile and children g and g + 8, where the row has come so far.
   __device__ __forceinline__ void fetch(int row) {
-    if (args_.tree.layers == 1) return;
-    std::uint32_t const* const expanded = args_.visits.layer[args_.tree.layers - 2];
-    if (row >= first_[0]) words_[0] = __ldg(expanded + expanded_);
-    if (row >= first_[1]) words_[1] = __ldg(expanded + (expanded_ + args_.chunk.rows));
+    if (expanded_ == kNone) return;
+    std::uint32_t const* const entries = args_.visits.layer[0];
+    if (row >= first_[0]) words_[0] = __ldg(entries + expanded_);
+    if (row >= first_[1]) words_[1] = __ldg(entries + (expanded_ + args_.chunk.rows));
     expanded_ += kTileQueries;
   }
 
@@ -211,12 +217,12 @@ private:
     __device__ __forceinline__ bool half(int which) const { return warp & 0x33333333u << (2 * which); }
   };
 
-  // A lane finds out about query tq, which is `row`.
-  __device__ __forceinline__ Open find_open(int row) const {
+  // A lane finds out about query tq, which is `row`, if that comes before `end`.
+  __device__ __forceinline__ Open find_open(int row, int end) const {
     Open open{};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      bool const mine = row < args_.chunk.queries && row >= first_[i] && (words_[i] >> g_ & 1u) == 0;
+      bool const mine = row < end && row >= first_[i] && (words_[i] >> g_ & 1u) == 0;
       uint32_t const warp = __ballot_sync(kFullWarp, mine);
       open.own |= (warp >> (lane_ & ~3) & 0xfu) << (4 * i);
       open.warp |= warp;
@@ -227,7 +233,7 @@ private:
   // ---- products --------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void multiply() {
-    TopUnit const unit = this_unit();
+    FirstUnit const unit = this_unit();
     begin(unit);
     uint32_t const nodes = __shfl_sync(kFullWarp, ring_.tile(warp() / kTileParents), 0);
     wgmma::Descriptor const keys(nodes + Cfg::kKeyOffset);
@@ -235,9 +241,9 @@ private:
     Products s, dp;
     Fragments p = {}, ds = {};
     int row = unit.first + tq_;
-    int const end = (unit.end + kTileQueries - 1) / kTileQueries * kTileQueries;
+    int const end = unit.end;
     auto const begin_scores = [&] {
-      ring_.barriers.wait_full(at_, "htree_backward top nodes consumer: full");
+      ring_.barriers.wait_full(at_, "htree_backward first nodes consumer: full");
       multiply<cutlass::half_t, kK>(s, keys, wgmma::Descriptor(ring_.stage(at_.slot) + Cfg::kKeyOffset));
       wgmma::wait<0>();
       wgmma::pin(s);
@@ -247,9 +253,9 @@ private:
     for (;;) {
       uint32_t const stage = __shfl_sync(kFullWarp, ring_.stage(at_.slot), 0);
       multiply<Value, kV>(dp, values, wgmma::Descriptor(stage + Cfg::kValueOffset));
-      Open const open = find_open(row);
+      Open const open = find_open(row, end);
       row += kTileQueries;
-      bool const more = row < end;
+      bool const more = row / kTileQueries * kTileQueries < end;
       if (more) fetch(row);
       exponentiate(s, p, stage, open);
       add<Value>(dv_, p, stage + Cfg::kValueOffset);
@@ -368,11 +374,10 @@ private:
   // ---- sums ------------------------------------------------------------------------------------------------------
 
   // Segments are added in ascending order, so that sums repeat bit for bit. Those before were begun before.
-  __device__ __forceinline__ void finish(TopUnit const& unit) {
-    int const top = args_.tree.layers - 1;
-    if (parent_of(unit) >= args_.tree.parents[top]) return;
+  __device__ __forceinline__ void finish(FirstUnit const& unit) {
+    if (parent_of(unit) >= args_.tree.parents[unit.layer]) return;
     int* const done =
-        args_.done + (unit.head * args_.node_rows + args_.begin[top]) / kSiblings + parent_of(unit);
+        args_.tile_done + (unit.head * args_.node_rows + args_.begin[unit.layer]) / kSiblings + parent_of(unit);
     if (lane_ == 0) {
       while (atomicAdd(done, 0) != unit.earlier) __nanosleep(200);
     }
@@ -383,13 +388,12 @@ private:
     if (lane_ == 0) atomicAdd(done, 1);
   }
 
-  __device__ __forceinline__ void add_sums(TopUnit const& unit) const {
-    int const top = args_.tree.layers - 1;
+  __device__ __forceinline__ void add_sums(FirstUnit const& unit) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const node = parent_of(unit) * kSiblings + g_ + 8 * i;
-      if (node >= args_.tree.N[top]) continue;
-      std::int64_t const row = unit.head * args_.node_rows + args_.begin[top] + node;
+      if (node >= args_.tree.N[unit.layer]) continue;
+      std::int64_t const row = unit.head * args_.node_rows + args_.begin[unit.layer] + node;
       float const scale = kUnitScale * inverse_of(weight_scale_[i]);
       float* const dk = args_.dk + row * kK + 2 * tq_;
       float const* const turns = reinterpret_cast<float const*>(args_.turns + node * (kK / 2)) + 4 * tq_;
@@ -413,7 +417,7 @@ private:
   }
 
   Args const& args_;
-  TopNodesRing<Cfg> const ring_;
+  FirstNodesRing<Cfg> const ring_;
   int const lane_;
   int const g_;
   int const tq_;
@@ -421,15 +425,17 @@ private:
   float inverse_[2];       // of the keys, less the headroom
   int first_[2];           // row that visits the node
   float weight_scale_[2];
-  uint32_t expanded_ = 0;   // in the reverse index: this lane's row of the tile to come; a chunk's has no 2^32 entries
+  // In the reverse index, from the bottom's table on, which the others follow: this lane's row of the tile to come. A chunk's
+  // have fewer than 2^32 entries.
+  uint32_t expanded_;
   uint32_t words_[2] = {};  // of the tile to come
   float dk_[kK / 2];
   float dv_[kV / 2];
 };
 
 template <class Cfg>
-__device__ void run_top_nodes(Args const& args, uint32_t shared, int warp) {
-  TopNodesRing<Cfg> const ring(shared);
+__device__ void run_first_nodes(Args const& args, uint32_t shared, int warp) {
+  FirstNodesRing<Cfg> const ring(shared);
   if (threadIdx.x == 0) {
     ring.init();
     barriers::mbarrier_init_fence();
@@ -437,10 +443,10 @@ __device__ void run_top_nodes(Args const& args, uint32_t shared, int warp) {
   __syncthreads();
   if (warp >= Cfg::kConsumers) {
     ptx::lower_registers<Cfg::kProducerRegisters>();
-    if (threadIdx.x == Cfg::kConsumers * 32) produce_top_queries<Cfg>(args, ring);
+    if (threadIdx.x == Cfg::kConsumers * 32) produce_first_queries<Cfg>(args, ring);
   } else {
     ptx::raise_registers<Cfg::kConsumerRegisters>();
-    TopParent<Cfg>(args, ring).run();
+    FirstParent<Cfg>(args, ring).run();
   }
 }
 

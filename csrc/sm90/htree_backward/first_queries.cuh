@@ -1,6 +1,6 @@
-// The top layer's share of dq. Every query visits the same parents there, so that four queries and four parents, 64
-// heads and 64 nodes, are one product of WGMMA: a warpgroup holds a tile of queries, and the tiles of nodes pass by.
-// What lies between the products is a warp's own: its 16 rows are the heads of one query.
+// The share of dq of each query's first layer. Queries visit the same parents there, so that four queries and four
+// parents, 64 heads and 64 nodes, are one product of WGMMA: a warpgroup holds a tile of queries, and the tiles of nodes
+// pass by. What lies between the products is a warp's own: its 16 rows are the heads of one query.
 //
 //   barrier        arrives                        waits          makes visible / frees
 //   queries        producer, once, and the bytes  8 consumers    the panels of both tiles of queries
@@ -23,14 +23,14 @@
 namespace htree_cuda::gradient {
 
 template <class Cfg>
-struct TopQueriesRing {
+struct FirstQueriesRing {
   uint32_t queries;
   uint32_t stages;
   uint32_t headers;
   RingBarriers<Cfg::kStages> barriers;
   uint32_t queries_full;
 
-  __device__ explicit TopQueriesRing(uint32_t shared)
+  __device__ explicit FirstQueriesRing(uint32_t shared)
       : queries(shared),
         stages(queries + Cfg::kTiles * Cfg::kPanelsBytes),
         headers(stages + Cfg::kStages * Cfg::kPanelsBytes),
@@ -46,26 +46,26 @@ struct TopQueriesRing {
   __device__ uint32_t header(uint32_t slot) const { return headers + slot * kNodeTileHeader; }
 };
 
-// Candidates of a row at the top; none where it has no leaf there or does not exist.
-__device__ __forceinline__ int candidates_at_top(Args const& args, int row) {
-  if (row >= args.chunk.queries) return 0;
-  int const top = args.tree.layers - 1;
-  Candidates const c = candidates(args.chunk.position(row), top, args.tree.layers, args.tree.top_k);
-  return works(top, c, args.tree.top_k) ? c.n : 0;
-}
-
-// Eight rows of a head; the last, which have the most candidates, come first.
-struct TopBlock {
+// Eight rows of a head; the last, which have the most candidates, come first. Where a longer sequence gets another first
+// layer, one block may have rows of both: the tiles of one layer pass by, then those of the one above.
+struct FirstBlock {
   int head;
-  int first;  // row
-  int tiles;  // of nodes, up to the reach of the last row
+  int first;   // row
+  int layer;   // of the last row
+  int before;  // tiles of nodes of the layer below that, up to all that may be candidates; none where no row needs them
+  int tiles;   // and those of `layer`, up to the reach of the last row
 
-  __device__ __forceinline__ explicit TopBlock(Args const& args) {
+  __device__ __forceinline__ explicit FirstBlock(Args const& args) {
     int const index = static_cast<int>(ptx::block_index());
     head = index % args.chunk.heads;
     first = args.chunk.rows - (index / args.chunk.heads + 1) * kGroupQueries;
     int const last = min(first + kGroupQueries, args.chunk.queries) - 1;
-    tiles = last < first ? 0 : (candidates_at_top(args, last) + kTileRows - 1) / kTileRows;
+    layer = before = tiles = 0;
+    if (last < first) return;
+    layer = first_layer(args.chunk.position(last), args.tree.top_k);
+    before = first_layer(args.chunk.position(first), args.tree.top_k) < layer ? args.tree.top_k / kTileParents : 0;
+    int const candidates = static_cast<int>(args.chunk.position(last) >> (kLog2Siblings * layer)) + 1;
+    tiles = (candidates + kTileRows - 1) / kTileRows;
   }
 
   __device__ __forceinline__ std::int64_t query_tile(Args const& args) const {
@@ -74,20 +74,24 @@ struct TopBlock {
 };
 
 template <class Cfg>
-__device__ void produce_top_nodes(Args const& args, TopQueriesRing<Cfg> const& ring) {
-  TopBlock const block(args);
+__device__ void produce_first_nodes(Args const& args, FirstQueriesRing<Cfg> const& ring) {
+  FirstBlock const block(args);
   if (threadIdx.x % 32 != 0 || block.tiles == 0) return;
   barriers::mbarrier_arrive_expect_bytes(ring.queries_full, Cfg::kTiles * Cfg::kPanelsBytes);
 #pragma unroll
   for (int i = 0; i < Cfg::kTiles; ++i) {
-    char const* const tile = args.top_queries + (block.query_tile(args) + i) * Cfg::kQueryTileBytes;
+    char const* const tile = args.query_tiles + (block.query_tile(args) + i) * Cfg::kQueryTileBytes;
     ptx::bulk_load(ring.query_tile(i), tile + kQueryTileHeader, Cfg::kPanelsBytes, ring.queries_full);
   }
-  char const* nodes = args.top_nodes + static_cast<std::int64_t>(block.head) * args.top_tiles * Cfg::kNodeTileBytes;
+  auto const tiles_of = [&](int layer) {
+    return args.node_tiles[layer] + static_cast<std::int64_t>(block.head) * args.tiles[layer] * Cfg::kNodeTileBytes;
+  };
+  char const* nodes = tiles_of(block.before > 0 ? block.layer - 1 : block.layer);
   RingPosition<Cfg::kStages> at;
 #pragma unroll 1
-  for (int tile = 0; tile < block.tiles; ++tile) {
-    ring.barriers.wait_empty(at, "htree_backward top producer: empty");
+  for (int tile = -block.before; tile < block.tiles; ++tile) {
+    if (tile == 0) nodes = tiles_of(block.layer);
+    ring.barriers.wait_empty(at, "htree_backward first queries producer: empty");
     uint32_t const full = ring.barriers.full_at(at.slot);
     barriers::mbarrier_arrive_expect_bytes(full, Cfg::kNodeTileBytes);
     ptx::bulk_load(ring.header(at.slot), nodes, kNodeTileHeader, full);
@@ -98,7 +102,7 @@ __device__ void produce_top_nodes(Args const& args, TopQueriesRing<Cfg> const& r
 }
 
 template <class Cfg>
-class TopQuery {
+class FirstQuery {
   using Element =
       std::conditional_t<std::is_same_v<typename Cfg::Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
   static constexpr int kK = Cfg::kK;
@@ -109,13 +113,20 @@ class TopQuery {
   static_assert(kColumns * 4 == wgmma::kAccumulators && kTileParents == kDepths);
 
 public:
-  __device__ TopQuery(Args const& args, int warp)
+  __device__ FirstQuery(Args const& args, int warp)
       : args_(args), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4), warp_(warp) {
-    TopBlock const block(args);
-    tiles_ = block.tiles;
+    FirstBlock const block(args);
+    tiles_ = block.before + block.tiles;
     row_ = block.first + warp;
-    candidates_ = candidates_at_top(args, row_);
-    below_ = Below(args, args.tree.layers - 1, block.head);
+    candidates_ = 0;
+    begin_ = 0;
+    if (row_ < args.chunk.queries) {
+      std::int64_t const t = args.chunk.position(row_);
+      int const layer = first_layer(t, args.tree.top_k);
+      candidates_ = static_cast<int>(t >> (kLog2Siblings * layer)) + 1;
+      if (layer == block.layer) begin_ = block.before;
+      below_ = Below(args, layer, block.head);
+    }
     float const* const header = reinterpret_cast<float const*>(tile_of(block)) + warp % 4 * kMaxGroupHeads + g_;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -127,17 +138,17 @@ public:
     clear(dq_);
   }
 
-  __device__ void run(TopQueriesRing<Cfg> const& ring) {
+  __device__ void run(FirstQueriesRing<Cfg> const& ring) {
     if (tiles_ > 0) {
-      barriers::mbarrier_wait(ring.queries_full, 0, "htree_backward top consumer: queries");
+      barriers::mbarrier_wait(ring.queries_full, 0, "htree_backward first queries consumer: queries");
       walk(ring);
     }
     finish();
   }
 
 private:
-  __device__ __forceinline__ char* tile_of(TopBlock const& block) const {
-    return args_.top_queries + (block.query_tile(args_) + warp_ / 4) * Cfg::kQueryTileBytes;
+  __device__ __forceinline__ char* tile_of(FirstBlock const& block) const {
+    return args_.query_tiles + (block.query_tile(args_) + warp_ / 4) * Cfg::kQueryTileBytes;
   }
 
   static __device__ __forceinline__ auto& flat(float (&x)[kColumns][4]) {
@@ -147,7 +158,7 @@ private:
 
   // Exponentials of a tile run under its dP, what follows from dP under dS K of the tile before. Nothing is in flight
   // from one turn of the loop to the next: ptxas would serialise the products (C7514).
-  __device__ __forceinline__ void walk(TopQueriesRing<Cfg> const& ring) {
+  __device__ __forceinline__ void walk(FirstQueriesRing<Cfg> const& ring) {
     // Through shuffles, which tell the compiler that addresses are uniform: descriptors live in uniform registers.
     uint32_t const queries = __shfl_sync(kFullWarp, ring.query_tile(warp_ / 4), 0);
     wgmma::Descriptor const dout(queries + kK / 64 * kPanelBytes);
@@ -161,7 +172,7 @@ private:
 #pragma unroll 1
     for (int tile = 0; tile < tiles_; ++tile) {
       float p[kColumns][4], dp[kColumns][4];
-      ring.barriers.wait_full(at, "htree_backward top consumer: full");
+      ring.barriers.wait_full(at, "htree_backward first queries consumer: full");
       uint32_t const stage = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
       multiply_keys(p, wgmma::Descriptor(stage));
       multiply_values(dp, dout, wgmma::Descriptor(stage + kK / 64 * kPanelBytes));
@@ -198,7 +209,7 @@ private:
     wgmma::pin(dq());
   }
 
-  __device__ __forceinline__ void release(TopQueriesRing<Cfg> const& ring, RingPosition<Cfg::kStages> at) const {
+  __device__ __forceinline__ void release(FirstQueriesRing<Cfg> const& ring, RingPosition<Cfg::kStages> at) const {
     __syncwarp();
     if (lane_ == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
   }
@@ -247,19 +258,21 @@ private:
     wgmma::commit();
   }
 
-  // Lane i asks for nodes 8 (i % 8) .. 8 (i % 8) + 7 of a tile.
+  // Lane i asks for nodes 8 (i % 8) .. 8 (i % 8) + 7 of a tile. All of a layer below the query's own seem expanded.
   __device__ __forceinline__ void fetch_expanded(int tile) {
-    expanded_ = below_.of_group(args_, tile * (kTileRows / kGroupParents) + lane_ % 8, row_);
+    expanded_ = ~0u;
+    tile -= begin_;
+    if (tile >= 0) expanded_ = below_.of_group(args_, tile * (kTileRows / kGroupParents) + lane_ % 8, row_);
   }
 
-  // Nodes of a tile that the query expanded or that lie beyond it, a bit each.
+  // Nodes of a tile that the query expanded or that lie beyond it, a bit each: all of a layer above its own do.
   __device__ __forceinline__ void find_closed(int tile, uint32_t (&closed)[2]) const {
     uint32_t four = (expanded_ & 0xffu) << (lane_ % 4 * 8);
     four |= __shfl_xor_sync(kFullWarp, four, 1);
     four |= __shfl_xor_sync(kFullWarp, four, 2);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      int const position = candidates_ - 1 - tile * kTileRows - 32 * i;
+      int const position = candidates_ - 1 - (tile - begin_) * kTileRows - 32 * i;
       closed[i] = __shfl_sync(kFullWarp, four, 4 * i) | (position < 0 ? ~0u : beyond(position));
     }
   }
@@ -356,7 +369,7 @@ private:
 
   // Turns the sums back and writes them where the tile's panels were.
   __device__ __forceinline__ void finish() {
-    TopBlock const block(args_);
+    FirstBlock const block(args_);
     float const inverse[2] = {inverse_of(weight_scale_[0]), inverse_of(weight_scale_[1])};
     float* const out = reinterpret_cast<float*>(tile_of(block) + kQueryTileHeader) +
                        (warp_ % 4 * kMaxGroupHeads + g_) * kK + 2 * tq_;
@@ -385,6 +398,7 @@ private:
   int tiles_;
   int row_;
   int candidates_;
+  int begin_;  // the first tile of its layer
   Below below_;
   uint32_t expanded_ = 0;  // of eight nodes of the tile at hand
   uint32_t q_[kSteps][4];
@@ -397,8 +411,8 @@ private:
 };
 
 template <class Cfg>
-__device__ void run_top_queries(Args const& args, uint32_t shared, int warp) {
-  TopQueriesRing<Cfg> const ring(shared);
+__device__ void run_first_queries(Args const& args, uint32_t shared, int warp) {
+  FirstQueriesRing<Cfg> const ring(shared);
   if (threadIdx.x == 0) {
     ring.init();
     barriers::mbarrier_init_fence();
@@ -407,10 +421,10 @@ __device__ void run_top_queries(Args const& args, uint32_t shared, int warp) {
 
   if (warp >= Cfg::kConsumers) {
     ptx::lower_registers<Cfg::kProducerRegisters>();
-    if (warp == Cfg::kConsumers) produce_top_nodes<Cfg>(args, ring);
+    if (warp == Cfg::kConsumers) produce_first_nodes<Cfg>(args, ring);
   } else {
     ptx::raise_registers<Cfg::kConsumerRegisters>();
-    TopQuery<Cfg>(args, warp).run(ring);
+    FirstQuery<Cfg>(args, warp).run(ring);
   }
 }
 
