@@ -363,10 +363,10 @@ def run_forward(args: argparse.Namespace) -> list[dict]:
 # ------------------------------------------------------------------------------------------------------- backward
 
 
-# The kernels of the backward that multiply, by their names: below the top layer, and at the top.
+# The kernels of the backward that multiply, by their names: below the first layer of a query, and in it.
 GRADIENT_KERNELS = {
-    "queries": "gradient::Pass)0", "nodes": "gradient::Pass)1", "top queries": "gradient::Pass)2",
-    "top nodes": "gradient::Pass)3",
+    "queries": "gradient::Pass)0", "nodes": "gradient::Pass)1", "first queries": "gradient::Pass)2",
+    "first nodes": "gradient::Pass)3",
 }  # fmt: skip
 
 

@@ -41,15 +41,30 @@ __host__ __device__ inline int first_layer(std::int64_t t, int top_k) {
   return layer;
 }
 
-// How many there are in a layer below its first: the children of top_k parents up to the rightmost.
+// Whether `layer` is that layer, and whether it lies below it.
+__host__ __device__ inline bool is_first_layer(std::int64_t t, int layer, int top_k) {
+  std::int64_t const node = t >> (kLog2Siblings * layer);
+  return (layer == 0 || node >= top_k) && node >> kLog2Siblings < top_k;
+}
+__host__ __device__ inline bool is_below_first_layer(std::int64_t t, int layer, int top_k) {
+  return t >> (kLog2Siblings * (layer + 1)) >= top_k;
+}
+
+// How many candidates there are in the first layer: all nodes up to the rightmost.
+__host__ __device__ inline int candidates_in_first(std::int64_t t, int layer) {
+  return static_cast<int>(t >> (kLog2Siblings * layer)) + 1;
+}
+
+// How many there are in a layer below it: the children of top_k parents up to the rightmost.
 __host__ __device__ inline int candidates_below_first(std::int64_t t, int layer, int top_k) {
   return (top_k - 1) * kSiblings + static_cast<int>((t >> (kLog2Siblings * layer)) & (kSiblings - 1)) + 1;
 }
 
-// The blocks of kBlockQueries queries that a launch works on: block i of the launch is block begin + i of the call.
+// The blocks of kBlockQueries queries that a launch works on: block i of the launch is block begin + i of the call. A call
+// whose output fits a GPU has fewer than 2^32.
 struct QueryBlocks {
-  std::int64_t begin;
-  std::int64_t per_head;  // blocks of one (b, h_kv): ceil(T_q / kBlockQueries)
+  std::uint32_t begin;
+  std::uint32_t per_head;  // blocks of one (b, h_kv): ceil(T_q / kBlockQueries)
   std::int64_t T_q;
   std::int64_t q_start;
 };
@@ -59,7 +74,8 @@ struct QueryBlock {
   std::int64_t first;  // its first query
 
   __device__ QueryBlock(QueryBlocks const& blocks, int i)
-      : bh((blocks.begin + i) / blocks.per_head), first((blocks.begin + i) % blocks.per_head * kBlockQueries) {}
+      : bh((blocks.begin + i) / blocks.per_head),
+        first(static_cast<std::int64_t>((blocks.begin + i) % blocks.per_head) * kBlockQueries) {}
 };
 
 }  // namespace htree_cuda

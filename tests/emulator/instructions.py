@@ -195,6 +195,10 @@ class Instructions:
         self.binary("minimum_nan" if "NaN" in op else "minimum")(op, args)
 
     def op_max(self, op, args):
+        if "u16x2" in op:
+            a, b = (self.value("uint32_t", x) for x in args[1:])
+            self.set(args[0], f"maximum_of_halves({a}, {b})")
+            return
         self.binary("maximum_nan" if "NaN" in op else "maximum")(op, args)
 
     def unary(self, function, op, args):

@@ -258,6 +258,9 @@ inline T maximum(T a, T b) {
     return a < b ? b : a;
   }
 }
+inline uint32_t maximum_of_halves(uint32_t a, uint32_t b) {
+  return maximum(a & 0xffff0000u, b & 0xffff0000u) | maximum(a & 0xffffu, b & 0xffffu);
+}
 template <class T>
 inline T minimum_nan(T a, T b) {
   return a != a ? a : b != b ? b : std::fmin(a, b);

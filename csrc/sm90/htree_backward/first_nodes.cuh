@@ -425,8 +425,8 @@ private:
   float inverse_[2];       // of the keys, less the headroom
   int first_[2];           // row that visits the node
   float weight_scale_[2];
-  // In the reverse index, from the bottom's table on, which the others follow: this lane's row of the tile to come. A chunk's
-  // have fewer than 2^32 entries.
+  // In the reverse index, from the bottom's table on, which the others follow: this lane's row of the tile to come. All of
+  // a chunk's have fewer than 2^32 entries.
   uint32_t expanded_;
   uint32_t words_[2] = {};  // of the tile to come
   float dk_[kK / 2];

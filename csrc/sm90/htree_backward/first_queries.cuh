@@ -64,8 +64,7 @@ struct FirstBlock {
     if (last < first) return;
     layer = first_layer(args.chunk.position(last), args.tree.top_k);
     before = first_layer(args.chunk.position(first), args.tree.top_k) < layer ? args.tree.top_k / kTileParents : 0;
-    int const candidates = static_cast<int>(args.chunk.position(last) >> (kLog2Siblings * layer)) + 1;
-    tiles = (candidates + kTileRows - 1) / kTileRows;
+    tiles = (candidates_in_first(args.chunk.position(last), layer) + kTileRows - 1) / kTileRows;
   }
 
   __device__ __forceinline__ std::int64_t query_tile(Args const& args) const {
@@ -123,7 +122,7 @@ public:
     if (row_ < args.chunk.queries) {
       std::int64_t const t = args.chunk.position(row_);
       int const layer = first_layer(t, args.tree.top_k);
-      candidates_ = static_cast<int>(t >> (kLog2Siblings * layer)) + 1;
+      candidates_ = candidates_in_first(t, layer);
       if (layer == block.layer) begin_ = block.before;
       below_ = Below(args, layer, block.head);
     }

@@ -35,8 +35,8 @@ constexpr std::int64_t kRoundRows = 132 * 8;
 constexpr std::int64_t kNodeUnits = 16384;
 constexpr std::int64_t kLeastSegmentRows = 256;
 constexpr std::int64_t kMostSegmentRows = 1024;
-// In first layers a unit is kUnitTiles tiles of nodes and a segment: two or so for each multiprocessor of a large GPU. The
-// sums of a unit wait for those of the segment before, so that more and shorter ones lose time.
+// In first layers a unit is kUnitTiles tiles of nodes and a segment: eight or so for each multiprocessor of a large GPU,
+// since half of them lie before the first query that visits their nodes.
 constexpr std::int64_t kTileUnits = 1056;
 
 using tree_request::aligned;

@@ -1,6 +1,6 @@
 // dk and dv of nodes as the queries whose first layer is above theirs reach them: a warp holds a parent and takes the
-// queries that visit it. A persistent grid: warps get their units, a parent and a segment of the rows, from a counter, so that none waits for another's;
-// what is added to a sum, and in which order, follows from shapes and lists alone.
+// queries that visit it. A persistent grid: warps get their units, a parent and a segment of the rows, from a counter, so
+// that none waits for another's; what is added to a sum, and in which order, follows from shapes and lists alone.
 //
 // With R(q, n - 1 - 16 j) for a parent of rank j, scores and gradients need the keys turned by their place alone, so
 // dk adds up in that frame over all queries and turns back once in the end.

@@ -1,5 +1,5 @@
-// dq: a warp holds a query and walks its parents below its first layer, layer by layer; then it adds that one's share, which is
-// there already (first_queries.cuh).
+// dq: a warp holds a query and walks its parents below its first layer, layer by layer; then it adds that one's share,
+// which is there already (first_queries.cuh).
 //
 // A parent of rank j adds sum_c dS_c R^-1(k_c, n - 1 - 16 j) to dq, k_c being turned by its place c. So it is the keys
 // that turn, in packed fp16, once: for the scores, where q stays as it is, and transposed between registers for dq.

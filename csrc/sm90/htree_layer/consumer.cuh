@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../device/pairs.cuh"
 #include "mainloop.cuh"
@@ -53,8 +54,10 @@ protected:
     active_ = block.first + query() < args.blocks.T_q && works<Cfg>(args, args.blocks.q_start + block.first + query());
     begin_walk(block);
     if (active_) {
+      float2 state[2];
+      fetch_state(state);
       turn_query(words);
-      begin_state();
+      begin_state(state);
     } else {
 #pragma unroll
       for (int i = 0; i < kSteps * 4; ++i) q_[i / 4][i % 4] = half2{};
@@ -64,7 +67,7 @@ protected:
   // Before the first parent.
   __device__ __forceinline__ void begin_walk(QueryBlock const& block) {
     std::int64_t const t = args_.blocks.q_start + block.first + query();
-    position_ = active_ ? candidates(t, args_.layer, args_.layers, args_.top_k).n - 1 : -1;
+    position_ = active_ ? candidates_of<Cfg>(args_, t) - 1 : -1;
     cursor_ = static_cast<int>(row() * (args_.width / kSiblings));
   }
 
@@ -78,10 +81,6 @@ protected:
   }
   __device__ __forceinline__ std::int64_t state_row() const {
     return static_cast<int>(ptx::block_index()) * kBlockQueries + warp_;
-  }
-
-  __device__ __forceinline__ float2 unpack_query(uint32_t x) const {
-    return args_.q_half ? Pairs<__half>::unpack(x) : Pairs<__nv_bfloat16>::unpack(x);
   }
 
   // q in A fragments: the pair of elements 16 kk + 8 part + 2 tq of row i is words[i][kk][part].
@@ -115,18 +114,37 @@ protected:
     }
   }
 
-  // What was fetched, normalised to fp16. Walk::kFirst: turned by n - 1, in float32 and rounded once.
   __device__ __forceinline__ void turn_query(QueryWords const& words) {
+    if constexpr (!std::is_void_v<Element>) {
+      turn_query_of<Element>(words);
+    } else if (args_.q_half) {
+      turn_query_of<__half>(words);
+    } else {
+      turn_query_of<__nv_bfloat16>(words);
+    }
+  }
+
+  // What was fetched, normalised to fp16. Walk::kFirst: turned by n - 1, in float32 and rounded once.
+  template <class Type>
+  __device__ __forceinline__ void turn_query_of(QueryWords const& words) {
+    float4 turns[kHalf][2];
+    if constexpr (!kBelow) {  // on their way while the query is
+#pragma unroll
+      for (int i = 0; i < 2 * kHalf; ++i) {
+        float2 const* const pair = args_.turns + position_ * (kK / 2) + 8 * i + 2 * tq_;
+        turns[i / 2][i % 2] = __ldg(reinterpret_cast<float4 const*>(pair));
+      }
+    }
     float factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float largest = 0.0f;
+      uint32_t largest = 0;  // of magnitudes, which compare as their bits do
 #pragma unroll
       for (int part = 0; part < 2 * kSteps; ++part) {
-        float2 const x = unpack_query(words[i][part / 2][part % 2]);
-        largest = fmaxf(largest, fmaxf(fabsf(x.x), fabsf(x.y)));
+        largest = __vmaxu2(largest, words[i][part / 2][part % 2] & 0x7fff7fffu);
       }
-      rope::QueryScale const scale = rope::query_scale(quad_max(largest), args_.scale);
+      float2 const two = Pairs<Type>::unpack(largest);
+      rope::QueryScale const scale = rope::query_scale(quad_max(fmaxf(two.x, two.y)), args_.scale);
       unit_[i] = scale.unit;
       factor[i] = scale.factor;
     }
@@ -134,15 +152,11 @@ protected:
     for (int kk = 0; kk < kHalf; ++kk) {
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        float4 turn;
-        if constexpr (!kBelow) {
-          float2 const* const pair = args_.turns + position_ * (kK / 2) + 16 * kk + 8 * part + 2 * tq_;
-          turn = __ldg(reinterpret_cast<float4 const*>(pair));
-        }
+        float4 const& turn = turns[kk][part];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          float2 lo = unpack_query(words[i][kk][part]);
-          float2 hi = unpack_query(words[i][kk + kHalf][part]);
+          float2 lo = Pairs<Type>::unpack(words[i][kk][part]);
+          float2 hi = Pairs<Type>::unpack(words[i][kk + kHalf][part]);
           lo.x *= factor[i], lo.y *= factor[i], hi.x *= factor[i], hi.y *= factor[i];
           if constexpr (!kBelow) {
             float2 const x = lo;
@@ -158,34 +172,33 @@ protected:
     }
   }
 
-  // Walk::kFirst begins; below, the state is what the layer above left.
-  __device__ __forceinline__ void begin_state() {
+  // What the layer above left, on its way while the query is: O, and maximum and sum. Zeros where Walk::kFirst begins.
+  __device__ __forceinline__ void fetch_state(float2 (&state)[2]) {
+    if constexpr (Cfg::kPass == Pass::kValues) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        state[i] = kBelow ? args_.state_sum[state_row() * 16 + head_row(i)] : float2{kNoLeaf, 0.0f};
+      }
+#pragma unroll
+      for (int tile = 0; tile < kValueTiles; ++tile) {
+        float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
+        if constexpr (kBelow) o = args_.state_out[(state_row() * kValueTiles + tile) * 32 + lane_];
+        o_[tile][0] = o.x, o_[tile][1] = o.y, o_[tile][2] = o.z, o_[tile][3] = o.w;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void begin_state(float2 const (&state)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       max_[i] = kNoLeaf;
       sum_[i] = 0.0f;
       right_[i] = 0.0f;
       reference_[i] = not_a_number();
-    }
-    if constexpr (Cfg::kPass == Pass::kValues) {
-#pragma unroll
-      for (int tile = 0; tile < kValueTiles; ++tile) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) o_[tile][e] = 0.0f;
-      }
-      if constexpr (kBelow) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float2 const state = args_.state_sum[state_row() * 16 + head_row(i)];
-          max_[i] = state.x;
-          refer(i);
-          sum_[i] = tq_ == 0 ? state.y : 0.0f;
-        }
-#pragma unroll
-        for (int tile = 0; tile < kValueTiles; ++tile) {
-          float4 const o = args_.state_out[(state_row() * kValueTiles + tile) * 32 + lane_];
-          o_[tile][0] = o.x, o_[tile][1] = o.y, o_[tile][2] = o.z, o_[tile][3] = o.w;
-        }
+      if constexpr (Cfg::kPass == Pass::kValues && kBelow) {
+        max_[i] = state[i].x;
+        refer(i);
+        sum_[i] = tq_ == 0 ? state[i].y : 0.0f;
       }
     }
   }
@@ -380,9 +393,8 @@ protected:
   // parents whose scales have that sign are looked up again, and their values read where they came from.
   __device__ __forceinline__ void spoil(std::int64_t parent, int rank) {
     QueryBlock const block(args_.blocks, ptx::block_index());
-    Candidates const c =
-        candidates(args_.blocks.q_start + block.first + query(), args_.layer, args_.layers, args_.top_k);
-    uint32_t dead = rank == c.parents - 1 ? behind((c.n - 1) % kSiblings) : 0u;
+    int const last = candidates_of<Cfg>(args_, args_.blocks.q_start + block.first + query()) - 1;
+    uint32_t dead = rank == last / kSiblings ? behind(last % kSiblings) : 0u;
     if (args_.layer > 0) dead = args_.closed[row() * (args_.width / kSiblings) + rank];
     packing::Source const& values = args_.values;
     Element const* const rows = static_cast<Element const*>(values.in) + block.bh / args_.H_kv * values.stride_b +

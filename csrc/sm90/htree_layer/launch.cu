@@ -331,7 +331,7 @@ void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int
   int const V = static_cast<int>(p.V);
   auto const [least, most] = first_layers(p, plan, begin, begin + blocks);
   layer::Args args = layer_args(p, plan);
-  args.blocks = {begin, plan.blocks_per_head, p.T_q, p.q_start};
+  args.blocks = {static_cast<std::uint32_t>(begin), static_cast<std::uint32_t>(plan.blocks_per_head), p.T_q, p.q_start};
 
   // Above the first layers there is nothing to do but to name the nodes, all of them, if somebody asked.
   for (int l = p.selection == nullptr ? most : plan.layers - 1; l >= 0; --l) {

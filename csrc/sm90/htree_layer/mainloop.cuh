@@ -51,8 +51,15 @@ struct Ring {
 // Whether the query at position t walks this layer in this way. Above its first layer it has nothing to do.
 template <class Cfg>
 __device__ __forceinline__ bool works(Args const& args, std::int64_t t) {
-  int const first = first_layer(t, args.top_k);
-  return Cfg::kWalk == Walk::kFirst ? args.layer == first : args.layer < first;
+  return Cfg::kWalk == Walk::kFirst ? is_first_layer(t, args.layer, args.top_k)
+                                    : is_below_first_layer(t, args.layer, args.top_k);
+}
+
+// And how many candidates it has there.
+template <class Cfg>
+__device__ __forceinline__ int candidates_of(Args const& args, std::int64_t t) {
+  return Cfg::kWalk == Walk::kFirst ? candidates_in_first(t, args.layer)
+                                    : candidates_below_first(t, args.layer, args.top_k);
 }
 
 // Walk::kFirst: how many parents query `i` of the block takes.
@@ -60,7 +67,7 @@ template <class Cfg>
 __device__ __forceinline__ int parents_of(Args const& args, QueryBlock const& block, int i) {
   std::int64_t const t = args.blocks.q_start + block.first + i;
   if (i >= kBlockQueries || block.first + i >= args.blocks.T_q || !works<Cfg>(args, t)) return 0;
-  return candidates(t, args.layer, args.layers, args.top_k).parents;
+  return (candidates_of<Cfg>(args, t) + kSiblings - 1) / kSiblings;
 }
 
 // Parents that the block streams: the last of its queries that walk has the most.

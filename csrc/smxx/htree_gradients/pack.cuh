@@ -52,6 +52,12 @@ __device__ __forceinline__ Element const* row_of(Source const& x, std::int64_t b
   return static_cast<Element const*>(x.in) + b * x.stride_b + n * x.stride_n + h * x.stride_h;
 }
 
+// To the precision of the inputs, in which the forward's keys are.
+template <class Element>
+__device__ __forceinline__ float rounded(float x) {
+  return static_cast<float>(Element(x));
+}
+
 template <class Element>
 __device__ __forceinline__ void to_float(uint4 const& chunk, float (&x)[8]) {
   Element const* const values = reinterpret_cast<Element const*>(&chunk);
@@ -136,8 +142,8 @@ __global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_const
       float const sine = i % 2 ? two.w : two.y;
       float const x = lo[i] * scale.factor;
       float const y = hi[i] * scale.factor;
-      turned_lo[i] = __float2half_rn(finite ? x * cosine - y * sine : 0.0f);
-      turned_hi[i] = __float2half_rn(finite ? x * sine + y * cosine : 0.0f);
+      turned_lo[i] = __float2half_rn(finite ? rounded<Element>(x * cosine - y * sine) : 0.0f);
+      turned_hi[i] = __float2half_rn(finite ? rounded<Element>(x * sine + y * cosine) : 0.0f);
     }
     *chunk_of(keys, kK, c, chunk) = *reinterpret_cast<uint4 const*>(turned_lo);
     *chunk_of(keys, kK, c, chunk + kLanesPerRow) = *reinterpret_cast<uint4 const*>(turned_hi);
@@ -182,7 +188,7 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
   int const tile_row = static_cast<int>(item % kTileQueries) * kMaxGroupHeads;
   char* const panels = tile + kQueryTileHeader;
   std::int64_t const t = args.chunk.position(row);
-  std::int64_t const position = heads == 0 ? 0 : t >> (kLog2Siblings * first_layer(t, args.tree.top_k));
+  std::int64_t const position = heads == 0 ? 0 : candidates_in_first(t, first_layer(t, args.tree.top_k)) - 1;
 
   // Lane i < 16 keeps what belongs to head i.
   float bad_dout = 0.0f, bad_q = 0.0f, delta = 0.0f, inverse = 0.0f;

@@ -8,9 +8,10 @@
 //   [scales 64 x float | keys K / 64 panels of 64 x 64 fp16 | values V / 64 panels of 64 x 64]
 //
 // the panels as WGMMA takes them. Keys are turned by their place c among the siblings, or by the node's index (RoPE in
-// float32), normalised by a power of two, rounded once to fp16, and brought to one scale a parent unless they differ much
-// (rope::uneven_scale); the elements of a pair become neighbours (rope::tile_of); values are copied. Rows are swizzled:
-// 16-byte chunk i of row c lies at chunk i ^ (c % 8) of its 128 bytes, so that ldmatrix reads them without bank conflicts.
+// float32), normalised by a power of two, rounded once, to the precision of the inputs, and brought to one scale a parent
+// unless they differ much (rope::uneven_scale); the elements of a pair become neighbours (rope::tile_of); values are copied.
+// Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8) of its 128 bytes, so that ldmatrix reads them without
+// bank conflicts.
 // Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score is NaN
 // whatever the query. Values that are not finite (the mean of finite ones may overflow) become zeros, because probabilities of
 // zero multiply them too, and all scales of their parent have the sign of negative numbers, so that who takes such a value
@@ -41,6 +42,13 @@ __device__ __forceinline__ uint4 load_chunk(Source const& x, Element const* row,
 #pragma unroll
   for (int i = 0; i < 8; ++i) values[i] = p[i];
   return *reinterpret_cast<uint4 const*>(values);
+}
+
+// To the precision of the inputs: bf16 keys have zeros for the last three bits of fp16. At the GPU's power limit those bits,
+// in shared memory and the tensor cores, would cost 1 to 2% of the time (docs/htree_layer.md).
+template <class Element>
+__device__ __forceinline__ float rounded(float x) {
+  return static_cast<float>(Element(x));
 }
 
 template <class Element>
@@ -182,8 +190,8 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       float const x = lo[i] * scale.factor;
       float const y = hi[i] * scale.factor;
       float const nan = __int_as_float(0x7fffffff);
-      turned[i % 2][i / 2] = __hmul2(lift, __floats2half2_rn(finite[step] ? x * turn.x - y * turn.y : nan,
-                                                             finite[step] ? x * turn.y + y * turn.x : nan));
+      turned[i % 2][i / 2] = __hmul2(lift, __floats2half2_rn(rounded<Element>(finite[step] ? x * turn.x - y * turn.y : nan),
+                                                             rounded<Element>(finite[step] ? x * turn.y + y * turn.x : nan)));
     }
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
