@@ -1,6 +1,6 @@
 """Runs the GPU tests and compute-sanitizer on a Hopper machine and records every outcome.
 
-    python scripts/gpu_test.py [--shard i/n] [--no-sanitizer] [--only TEXT] [--list]
+    python scripts/gpu_test.py [--shard i/n] [--no-sanitizer] [--only TEXT] [--at-once n] [--list]
 
 Each test file runs in its own process under a wall limit, since a hung kernel can only be killed with its
 process. compute-sanitizer runs the tests whose name contains `sanitizer`: small shapes, inputs from the host.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import os
 import re
 import shutil
 import sys
@@ -139,6 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shard", help="i/n: the i-th of n parts")
     parser.add_argument("--only", default="", help="jobs whose name contains this")
     parser.add_argument("--no-sanitizer", action="store_true", help="tests only")
+    parser.add_argument("--at-once", type=int, default=1, help="jobs side by side (80 GiB of GPU memory: 1)")
     parser.add_argument("--list", action="store_true", help="print the jobs and stop")
     arguments = parser.parse_args(argv)
     shard, shards = parse_shard(arguments.shard)
@@ -148,14 +150,21 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     identity = {"content_hash": content_hash(), **machine()}
     ensure_built(benchmarks=True)
-    failed = [job_name(job) for job, entry in run_jobs(mine) if not record(job, entry, identity)]
+    failed = [job_name(job) for job, entry in run_jobs(mine, arguments.at_once) if not record(job, entry, identity)]
     print(f"{len(mine) - len(failed)} of {len(mine)} jobs passed; report: {REPORT.relative_to(ROOT)}")
     return 1 if failed else 0
 
 
-def run_jobs(mine: list[tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], dict]]:
-    """Tests one after the other, since they take the GPU's memory. The small shapes under compute-sanitizer spend
-    their time in its start-up, so they run side by side, afterwards."""
+def run_jobs(mine: list[tuple[str, ...]], at_once: int) -> Iterator[tuple[tuple[str, ...], dict]]:
+    """Tests one after the other, since they take the GPU's memory, unless more are asked for. The small shapes under
+    compute-sanitizer spend their time in its start-up, so they run side by side, afterwards."""
+    if at_once > 1:  # most of the time is the oracles', on a few of the machine's cores; the longest file comes first
+        os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // at_once, 1)))
+        mine = sorted(mine, key=lambda job: "forward" not in job[2] or job[0] == "sanitizer")
+        with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+            for finished in concurrent.futures.as_completed([pool.submit(run_job, job) for job in mine]):
+                yield finished.result()
+        return
     yield from map(run_job, [job for job in mine if job[0] != "sanitizer"])
     with concurrent.futures.ThreadPoolExecutor(SANITIZERS_AT_ONCE) as pool:
         yield from pool.map(run_job, [job for job in mine if job[0] == "sanitizer"])

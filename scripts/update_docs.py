@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from gpu_test import gpu_test_files
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end generated -->)", re.DOTALL)
@@ -434,6 +436,9 @@ def measured() -> str:
         passed = f"{outcomes.count('passed')} of {ran} passed, and {sanitizers} runs of compute-sanitizer"
         if skipped:
             passed += f"; {len(outcomes) - ran} skipped ({'; '.join(skipped)})"
+        missing = [file for file in gpu_test_files() if file not in report["jobs"]]
+        if missing:
+            passed += f". Not run with these sources: {', '.join(missing)}"
         parts.append(
             f"**GPU tests** of {', '.join(files)} ({report['gpu']}, driver {report['driver']}, "
             f"torch {report['torch']}, {report['date'][:10]}): {passed}. "

@@ -67,7 +67,7 @@ private:
 // A layer's children of a parent, and the heads of a query, as matrix operands: a header of float32, 16 rows of K in
 // fp16 and 16 rows of V in the dtype. Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8). Rows of
 // keys and queries are normalised by an exact power of two, their `inverse`.
-//   nodes    inverse[16] | keys, turned by their place among the siblings, as precise as the dtype | values
+//   nodes    inverse[16] | keys, turned by their place among the siblings | values
 //   queries  unit[16], lse2[16], delta[16] | q, not turned | dout
 // with s * log2(e) = product * inverse of the key * 2^-kHeadroom * unit, lse2 = lse * log2(e) and
 // delta = <dout, out> - dlse.
@@ -116,6 +116,7 @@ struct PackNodes {
   Source v;
   char* packed;            // [heads, parents, kNodeHeader + operand_bytes]; by_node: [heads, tiles, node_tile_bytes]
   bool by_node;            // tiles of a first layer
+  bool as_inputs;          // keys are rounded to the dtype, else to fp16
   std::int64_t first_head;
   std::int64_t blocks;     // heads * parents
   int parents;             // by_node: those of whole tiles

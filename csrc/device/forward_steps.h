@@ -45,6 +45,7 @@ struct Args {
   int H_kv;
   float2 const* turns;            // [positions, K / 2] cos and sin
   bool by_node;                   // keys turn by the node's index, else by the place among its siblings
+  bool as_inputs;                 // keys are rounded to the dtype, else to fp16
   int* spoilt;                    // becomes 1 where a value is not finite
   Lists lists;                    // not by_node
 };

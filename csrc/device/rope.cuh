@@ -3,9 +3,9 @@
 // In the first layer of a query a candidate's position is its node's index: its keys turn by that when the tree is
 // packed, and the query turns once, by n-1. Below it, scores need <R(q, n-1), R(k, 16 j + c)> = <R(q, n-1-16 j), R(k, c)>:
 // keys turn by their place c among their siblings, and a query turns once per parent j. Both turned operands are fp16,
-// whatever the dtype of the inputs: each row is first scaled by an exact power of two that the score takes back. Keys keep
-// the precision of the inputs; fp16 gives queries three bits more than bf16 has, and they turn by products of the tensor
-// cores, whose sums are operands as they come.
+// whatever the dtype of the inputs: each row is first scaled by an exact power of two that the score takes back. fp16 has
+// three bits more than bf16, and queries turn by products of the tensor cores, whose sums are operands as they come. Keys of
+// the bottom, where scores select nothing, keep the precision of the inputs.
 //
 // A score may be kept `raw`: the product of the normalised rows times the key's `scale`, s * log2(e) = raw * unit with the
 // unit of the query's head. Products with powers of two are exact, so raw scores are as exact as the matrix product, and

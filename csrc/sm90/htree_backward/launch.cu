@@ -199,6 +199,7 @@ void pack_tree(ForwardParams const& p, Plan const& plan, std::int64_t first_head
       args.k = source(plan.k_tree + first * p.K * 2, p.H_kv * plan.M * p.K, p.K, plan.M * p.K);
       args.v = source(plan.v_tree + first * p.V * 2, p.H_kv * plan.M * p.V, p.V, plan.M * p.V);
     }
+    args.as_inputs = l == 0;  // as in the forward
     args.first_head = first_head;
     args.N = plan.tree.N[l];
     args.H_kv = static_cast<int>(p.H_kv);

@@ -227,6 +227,7 @@ packing::Args pack_args(ForwardParams const& p, Plan const& plan, int l, Packed 
   args.parents_per_head = packed.parents;
   args.H_kv = static_cast<int>(p.H_kv);
   args.turns = plan.turns;
+  args.as_inputs = l == 0;  // nothing is selected there
   args.spoilt = plan.spoilt;
   return args;
 }

@@ -52,10 +52,10 @@ __device__ __forceinline__ Element const* row_of(Source const& x, std::int64_t b
   return static_cast<Element const*>(x.in) + b * x.stride_b + n * x.stride_n + h * x.stride_h;
 }
 
-// To the precision of the inputs, in which the forward's keys are.
+// To the precision of the inputs, in which the forward has keys of the bottom.
 template <class Element>
-__device__ __forceinline__ float rounded(float x) {
-  return static_cast<float>(Element(x));
+__device__ __forceinline__ float rounded(float x, bool as_inputs) {
+  return as_inputs ? static_cast<float>(Element(x)) : x;
 }
 
 template <class Element>
@@ -142,8 +142,8 @@ __global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_const
       float const sine = i % 2 ? two.w : two.y;
       float const x = lo[i] * scale.factor;
       float const y = hi[i] * scale.factor;
-      turned_lo[i] = __float2half_rn(finite ? rounded<Element>(x * cosine - y * sine) : 0.0f);
-      turned_hi[i] = __float2half_rn(finite ? rounded<Element>(x * sine + y * cosine) : 0.0f);
+      turned_lo[i] = __float2half_rn(finite ? rounded<Element>(x * cosine - y * sine, args.as_inputs) : 0.0f);
+      turned_hi[i] = __float2half_rn(finite ? rounded<Element>(x * sine + y * cosine, args.as_inputs) : 0.0f);
     }
     *chunk_of(keys, kK, c, chunk) = *reinterpret_cast<uint4 const*>(turned_lo);
     *chunk_of(keys, kK, c, chunk + kLanesPerRow) = *reinterpret_cast<uint4 const*>(turned_hi);

@@ -8,8 +8,8 @@
 //   [scales 64 x float | keys K / 64 panels of 64 x 64 fp16 | values V / 64 panels of 64 x 64]
 //
 // the panels as WGMMA takes them. Keys are turned by their place c among the siblings, or by the node's index (RoPE in
-// float32), normalised by a power of two, rounded once, to the precision of the inputs, and brought to one scale a parent
-// unless they differ much (rope::uneven_scale); the elements of a pair become neighbours (rope::tile_of); values are copied.
+// float32), normalised by a power of two, rounded once, to fp16 or where nothing is selected to the dtype, and brought to one
+// scale a parent unless they differ much (rope::uneven_scale); the elements of a pair become neighbours (rope::tile_of); values are copied.
 // Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8) of its 128 bytes, so that ldmatrix reads them without
 // bank conflicts.
 // Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score is NaN
@@ -47,8 +47,8 @@ __device__ __forceinline__ uint4 load_chunk(Source const& x, Element const* row,
 // To the precision of the inputs: bf16 keys have zeros for the last three bits of fp16. At the GPU's power limit those bits,
 // in shared memory and the tensor cores, would cost 1 to 2% of the time (docs/htree_layer.md).
 template <class Element>
-__device__ __forceinline__ float rounded(float x) {
-  return static_cast<float>(Element(x));
+__device__ __forceinline__ float rounded(float x, bool as_inputs) {
+  return as_inputs ? static_cast<float>(Element(x)) : x;
 }
 
 template <class Element>
@@ -190,8 +190,8 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       float const x = lo[i] * scale.factor;
       float const y = hi[i] * scale.factor;
       float const nan = __int_as_float(0x7fffffff);
-      turned[i % 2][i / 2] = __hmul2(lift, __floats2half2_rn(rounded<Element>(finite[step] ? x * turn.x - y * turn.y : nan),
-                                                             rounded<Element>(finite[step] ? x * turn.y + y * turn.x : nan)));
+      turned[i % 2][i / 2] = __hmul2(lift, __floats2half2_rn(rounded<Element>(finite[step] ? x * turn.x - y * turn.y : nan, args.as_inputs),
+                                                             rounded<Element>(finite[step] ? x * turn.y + y * turn.x : nan, args.as_inputs)));
     }
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
