@@ -553,6 +553,18 @@ def test_shards_cover_every_job_once():
             gpu_common.parse_shard(text)
 
 
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_gpu_jobs_all_run(at_once, monkeypatch):
+    """One after the other or side by side; where side by side, the longest file begins."""
+    begun = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(gpu_test, "run_job", lambda job: (begun.append(job), (job, {}))[1])
+    jobs = gpu_test.jobs(sanitizer=True)
+    assert sorted(job for job, _ in gpu_test.run_jobs(jobs, at_once)) == sorted(jobs) == sorted(begun)
+    if at_once > 1:
+        assert gpu_test.job_name(begun[0]) == "tests/test_forward_gpu.py"
+
+
 def test_reports_merge(tmp_path):
     path = tmp_path / "report.json"
     gpu_common.merge_report(path, {"content_hash": "a", "gpu": "x"}, "jobs", {"one": {"outcome": "passed"}})
