@@ -562,7 +562,8 @@ def test_gpu_jobs_all_run(at_once, monkeypatch):
     jobs = gpu_test.jobs(sanitizer=True)
     assert sorted(job for job, _ in gpu_test.run_jobs(jobs, at_once)) == sorted(jobs) == sorted(begun)
     if at_once > 1:
-        assert gpu_test.job_name(begun[0]) == "tests/test_forward_gpu.py"
+        first = [gpu_test.job_name(job) for job in begun[: 2 * at_once]]  # threads may overtake each other
+        assert "tests/test_forward_gpu.py" in first
 
 
 def test_reports_merge(tmp_path):
