@@ -389,9 +389,11 @@ void backward(BackwardParams const& params, void* stream) {
     pack_tree(p, plan, head, heads, s);
     HTREE_CUDA_CHECK(cudaMemsetAsync(plan.dk, 0, heads * plan.node_rows * p.K * sizeof(float), s));
     HTREE_CUDA_CHECK(cudaMemsetAsync(plan.dv, 0, heads * plan.node_rows * p.V * sizeof(float), s));
-    for (std::int64_t first = 0; first < p.T_q; first += plan.rows) {
-      int const queries = static_cast<int>(std::min(plan.rows, p.T_q - first));
-      run_chunk(params, plan, {head, heads, first, queries, static_cast<int>(plan.rows), p.q_start}, s);
+    // What whole chunks leave over comes first, where a sequence begins and there is the least to do.
+    std::int64_t queries = (p.T_q - 1) % plan.rows + 1;
+    for (std::int64_t first = 0; first < p.T_q; first += queries, queries = plan.rows) {
+      int const rows = static_cast<int>(plan.rows);
+      run_chunk(params, plan, {head, heads, first, static_cast<int>(queries), rows, p.q_start}, s);
     }
     finish(params, plan, head, heads, s);
   }

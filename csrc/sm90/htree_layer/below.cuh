@@ -162,7 +162,7 @@ private:
     score_all<Sums::kNormaliser>(ring, at);
     if (active_) {
       Base::finish_normaliser(ring);
-      Base::begin_walk(QueryBlock(args_.blocks, ptx::block_index()));
+      Base::begin_walk(QueryBlock(args_.blocks, block_index()));
       if (Base::split()) skip(warp_);
       left_ = -1;
       ptx::copy_async_wait<0>();  // turns of a rank behind the last may be on their way
@@ -556,8 +556,8 @@ private:
 
   // See Base::spoil.
   __device__ __forceinline__ void spoil() {
-    std::int64_t const list = static_cast<std::int64_t>(ptx::block_index()) * kBlockQueries * args_.top_k;
-    int const count = args_.union_count[ptx::block_index()];
+    std::int64_t const list = static_cast<std::int64_t>(block_index()) * kBlockQueries * args_.top_k;
+    int const count = args_.union_count[block_index()];
     int rank = 0;
 #pragma unroll 1
     for (int entry = 0; entry < count; ++entry) {

@@ -47,7 +47,7 @@ protected:
         g_(lane_ / 4),
         tq_(lane_ % 4),
         warp_(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
-    QueryBlock const block(args.blocks, blockIdx.x);
+    QueryBlock const block(args.blocks, block_index());
     QueryWords words;
     fetch_query(block, words);  // under way while all else is found out
     groups_ = (stream_count<Cfg>(args, block) + Cfg::kStageSlots - 1) / Cfg::kStageSlots;
@@ -77,10 +77,10 @@ protected:
   __device__ __forceinline__ uint32_t query() const { return split() ? 0 : warp_; }
   __device__ __forceinline__ int head_row(int i) const { return g_ + 8 * i; }
   __device__ __forceinline__ std::int64_t row() const {
-    return static_cast<int>(ptx::block_index()) * kBlockQueries + query();
+    return static_cast<int>(block_index()) * kBlockQueries + query();
   }
   __device__ __forceinline__ std::int64_t state_row() const {
-    return static_cast<int>(ptx::block_index()) * kBlockQueries + warp_;
+    return static_cast<int>(block_index()) * kBlockQueries + warp_;
   }
 
   // q in A fragments: the pair of elements 16 kk + 8 part + 2 tq of row i is words[i][kk][part].
@@ -392,7 +392,7 @@ protected:
   // The ring holds zeros for values that are not finite. Once all is summed, those that the query took become NaN: the
   // parents whose scales have that sign are looked up again, and their values read where they came from.
   __device__ __forceinline__ void spoil(std::int64_t parent, int rank) {
-    QueryBlock const block(args_.blocks, ptx::block_index());
+    QueryBlock const block(args_.blocks, block_index());
     int const last = candidates_of<Cfg>(args_, args_.blocks.q_start + block.first + query()) - 1;
     uint32_t dead = rank == last / kSiblings ? behind(last % kSiblings) : 0u;
     if (args_.layer > 0) dead = args_.closed[row() * (args_.width / kSiblings) + rank];
@@ -413,7 +413,7 @@ protected:
   }
 
   __device__ __forceinline__ char const* packed_parents() const {
-    return args_.packed + QueryBlock(args_.blocks, ptx::block_index()).bh * args_.parents_per_head * args_.block_bytes;
+    return args_.packed + QueryBlock(args_.blocks, block_index()).bh * args_.parents_per_head * args_.block_bytes;
   }
 
   __device__ __forceinline__ void finish_values(Ring<Cfg> const& ring) {
@@ -526,7 +526,7 @@ protected:
   // The query's first head in the outputs. Where the query is, is looked up again: it would occupy registers throughout
   // the loop.
   __device__ __forceinline__ std::int64_t first_head() const {
-    QueryBlock const block(args_.blocks, ptx::block_index());
+    QueryBlock const block(args_.blocks, block_index());
     std::int64_t const b = block.bh / args_.H_kv;
     std::int64_t const h_kv = block.bh % args_.H_kv;
     return ((b * args_.blocks.T_q + block.first + query()) * args_.H_kv + h_kv) * args_.G;

@@ -31,6 +31,10 @@ namespace htree_cuda::layer {
 
 inline constexpr unsigned kFullWarp = 0xffffffffu;
 
+// Which block of queries of the launch this CTA has: the last ones, which walk the most in a first layer, begin first, so
+// that short ones end the launch.
+__device__ __forceinline__ uint32_t block_index() { return gridDim.x - 1 - ptx::block_index(); }
+
 template <class Cfg>
 struct Ring {
   uint32_t stages;
@@ -74,7 +78,7 @@ __device__ __forceinline__ int parents_of(Args const& args, QueryBlock const& bl
 template <class Cfg>
 __device__ __forceinline__ int stream_count(Args const& args, QueryBlock const& block) {
   if constexpr (Cfg::kWalk == Walk::kBelow) {
-    return args.union_count[blockIdx.x];
+    return args.union_count[block_index()];
   } else {
     int count = 0;
 #pragma unroll 1
@@ -90,10 +94,10 @@ __device__ __forceinline__ int consumer_of(Args const& args, int rank) {
 
 template <class Cfg>
 __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
-  QueryBlock const block(args.blocks, blockIdx.x);
+  QueryBlock const block(args.blocks, block_index());
   int const lane = threadIdx.x % 32;
   int const count = stream_count<Cfg>(args, block);
-  std::int64_t const list = static_cast<std::int64_t>(blockIdx.x) * kBlockQueries * args.top_k;
+  std::int64_t const list = static_cast<std::int64_t>(block_index()) * kBlockQueries * args.top_k;
   char const* const packed = args.packed + block.bh * args.parents_per_head * args.block_bytes;
 
   // Lane i holds entry i of the next 32.

@@ -10,6 +10,7 @@
 
 #include "../../common/overlap.cuh"
 #include "../../device/backward_steps.h"
+#include "../../device/chunk.cuh"
 
 namespace htree_cuda::gradient {
 
@@ -37,32 +38,9 @@ __device__ __forceinline__ Normaliser normaliser(float largest) {
           __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23)};
 }
 
-// Eight elements.
-template <class Element>
-__device__ __forceinline__ uint4 load_chunk(Source const& x, Element const* row, int chunk) {
-  if (x.vectors) return __ldg(reinterpret_cast<uint4 const*>(row + 8 * chunk));
-  alignas(16) Element values[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) values[i] = row[(8 * chunk + i) * x.stride_d];
-  return *reinterpret_cast<uint4 const*>(values);
-}
-
 template <class Element>
 __device__ __forceinline__ Element const* row_of(Source const& x, std::int64_t b, std::int64_t n, std::int64_t h) {
   return static_cast<Element const*>(x.in) + b * x.stride_b + n * x.stride_n + h * x.stride_h;
-}
-
-// To the precision of the inputs, in which the forward has keys of the bottom.
-template <class Element>
-__device__ __forceinline__ float rounded(float x, bool as_inputs) {
-  return as_inputs ? static_cast<float>(Element(x)) : x;
-}
-
-template <class Element>
-__device__ __forceinline__ void to_float(uint4 const& chunk, float (&x)[8]) {
-  Element const* const values = reinterpret_cast<Element const*>(&chunk);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = static_cast<float>(values[i]);
 }
 
 // Over the kLanes neighbouring lanes that share a row.
@@ -119,8 +97,8 @@ __global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_const
     float lo[8] = {}, hi[8] = {};
     if (c < children) {
       Element const* const row = row_of<Element>(args.k, b, first + c, h);
-      to_float<Element>(load_chunk<Element>(args.k, row, chunk), lo);
-      to_float<Element>(load_chunk<Element>(args.k, row, chunk + kLanesPerRow), hi);
+      to_float<Element>(load_chunk(row, chunk, args.k.vectors, args.k.stride_d), lo);
+      to_float<Element>(load_chunk(row, chunk + kLanesPerRow, args.k.vectors, args.k.stride_d), hi);
     }
     float largest = 0.0f;
     bool finite = true;
@@ -155,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_const
     int const c = i / chunks;
     int const chunk = i % chunks;
     uint4 x = {0, 0, 0, 0};
-    if (c < children) x = load_chunk<Element>(args.v, row_of<Element>(args.v, b, first + c, h), chunk);
+    if (c < children) x = load_chunk(row_of<Element>(args.v, b, first + c, h), chunk, args.v.vectors, args.v.stride_d);
     *chunk_of(values, args.V, c, chunk) = x;
   }
 }
@@ -202,9 +180,10 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
       uint4 x = {0, 0, 0, 0};
       float dout[8] = {}, out[8] = {};
       if (g < heads) {
-        x = load_chunk<Element>(args.dout, row_of<Element>(args.dout, b, query, first + g), chunk);
+        x = load_chunk(row_of<Element>(args.dout, b, query, first + g), chunk, args.dout.vectors, args.dout.stride_d);
         to_float<Element>(x, dout);
-        to_float<Element>(load_chunk<Element>(args.out, row_of<Element>(args.out, b, query, first + g), chunk), out);
+        Element const* const row = row_of<Element>(args.out, b, query, first + g);
+        to_float<Element>(load_chunk(row, chunk, args.out.vectors, args.out.stride_d), out);
       }
       float sum = 0.0f;
       bool finite = true;
@@ -230,7 +209,8 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
       int const g = step * kRows + lane / kLanes;
       float q[8] = {};
       if (g < heads) {
-        to_float<Element>(load_chunk<Element>(args.q, row_of<Element>(args.q, b, query, first + g), chunk), q);
+        Element const* const row = row_of<Element>(args.q, b, query, first + g);
+        to_float<Element>(load_chunk(row, chunk, args.q.vectors, args.q.stride_d), q);
       }
       float largest = 0.0f;
       bool finite = true;

@@ -8,14 +8,14 @@
 //   [scales 64 x float | keys K / 64 panels of 64 x 64 fp16 | values V / 64 panels of 64 x 64]
 //
 // the panels as WGMMA takes them. Keys are turned by their place c among the siblings, or by the node's index (RoPE in
-// float32), normalised by a power of two, rounded once, to fp16 or where nothing is selected to the dtype, and brought to one
-// scale a parent unless they differ much (rope::uneven_scale); the elements of a pair become neighbours (rope::tile_of); values are copied.
-// Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8) of its 128 bytes, so that ldmatrix reads them without
-// bank conflicts.
-// Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score is NaN
-// whatever the query. Values that are not finite (the mean of finite ones may overflow) become zeros, because probabilities of
-// zero multiply them too, and all scales of their parent have the sign of negative numbers, so that who takes such a value
-// notices. Memory bound: a warp a parent, 16-byte accesses.
+// float32), normalised by a power of two, rounded once, to fp16 or where nothing is selected to the dtype, and brought to
+// one scale a parent unless they differ much (rope::uneven_scale); the elements of a pair become neighbours
+// (rope::tile_of); values are copied. Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8) of its 128
+// bytes, so that ldmatrix reads them without bank conflicts.
+// Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score is
+// NaN whatever the query. Values that are not finite (the mean of finite ones may overflow) become zeros, because
+// probabilities of zero multiply them too, and all scales of their parent have the sign of negative numbers, so that who
+// takes such a value notices. Memory bound: a warp a parent, 16-byte accesses.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,6 +25,7 @@
 #include <cstdint>
 
 #include "../../common/overlap.cuh"
+#include "../../device/chunk.cuh"
 #include "../../device/forward_steps.h"
 
 namespace htree_cuda::packing {
@@ -32,31 +33,6 @@ namespace htree_cuda::packing {
 inline constexpr int kThreads = 256;
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kMaxK = 128;
-
-// Eight elements of 16 bits.
-template <class Element>
-__device__ __forceinline__ uint4 load_chunk(Source const& x, Element const* row, int chunk) {
-  Element const* const p = row + 8 * chunk;
-  if (x.vectors) return __ldg(reinterpret_cast<uint4 const*>(p));
-  alignas(16) Element values[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) values[i] = p[i];
-  return *reinterpret_cast<uint4 const*>(values);
-}
-
-// To the precision of the inputs: bf16 keys have zeros for the last three bits of fp16. At the GPU's power limit those bits,
-// in shared memory and the tensor cores, would cost 1 to 2% of the time (docs/htree_layer.md).
-template <class Element>
-__device__ __forceinline__ float rounded(float x, bool as_inputs) {
-  return as_inputs ? static_cast<float>(Element(x)) : x;
-}
-
-template <class Element>
-__device__ __forceinline__ void to_float(uint4 const& chunk, float (&x)[8]) {
-  Element const* const values = reinterpret_cast<Element const*>(&chunk);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = static_cast<float>(values[i]);
-}
 
 template <class Element, int kK>
 __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_constant__ Args args) {
@@ -106,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     int const c = i / chunks;
     int const chunk = i % chunks;
     uint4 x = {0, 0, 0, 0};
-    if (c < children) x = load_chunk<Element>(args.v, row_of(args.v, c), chunk);
+    if (c < children) x = load_chunk(row_of(args.v, c), chunk, args.v.vectors);
     float elements[8];
     to_float<Element>(x, elements);
     uint32_t(&words)[4] = reinterpret_cast<uint32_t(&)[4]>(x);
@@ -133,8 +109,8 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     words[step][0] = words[step][1] = {0, 0, 0, 0};
     if (c < children) {
       Element const* const row = row_of(args.k, c);
-      words[step][0] = load_chunk<Element>(args.k, row, chunk);
-      words[step][1] = load_chunk<Element>(args.k, row, chunk + kLanesPerRow);
+      words[step][0] = load_chunk(row, chunk, args.k.vectors);
+      words[step][1] = load_chunk(row, chunk + kLanesPerRow, args.k.vectors);
     }
   }
 #pragma unroll
@@ -190,8 +166,10 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       float const x = lo[i] * scale.factor;
       float const y = hi[i] * scale.factor;
       float const nan = __int_as_float(0x7fffffff);
-      turned[i % 2][i / 2] = __hmul2(lift, __floats2half2_rn(rounded<Element>(finite[step] ? x * turn.x - y * turn.y : nan, args.as_inputs),
-                                                             rounded<Element>(finite[step] ? x * turn.y + y * turn.x : nan, args.as_inputs)));
+      float const low = finite[step] ? x * turn.x - y * turn.y : nan;
+      float const high = finite[step] ? x * turn.y + y * turn.x : nan;
+      half2 const pair = __floats2half2_rn(rounded<Element>(low, args.as_inputs), rounded<Element>(high, args.as_inputs));
+      turned[i % 2][i / 2] = __hmul2(lift, pair);
     }
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
