@@ -30,7 +30,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -323,22 +323,49 @@ def phase_of(kernel: str) -> str:
     return next((phase for phase, pattern in PHASES.items() if re.search(pattern, kernel)), "other")
 
 
-def kernels(call: Callable[[], object]) -> list[tuple[str, float]]:
-    """Demangled name and milliseconds of every kernel of one call on a GPU."""
+PROFILED_CALLS = 3
+
+
+def increments(events: Iterable[tuple[str, float, float]], calls: int) -> list[tuple[str, float, float]]:
+    """Of the last of several equal calls: name, how much later each kernel ends than the one before, and its own time.
+
+    Launches overlap, so that a kernel's own time counts what it waited for the one before it, and own times add up to
+    more than the call. From end to end they add up to the call.
+
+    Args:
+      events: name, start and end of every kernel of all calls, in any unit and order.
+      calls: how many there were; at least two, since the first kernel of the last follows another.
+
+    Raises:
+      ValueError: these are not the kernels of so many equal calls.
+    """
+    ordered = sorted(events, key=lambda event: event[2])
+    if calls < 2 or not ordered or len(ordered) % calls:
+        raise ValueError(f"{len(ordered)} kernels are not those of {calls} equal calls, two at least")
+    last = ordered[-(len(ordered) // calls) - 1 :]
+    return [(name, end - before[2], end - start) for before, (name, start, end) in itertools.pairwise(last)]
+
+
+def kernels(call: Callable[[], object], calls: int = PROFILED_CALLS) -> list[tuple[str, float, float]]:
+    """Kernels of a call on a GPU, of the last of several back to back: demangled name, milliseconds from the end of the
+    one before to its own end, and its own time (see `increments`)."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        call()
+        for _ in range(calls):
+            call()
         torch.cuda.synchronize()
     events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
-    return [(event.name, event.time_range.elapsed_us() / 1e3) for event in events]
+    found = [(event.name, event.time_range.start / 1e3, event.time_range.end / 1e3) for event in events]
+    return increments(found, calls)
 
 
 def phases(call: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of one call's kernels on a GPU, by phase, in the order of PHASES."""
+    """Milliseconds by which the kernels of a call on a GPU delay its end, by phase, in the order of PHASES."""
     sums: dict[str, float] = {}
-    for name, ms in kernels(call):
+    for name, ms, _ in kernels(call):
         phase = phase_of(name)
         sums[phase] = sums.get(phase, 0.0) + ms
     return {phase: round(sums[phase], 4) for phase in (*PHASES, "other") if phase in sums}
@@ -392,7 +419,7 @@ def run_backward(args: argparse.Namespace) -> list[dict]:
         if args.device == "cuda" and args.backend != "torch":
             found = kernels(call)
             result["kernels_ms"] = {
-                name: round(sum(ms for kernel, ms in found if text in kernel), 4)
+                name: round(sum(ms for kernel, ms, _ in found if text in kernel), 4)
                 for name, text in {"all": "", **GRADIENT_KERNELS}.items()
             }
         del call

@@ -2,35 +2,19 @@
 
     python scripts/gpu_timeline.py [--lengths 65536,131072] [--inputs local] [--launches]
 
-Launches overlap, so that a kernel's own time counts what it waited for the one before it, and phases by that time
-add up to more than the call. Here a kernel counts from the end of the one before to its own end: sums are the call.
-Of several calls back to back the last is shown, by phase; --launches adds every launch in its order.
+A kernel counts from the end of the one before to its own end (`htree_cuda.bench.increments`). Of several calls back to
+back the last is shown, by phase, beside the kernels' own times; --launches adds every launch in its order.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from collections.abc import Iterable
 
 from content_hash import ROOT
 
 CALLS = 6
-
-
-def increments(events: Iterable[tuple[str, float, float]], calls: int) -> list[tuple[str, float, float]]:
-    """Of the last of several equal calls: name, how much later each kernel ends than the one before, and its own time.
-
-    Args:
-      events: name, start and end of every kernel of all calls, in any unit and order.
-      calls: how many there were; at least two, since the first kernel of the last follows another.
-    """
-    ordered = sorted(events, key=lambda event: event[2])
-    if calls < 2 or not ordered or len(ordered) % calls:
-        raise ValueError(f"{len(ordered)} kernels are not those of {calls} equal calls, two at least")
-    last = ordered[-(len(ordered) // calls) - 1 :]
-    return [(name, end - before[2], end - start) for before, (name, start, end) in itertools.pairwise(last)]
 
 
 def by_phase(rows: Iterable[tuple[str, float, float]], phase_of) -> dict[str, tuple[float, float, int]]:
@@ -51,8 +35,6 @@ def main(argv: list[str] | None = None) -> int:
 
     sys.path.insert(0, str(ROOT))
     import torch
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
 
     import htree_cuda
     from htree_cuda import bench
@@ -63,25 +45,13 @@ def main(argv: list[str] | None = None) -> int:
         q, k, v = bench.tree_inputs(args.inputs, 1, T, T, 16, 1, 128, 128, torch.bfloat16, "cuda", 0)
         for _ in range(30):  # the clock settles at the power limit
             htree_cuda.forward(q, k, v)
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(CALLS):
-                htree_cuda.forward(q, k, v)
-            torch.cuda.synchronize()
-        events = [
-            (event.name, event.time_range.start, event.time_range.end)
-            for event in profiler.events()
-            if event.device_type == DeviceType.CUDA and bench.phase_of(event.name) != "other"
-        ]
-        rows = increments(events, CALLS)
-        print(f"T = {T:,}, {args.inputs}: {sum(step for _, step, _ in rows) / 1e3:.2f} ms, {len(rows)} launches")
+        rows = bench.kernels(lambda: htree_cuda.forward(q, k, v), CALLS)  # noqa: B023
+        print(f"T = {T:,}, {args.inputs}: {sum(step for _, step, _ in rows):.2f} ms, {len(rows)} launches")
         for phase, (step, own, count) in by_phase(rows, bench.phase_of).items():
-            print(
-                f"  {phase:22s} {step / 1e3:9.3f} ms  (by the kernels' own times {own / 1e3:9.3f}) {count:5d} launches"
-            )
+            print(f"  {phase:22s} {step:9.3f} ms  (by the kernels' own times {own:9.3f}) {count:5d} launches")
         if args.launches:
             for name, step, own in rows:
-                print(f"    {bench.phase_of(name):22s} {step:9.1f} us  (its own time {own:9.1f})")
+                print(f"    {bench.phase_of(name):22s} {step * 1e3:9.1f} us  (its own time {own * 1e3:9.1f})")
     return 0
 
 

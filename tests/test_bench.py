@@ -69,6 +69,18 @@ def test_phases_know_every_kernel_of_the_forward():
     assert bench.phase_of("void at::native::vectorized_elementwise_kernel<4>") == "other"
 
 
+def test_profiles_count_what_a_kernel_adds_to_the_call():
+    """Launches overlap: `b` begins before `a` ends, and waits for it."""
+    first = [("a", 0.0, 4.0), ("b", 3.0, 9.0), ("a", 8.5, 10.0)]
+    second = [(name, start + 10.0, end + 10.0) for name, start, end in first]
+    rows = bench.increments([*second, *first], calls=2)
+    assert rows == [("a", 4.0, 4.0), ("b", 5.0, 6.0), ("a", 1.0, 1.5)]
+    assert sum(step for _, step, _ in rows) == 10.0  # the call
+    for events, calls in ((first, 2), (first, 1), ([], 2)):
+        with pytest.raises(ValueError, match="equal calls"):
+            bench.increments(events, calls)
+
+
 def test_the_backward_is_timed_on_the_gradients_of_its_inputs(tmp_path, monkeypatch, capsys):
     """Every figure has times of htree and dense attention, and what was timed gives dq, dk and dv."""
     monkeypatch.setattr(bench, "TIMED_S", 0.0)

@@ -613,14 +613,6 @@ def test_recorded_failures_are_found():
     ]
 
 
-def test_timeline_counts_what_a_kernel_adds_to_the_call():
-    """Launches overlap: `b` begins before `a` ends, and waits for it."""
-    first = [("a", 0.0, 4.0), ("b", 3.0, 9.0), ("a", 8.5, 10.0)]
-    second = [(name, start + 10.0, end + 10.0) for name, start, end in first]
-    rows = gpu_timeline.increments([*second, *first], calls=2)
-    assert rows == [("a", 4.0, 4.0), ("b", 5.0, 6.0), ("a", 1.0, 1.5)]
-    assert sum(step for _, step, _ in rows) == 10.0  # the call
+def test_timeline_adds_up_phases():
+    rows = [("a", 4.0, 4.0), ("b", 5.0, 6.0), ("a", 1.0, 1.5)]
     assert gpu_timeline.by_phase(rows, str.upper) == {"A": (5.0, 5.5, 2), "B": (5.0, 6.0, 1)}
-    for events, calls in ((first, 2), (first, 1), ([], 2)):
-        with pytest.raises(ValueError, match="equal calls"):
-            gpu_timeline.increments(events, calls)

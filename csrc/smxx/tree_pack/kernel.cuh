@@ -8,14 +8,14 @@
 //   [scales 64 x float | keys K / 64 panels of 64 x 64 fp16 | values V / 64 panels of 64 x 64]
 //
 // the panels as WGMMA takes them. Keys are turned by their place c among the siblings, or by the node's index (RoPE in
-// float32), normalised by a power of two, rounded once, to fp16 or where nothing is selected to the dtype, and brought to
-// one scale a parent unless they differ much (rope::uneven_scale); the elements of a pair become neighbours
+// float32), normalised by a power of two, rounded once, to fp16 or where nothing is selected to the dtype, and brought
+// to one scale a parent unless they differ much (rope::uneven_scale); the elements of a pair become neighbours
 // (rope::tile_of); values are copied. Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8) of its 128
 // bytes, so that ldmatrix reads them without bank conflicts.
-// Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score is
-// NaN whatever the query. Values that are not finite (the mean of finite ones may overflow) become zeros, because
-// probabilities of zero multiply them too, and all scales of their parent have the sign of negative numbers, so that who
-// takes such a value notices. Memory bound: a warp a parent, 16-byte accesses.
+// Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score
+// is NaN whatever the query. Values that are not finite (the mean of finite ones may overflow) become zeros, because
+// probabilities of zero multiply them too, and all scales of their parent have the sign of negative numbers, so that
+// who takes such a value notices. Memory bound: a warp a parent, 16-byte accesses.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -168,7 +168,8 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       float const nan = __int_as_float(0x7fffffff);
       float const low = finite[step] ? x * turn.x - y * turn.y : nan;
       float const high = finite[step] ? x * turn.y + y * turn.x : nan;
-      half2 const pair = __floats2half2_rn(rounded<Element>(low, args.as_inputs), rounded<Element>(high, args.as_inputs));
+      half2 const pair =
+          __floats2half2_rn(rounded<Element>(low, args.as_inputs), rounded<Element>(high, args.as_inputs));
       turned[i % 2][i / 2] = __hmul2(lift, pair);
     }
 #pragma unroll
