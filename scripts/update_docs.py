@@ -211,7 +211,10 @@ def forward_gpu(phases: bool = True) -> str:
         phase_rows = [
             [f"{f['T']:,}", f["inputs"], *(f"{f['phases_ms'].get(name, 0.0):.2f}" for name in names)] for f in profiled
         ]
-        text += "\n\nBy phase, ms, from the end of one kernel to the end of the next in a profiled call:\n\n" + markdown(["T", "inputs", *names], phase_rows)
+        text += (
+            "\n\nBy phase, ms, from the end of one kernel to the end of the next in a profiled call:\n\n"
+            + markdown(["T", "inputs", *names], phase_rows)
+        )
     return text
 
 
