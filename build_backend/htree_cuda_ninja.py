@@ -57,6 +57,16 @@ def nvcc_flags(options: Options, tools: build.Toolchain) -> list[str]:
     return flags
 
 
+def link_command(tools: build.Toolchain) -> list[str]:
+    """What links objects to the library.
+
+    Static CUDA runtime, none of its symbols exported: torch brings its own copy into the same process.
+    """
+    command = [tools.nvcc, "-shared", "-cudart", "static", "-ccbin", tools.cxx]
+    command += [f"-L{folder}" for folder in tools.cuda_lib_dirs]
+    return [*command, "-Xlinker", f"-soname={LIBRARY}", "-Xlinker", "--exclude-libs=ALL", "-Xlinker", "--no-undefined"]
+
+
 def cxx_flags(root: Path) -> list[str]:
     """Flags of bindings.cpp."""
     try:
@@ -121,10 +131,7 @@ def write_ninja(options: Options, tools: build.Toolchain) -> Path:
         "nvcc",
         depfile=True,
     )
-    # Static CUDA runtime, none of its symbols exported: torch brings its own copy into the same process.
-    link = [*logged, tools.nvcc, "-shared", "-cudart", "static", "-ccbin", tools.cxx, *libs]
-    link += ["-Xlinker", f"-soname={LIBRARY}", "-Xlinker", "--exclude-libs=ALL", "-Xlinker", "--no-undefined"]
-    rule("link", [*link, "-o", "$out", "$in"], "link")
+    rule("link", [*logged, *link_command(tools), "-o", "$out", "$in"], "link")
 
     library = out / LIBRARY
     objects = []

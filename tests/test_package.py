@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import gzip
 import importlib.util
 import json
 import os
@@ -27,6 +28,7 @@ import content_hash  # noqa: E402
 import gpu_common  # noqa: E402
 import gpu_test  # noqa: E402
 import gpu_timeline  # noqa: E402
+import gpu_variants  # noqa: E402
 import htree_cuda_build as build  # noqa: E402
 import htree_cuda_ninja as ninja  # noqa: E402
 
@@ -616,3 +618,32 @@ def test_recorded_failures_are_found():
 def test_timeline_adds_up_phases():
     rows = [("a", 4.0, 4.0), ("b", 5.0, 6.0), ("a", 1.0, 1.5)]
     assert gpu_timeline.by_phase(rows, str.upper) == {"A": (5.0, 5.5, 2), "B": (5.0, 6.0, 1)}
+
+
+@pytest.mark.parametrize("part", list(gpu_variants.PARTS))
+def test_parts_of_the_forward_can_be_left_out(part, tmp_path):
+    """Each edit meets the sources as they are, once, and only kernels of the forward are compiled again."""
+    sources = check_house_rules.listed_sources(ROOT / "setup.py")
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    assert gpu_variants.differing(ninja, tmp_path, sources) == []
+    gpu_variants.leave_out(tmp_path, part)
+    again = gpu_variants.differing(ninja, tmp_path, sources)
+    assert again and again == [source for source in sources if "sm90/htree_layer" in source]
+    with pytest.raises(SystemExit, match="holds 0 times"):
+        gpu_variants.leave_out(tmp_path, part)
+
+
+def test_a_variant_is_timed_in_a_copy_of_the_package(tmp_path, monkeypatch):
+    """With the library that was built for it; here the benchmark runs on the CPU, which needs none."""
+    monkeypatch.setattr(gpu_variants, "VARIANTS", tmp_path)
+    with pytest.raises(SystemExit, match="does not exist"):
+        gpu_variants.time_variants(["a"], "forward", [], 1)
+    for name in "ab":
+        (tmp_path / f"{name}.so.gz").write_bytes(gzip.compress(b"no library"))
+    options = ["--device", "cpu", "--dtype", "float32", "--lengths", "40", "--heads", "2", "--kv-heads", "1"]
+    options += ["--dim", "4", "--top-k", "4", "--queries", "2"]
+    figures = gpu_variants.time_variants(["a", "b"], "forward", options, 1)
+    assert [(f["name"], f["round"], f["T"]) for f in figures] == [("a", 0, 40), ("b", 0, 40)]
+    assert all(f["ms"] > 0 for f in figures)
+    head, *rows = gpu_variants.table(figures).splitlines()
+    assert "40 iid" in head and [row.split()[0] for row in rows] == ["a", "b"] and rows[0].count(" ms ") == 1

@@ -1,0 +1,229 @@
+"""Times variants of the kernels in turn: one loan of a GPU, a process for each.
+
+    python scripts/gpu_variants.py build NAME [--csrc DIR | --ref COMMIT] [--leave-out PART ...]
+    python scripts/gpu_variants.py time NAME... [--op backward] [--lengths 65536,131072] [--inputs local] [--rounds 2]
+
+`build`, where nvcc is and after scripts/build_inplace.py, compiles what differs from csrc/ here and writes
+build/variants/NAME.so.gz, which may be carried to another machine. An unchanged csrc/ is a variant as well. --leave-out
+takes parts out of the forward to see what they cost: inputs and control flow stay, results are wrong. `time`, on a
+Hopper GPU, prints milliseconds, the SM clock and power, round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from build_inplace import load_setup
+from content_hash import ROOT
+from gpu_common import ensure_built, machine, run
+
+VARIANTS = ROOT / "build" / "variants"
+LIMIT_S = 120
+
+LAYER = "csrc/sm90/htree_layer"
+COPIES = [
+    (
+        f"{LAYER}/mainloop.cuh",
+        "  RingPosition<Cfg::kStages> at;\n#pragma unroll 1\n  for (int walk",
+        "  RingPosition<Cfg::kStages> at;\n  int produced = 0;\n#pragma unroll 1\n  for (int walk",
+    ),
+    (
+        f"{LAYER}/mainloop.cuh",
+        "        if (lane == 0) barriers::mbarrier_arrive_expect_bytes(",
+        "        bool const dry = Cfg::kWalk == Walk::WALK && ++produced > Cfg::kStages;\n"
+        "        if (lane == 0 && dry) barriers::mbarrier_arrive(ring.barriers.full_at(at.slot));\n"
+        "        if (lane == 0 && !dry) barriers::mbarrier_arrive_expect_bytes(",
+    ),
+    (f"{LAYER}/mainloop.cuh", "        if (mine && exists && slot", "        if (!dry && mine && exists && slot"),
+]
+
+
+def copies_of(walk: str) -> list[tuple[str, str, str]]:
+    return [(file, old, new.replace("WALK", walk)) for file, old, new in COPIES]
+
+
+# Part -> edits: (file, what stands there once, what takes its place).
+PARTS = {
+    # Once the ring is full, stages are given on as they are.
+    "first-copies": copies_of("kFirst"),
+    "below-copies": copies_of("kBelow"),
+    # Fragments of two of eight steps serve all of a parent in values, those of one in choices.
+    "below-reads": [
+        (
+            f"{LAYER}/below.cuh",
+            "      if (i + 1 < kValueSteps) load_values(values[(i + 1) % 2], waiting.slot, i + 1);\n"
+            "      if (i + 1 < kSteps) load_keys(keys[(i + 1) % 2], slot, i + 1);\n",
+            "      if (i == 0) load_values(values[1], waiting.slot, 1);\n"
+            "      if (i == 0) load_keys(keys[1], slot, 1);\n",
+        ),
+        (
+            f"{LAYER}/below.cuh",
+            "#pragma unroll\n"
+            "    for (int i = 0; i < kSteps; ++i) {\n"
+            "      uint32_t keys[4];\n"
+            "      load_keys(keys, slot, i);\n",
+            "    uint32_t keys[4];\n"
+            "    load_keys(keys, slot, 0);\n"
+            "#pragma unroll\n"
+            "    for (int i = 0; i < kSteps; ++i) {\n",
+        ),
+    ],
+    # From rank to rank; queries begin anew as often.
+    "below-turns": [
+        (
+            f"{LAYER}/below.cuh",
+            "    multiply(kk, reinterpret_cast<uint32_t const(&)[4]>(turned()[kk]), step_[2 * kk]",
+            "    if (false) multiply(kk, reinterpret_cast<uint32_t const(&)[4]>(turned()[kk]), step_[2 * kk]",
+        ),
+    ],
+}
+
+
+def leave_out(root: Path, part: str) -> None:
+    """Takes a part out of the csrc/ of `root`."""
+    for file, old, new in PARTS[part]:
+        path = root / file
+        text = path.read_text()
+        if text.count(old) != 1:
+            raise SystemExit(f"--leave-out {part}: {file} holds {text.count(old)} times, not once:\n{old}")
+        path.write_text(text.replace(old, new))
+
+
+def differing(ninja, root: Path, sources: list[str]) -> list[str]:
+    """Sources of which an object of this checkout does not serve `root`: it or a header that it may include differs."""
+
+    def same(path: Path) -> bool:
+        here = ROOT / path.relative_to(root)
+        return here.exists() and here.read_bytes() == path.read_bytes()
+
+    def files(at: Path, source: str) -> set[str]:
+        return {path.relative_to(at).as_posix() for path in [at / source, *ninja.headers_of(at, source)]}
+
+    return [
+        source
+        for source in sources
+        if files(root, source) != files(ROOT, source) or not all(same(root / file) for file in files(root, source))
+    ]
+
+
+def build_variant(name: str, csrc: Path | None, ref: str | None, parts: list[str]) -> Path:
+    """Compiles and links a variant; returns the compressed library."""
+    setup = load_setup()
+    build, ninja = setup.build, setup.ninja
+    tools = build.resolve(build.plan({"HTREE_CUDA_KERNELS": "on"}))
+    objects_here = setup.in_place_build_dir(False) / "obj"
+    root = VARIANTS / name
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True)
+    if ref is not None:
+        archive = subprocess.run(["git", "archive", ref, "csrc"], cwd=ROOT, check=True, capture_output=True).stdout
+        subprocess.run(["tar", "x", "-C", str(root)], input=archive, check=True)
+    else:
+        shutil.copytree(csrc or ROOT / "csrc", root / "csrc")
+    for part in parts:
+        leave_out(root, part)
+
+    flags = ninja.nvcc_flags(ninja.Options(root, root, []), tools)
+    ours = differing(ninja, root, setup.KERNEL_SOURCES)
+    objects = {source: (objects_here / source).with_suffix(".o") for source in setup.KERNEL_SOURCES}
+
+    def compile_one(source: str) -> None:
+        objects[source] = (root / "obj" / source).with_suffix(".o")
+        objects[source].parent.mkdir(parents=True, exist_ok=True)
+        command = [tools.nvcc, *flags, "-c", str(root / source), "-o", str(objects[source])]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{source}:\n{done.stdout}{done.stderr}")
+
+    print(f"{name}: compiling {len(ours)} of {len(objects)} sources", flush=True)
+    with concurrent.futures.ThreadPoolExecutor(build.max_jobs()) as pool:
+        list(pool.map(compile_one, ours))
+    missing = [str(path) for path in objects.values() if not path.exists()]
+    if missing:
+        raise SystemExit(f"no {missing[0]}: run scripts/build_inplace.py first")
+    library = root / ninja.LIBRARY
+    subprocess.run([*ninja.link_command(tools), "-o", str(library), *map(str, objects.values())], check=True)
+    packed = VARIANTS / f"{name}.so.gz"
+    packed.write_bytes(gzip.compress(library.read_bytes(), 6))
+    return packed
+
+
+def time_variants(names: list[str], op: str, options: list[str], rounds: int) -> list[dict]:
+    """Figures of `python -m htree_cuda bench`, `name` and `round` added, each variant in a copy of the package."""
+    files = {name: VARIANTS / f"{name}.so.gz" for name in names}
+    for path in files.values():
+        if not path.exists():
+            raise SystemExit(f"{path} does not exist: `build` it where nvcc is")
+    figures = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        ignored = shutil.ignore_patterns("libhtree_cuda.so", "__pycache__")
+        shutil.copytree(ROOT / "htree_cuda", place / "htree_cuda", ignore=ignored)
+        for i in range(rounds):
+            for name in names:
+                library = place / "htree_cuda" / "libhtree_cuda.so"
+                library.unlink(missing_ok=True)
+                library.write_bytes(gzip.decompress(files[name].read_bytes()))
+                out = place / "figures.json"
+                bench = [sys.executable, "-c", f"import sys; sys.path[0] = {folder!r}; from htree_cuda import bench;"]
+                bench[-1] += " sys.exit(bench.main(sys.argv[1:]))"
+                status, output = run([*bench, op, *options, "--dense-up-to", "0", "--out", str(out)], LIMIT_S)
+                if status != 0:
+                    raise SystemExit(f"{name}: exit status {status}\n{output[-3000:]}")
+                figures += [{"name": name, "round": i, **f} for f in json.loads(out.read_text())["figures"]]
+    return figures
+
+
+def table(figures: list[dict]) -> str:
+    """A row a variant and round, a column a length and kind of inputs."""
+    points = list(dict.fromkeys((f["T"], f["inputs"]) for f in figures))
+    cells = {(f["name"], f["round"], f["T"], f["inputs"]): f for f in figures}
+    width = max(len(f["name"]) for f in figures)
+    lines = [" " * width + "".join(f"{f'{T:,} {kind}':>30s}" for T, kind in points)]
+    for name, i in dict.fromkeys((f["name"], f["round"]) for f in figures):
+        row = [cells[(name, i, *point)] for point in points]
+        lines.append(
+            f"{name:{width}s}"
+            + "".join(
+                f"{f['ms']:10.3f} ms {f.get('clock_mhz') or 0:5.0f} MHz {f.get('power_w') or 0:4.0f} W" for f in row
+            )
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("build")
+    one.add_argument("name")
+    source = one.add_mutually_exclusive_group()
+    source.add_argument("--csrc", type=Path, help="another csrc/")
+    source.add_argument("--ref", help="csrc/ of a commit")
+    one.add_argument("--leave-out", nargs="+", default=[], choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    timed = commands.add_parser("time")
+    timed.add_argument("names", nargs="+", metavar="NAME")
+    timed.add_argument("--op", choices=["forward", "backward"], default="forward")
+    timed.add_argument("--lengths", default="65536,131072")
+    timed.add_argument("--inputs", default="local")
+    timed.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args(argv)
+    if args.command == "build":
+        print(f"wrote {build_variant(args.name, args.csrc, args.ref, args.leave_out).relative_to(ROOT)}")
+        return 0
+    print(json.dumps(machine()))
+    ensure_built()
+    options = ["--lengths", args.lengths, "--inputs", args.inputs]
+    print(table(time_variants(args.names, args.op, options, args.rounds)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
