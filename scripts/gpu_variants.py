@@ -15,6 +15,8 @@ import argparse
 import concurrent.futures
 import gzip
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,37 +24,29 @@ import tempfile
 from pathlib import Path
 
 from build_inplace import load_setup
-from content_hash import ROOT
+from content_hash import ROOT, csrc_hash
 from gpu_common import ensure_built, machine, run
 
 VARIANTS = ROOT / "build" / "variants"
 LIMIT_S = 120
 
 LAYER = "csrc/sm90/htree_layer"
-COPIES = [
-    (
-        f"{LAYER}/mainloop.cuh",
-        "  RingPosition<Cfg::kStages> at;\n#pragma unroll 1\n  for (int walk",
-        "  RingPosition<Cfg::kStages> at;\n  int produced = 0;\n#pragma unroll 1\n  for (int walk",
-    ),
-    (
-        f"{LAYER}/mainloop.cuh",
-        "        if (lane == 0) barriers::mbarrier_arrive_expect_bytes(",
-        "        bool const dry = Cfg::kWalk == Walk::WALK && ++produced > Cfg::kStages;\n"
-        "        if (lane == 0 && dry) barriers::mbarrier_arrive(ring.barriers.full_at(at.slot));\n"
-        "        if (lane == 0 && !dry) barriers::mbarrier_arrive_expect_bytes(",
-    ),
-    (f"{LAYER}/mainloop.cuh", "        if (mine && exists && slot", "        if (!dry && mine && exists && slot"),
-]
 
 
 def copies_of(walk: str) -> list[tuple[str, str, str]]:
-    return [(file, old, new.replace("WALK", walk)) for file, old, new in COPIES]
+    """Edits after which the producer of a walk fills the ring once, and then gives its stages on as they are."""
+    given = f"bool const given_{walk} = Cfg::kWalk == Walk::{walk} && ++produced_{walk} > Cfg::kStages;"
+    edits = {
+        "  RingPosition<Cfg::kStages> at;\n": f"  RingPosition<Cfg::kStages> at;\n  int produced_{walk} = 0;\n",
+        "        int const slots = min(count": f"        {given}\n        int const slots = min(count",
+        "copies * Cfg::kCopyBytes": f"(given_{walk} ? 0 : 1) * copies * Cfg::kCopyBytes",
+        "mine && exists && slot": f"!given_{walk} && mine && exists && slot",
+    }
+    return [(f"{LAYER}/mainloop.cuh", old, new) for old, new in edits.items()]
 
 
 # Part -> edits: (file, what stands there once, what takes its place).
 PARTS = {
-    # Once the ring is full, stages are given on as they are.
     "first-copies": copies_of("kFirst"),
     "below-copies": copies_of("kBelow"),
     # Fragments of two of eight steps serve all of a parent in values, those of one in choices.
@@ -116,11 +110,18 @@ def differing(ninja, root: Path, sources: list[str]) -> list[str]:
 
 def build_variant(name: str, csrc: Path | None, ref: str | None, parts: list[str]) -> Path:
     """Compiles and links a variant; returns the compressed library."""
+    if not re.fullmatch(r"[\w-]+", name):
+        raise SystemExit(f"NAME must be letters, digits, _ and -, got {name!r}")
     setup = load_setup()
     build, ninja = setup.build, setup.ninja
-    tools = build.resolve(build.plan({"HTREE_CUDA_KERNELS": "on"}))
-    objects_here = setup.in_place_build_dir(False) / "obj"
+    info = ROOT / "htree_cuda" / ninja.BUILD_INFO
+    if not info.exists() or json.loads(info.read_text()).get("csrc_hash") != csrc_hash(ROOT):
+        raise SystemExit("the objects here are not of csrc/ as it is: run scripts/build_inplace.py first")
     root = VARIANTS / name
+    if csrc is not None and root.resolve() in [csrc.resolve(), *csrc.resolve().parents]:
+        raise SystemExit(f"{csrc} is what build/variants/{name} is made anew from: give it another NAME")
+    tools = build.resolve(build.plan({**os.environ, "HTREE_CUDA_KERNELS": "on"}))
+    objects_here = setup.in_place_build_dir(False) / "obj"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     if ref is not None:
@@ -146,9 +147,6 @@ def build_variant(name: str, csrc: Path | None, ref: str | None, parts: list[str
     print(f"{name}: compiling {len(ours)} of {len(objects)} sources", flush=True)
     with concurrent.futures.ThreadPoolExecutor(build.max_jobs()) as pool:
         list(pool.map(compile_one, ours))
-    missing = [str(path) for path in objects.values() if not path.exists()]
-    if missing:
-        raise SystemExit(f"no {missing[0]}: run scripts/build_inplace.py first")
     library = root / ninja.LIBRARY
     subprocess.run([*ninja.link_command(tools), "-o", str(library), *map(str, objects.values())], check=True)
     packed = VARIANTS / f"{name}.so.gz"

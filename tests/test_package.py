@@ -629,8 +629,30 @@ def test_parts_of_the_forward_can_be_left_out(part, tmp_path):
     gpu_variants.leave_out(tmp_path, part)
     again = gpu_variants.differing(ninja, tmp_path, sources)
     assert again and again == [source for source in sources if "sm90/htree_layer" in source]
+    for file, _, _ in gpu_variants.PARTS[part]:
+        (tmp_path / file).write_text("")
     with pytest.raises(SystemExit, match="holds 0 times"):
         gpu_variants.leave_out(tmp_path, part)
+
+
+def test_all_parts_can_be_left_out_together(tmp_path):
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    for part in gpu_variants.PARTS:
+        gpu_variants.leave_out(tmp_path, part)
+
+
+def test_variants_do_not_overwrite_what_they_are_made_of(monkeypatch):
+    if not (ROOT / "htree_cuda" / ninja.BUILD_INFO).exists():
+        pytest.skip("the kernels are not built here")
+    with pytest.raises(SystemExit, match="NAME must be"):
+        gpu_variants.build_variant("../kernels", None, None, [])
+    own = json.loads((ROOT / "htree_cuda" / ninja.BUILD_INFO).read_text())
+    if own.get("csrc_hash") == content_hash.csrc_hash(ROOT):
+        with pytest.raises(SystemExit, match="another NAME"):
+            gpu_variants.build_variant("a", gpu_variants.VARIANTS / "a" / "csrc", None, [])
+    monkeypatch.setattr(gpu_variants, "csrc_hash", lambda root: "other sources")
+    with pytest.raises(SystemExit, match=r"run scripts/build_inplace\.py first"):
+        gpu_variants.build_variant("a", None, None, [])
 
 
 def test_a_variant_is_timed_in_a_copy_of_the_package(tmp_path, monkeypatch):
