@@ -112,14 +112,14 @@ def build_variant(name: str, csrc: Path | None, ref: str | None, parts: list[str
     """Compiles and links a variant; returns the compressed library."""
     if not re.fullmatch(r"[\w-]+", name):
         raise SystemExit(f"NAME must be letters, digits, _ and -, got {name!r}")
+    root = VARIANTS / name
+    if csrc is not None and root.resolve() in [csrc.resolve(), *csrc.resolve().parents]:
+        raise SystemExit(f"{csrc} is what build/variants/{name} is made anew from: give it another NAME")
     setup = load_setup()
     build, ninja = setup.build, setup.ninja
     info = ROOT / "htree_cuda" / ninja.BUILD_INFO
     if not info.exists() or json.loads(info.read_text()).get("csrc_hash") != csrc_hash(ROOT):
         raise SystemExit("the objects here are not of csrc/ as it is: run scripts/build_inplace.py first")
-    root = VARIANTS / name
-    if csrc is not None and root.resolve() in [csrc.resolve(), *csrc.resolve().parents]:
-        raise SystemExit(f"{csrc} is what build/variants/{name} is made anew from: give it another NAME")
     tools = build.resolve(build.plan({**os.environ, "HTREE_CUDA_KERNELS": "on"}))
     objects_here = setup.in_place_build_dir(False) / "obj"
     shutil.rmtree(root, ignore_errors=True)
