@@ -1,10 +1,11 @@
 """Times variants of the kernels in turn: one loan of a GPU, a process for each.
 
-    python scripts/gpu_variants.py build NAME [--csrc DIR | --ref COMMIT] [--leave-out PART ...]
+    python scripts/gpu_variants.py build NAME [--csrc DIR | --ref COMMIT] [--patch FILE ...] [--leave-out PART ...]
     python scripts/gpu_variants.py time NAME... [--op backward] [--lengths 65536,131072] [--inputs local] [--rounds 2]
 
 `build`, where nvcc is and after scripts/build_inplace.py, compiles what differs from csrc/ here and writes
-build/variants/NAME.so.gz, which may be carried to another machine. An unchanged csrc/ is a variant as well. --leave-out
+build/variants/NAME.so.gz, which may be carried to another machine. An unchanged csrc/ is a variant as well. --patch
+applies patches, one after the other: those of benchmarks/variants wait for a GPU to be timed. --leave-out
 takes parts out of the forward to see what they cost: inputs and control flow stay, results are wrong. `time`, on a
 Hopper GPU, prints milliseconds, the SM clock and power, round by round.
 """
@@ -91,6 +92,16 @@ def leave_out(root: Path, part: str) -> None:
         path.write_text(text.replace(old, new))
 
 
+def apply_patch(root: Path, patch: Path) -> None:
+    """Applies a patch whose paths begin with csrc/ to the csrc/ of `root`."""
+    # Outside of any repository, as git sees it: paths are those of the patch.
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(root.resolve().parent)}
+    command = ["git", "apply", str(patch.resolve())]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"--patch {patch}: {done.stderr.strip()}")
+
+
 def differing(ninja, root: Path, sources: list[str]) -> list[str]:
     """Sources of which an object of this checkout does not serve `root`: it or a header that it may include differs."""
 
@@ -108,7 +119,7 @@ def differing(ninja, root: Path, sources: list[str]) -> list[str]:
     ]
 
 
-def build_variant(name: str, csrc: Path | None, ref: str | None, parts: list[str]) -> Path:
+def build_variant(name: str, csrc: Path | None, ref: str | None, patches: list[Path], parts: list[str]) -> Path:
     """Compiles and links a variant; returns the compressed library."""
     if not re.fullmatch(r"[\w-]+", name):
         raise SystemExit(f"NAME must be letters, digits, _ and -, got {name!r}")
@@ -129,6 +140,8 @@ def build_variant(name: str, csrc: Path | None, ref: str | None, parts: list[str
         subprocess.run(["tar", "x", "-C", str(root)], input=archive, check=True)
     else:
         shutil.copytree(csrc or ROOT / "csrc", root / "csrc")
+    for patch in patches:
+        apply_patch(root, patch)
     for part in parts:
         leave_out(root, part)
 
@@ -205,6 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     source = one.add_mutually_exclusive_group()
     source.add_argument("--csrc", type=Path, help="another csrc/")
     source.add_argument("--ref", help="csrc/ of a commit")
+    one.add_argument("--patch", nargs="+", default=[], type=Path, metavar="FILE")
     one.add_argument("--leave-out", nargs="+", default=[], choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
     timed = commands.add_parser("time")
     timed.add_argument("names", nargs="+", metavar="NAME")
@@ -214,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     timed.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args(argv)
     if args.command == "build":
-        print(f"wrote {build_variant(args.name, args.csrc, args.ref, args.leave_out).relative_to(ROOT)}")
+        print(f"wrote {build_variant(args.name, args.csrc, args.ref, args.patch, args.leave_out).relative_to(ROOT)}")
         return 0
     print(json.dumps(machine()))
     ensure_built()

@@ -641,14 +641,28 @@ def test_all_parts_can_be_left_out_together(tmp_path):
         gpu_variants.leave_out(tmp_path, part)
 
 
+def test_patches_apply_in_their_order(tmp_path):
+    """Those that wait to be timed fit csrc/ as it is, and each other."""
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    patches = sorted((ROOT / "benchmarks" / "variants").glob("*.patch"))
+    for patch in patches:
+        before = {path: path.read_bytes() for path in (tmp_path / "csrc").rglob("*") if path.is_file()}
+        gpu_variants.apply_patch(tmp_path, patch)
+        assert any(path.read_bytes() != text for path, text in before.items())
+    own = tmp_path / "own.patch"
+    own.write_text("--- a/csrc/params.h\n+++ b/csrc/params.h\n@@ -1 +1 @@\n-no such line\n+another\n")
+    with pytest.raises(SystemExit, match=r"csrc/params\.h"):
+        gpu_variants.apply_patch(tmp_path, own)
+
+
 def test_variants_do_not_overwrite_what_they_are_made_of(monkeypatch):
     with pytest.raises(SystemExit, match="NAME must be"):
-        gpu_variants.build_variant("../kernels", None, None, [])
+        gpu_variants.build_variant("../kernels", None, None, [], [])
     with pytest.raises(SystemExit, match="another NAME"):
-        gpu_variants.build_variant("a", gpu_variants.VARIANTS / "a" / "csrc", None, [])
+        gpu_variants.build_variant("a", gpu_variants.VARIANTS / "a" / "csrc", None, [], [])
     monkeypatch.setattr(gpu_variants, "csrc_hash", lambda root: "other sources")
     with pytest.raises(SystemExit, match=r"run scripts/build_inplace\.py first"):
-        gpu_variants.build_variant("a", None, None, [])
+        gpu_variants.build_variant("a", None, None, [], [])
 
 
 def test_a_variant_is_timed_in_a_copy_of_the_package(tmp_path, monkeypatch):
