@@ -21,12 +21,14 @@
 
 #include "common/cuda_check.h"
 #include "common/driver.h"
+#include "measure.h"
 #include "sm90/device/barriers.cuh"
 #include "sm90/device/ptx.cuh"
 
 namespace {
 
 using namespace htree_cuda;
+using namespace htree_cuda::hardware;
 
 int blocks = 132;
 
@@ -284,28 +286,7 @@ double time_of(void (*kernel)(Params...), bool cluster, int threads, int shared,
   config.dynamicSmemBytes = shared;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  cudaEvent_t begin, end;
-  HTREE_CUDA_CHECK(cudaEventCreate(&begin));
-  HTREE_CUDA_CHECK(cudaEventCreate(&end));
-  float best = 1e9f;
-  for (int i = 0; i < 5; ++i) {
-    HTREE_CUDA_CHECK(cudaEventRecord(begin));
-    HTREE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...));
-    HTREE_CUDA_CHECK(cudaEventRecord(end));
-    HTREE_CUDA_CHECK(cudaEventSynchronize(end));
-    float ms = 0;
-    HTREE_CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
-    best = std::min(best, ms);
-  }
-  return best;
-}
-
-template <class T>
-T* on_device(std::vector<T> const& host) {
-  T* device = nullptr;
-  HTREE_CUDA_CHECK(cudaMalloc(&device, host.size() * sizeof(T)));
-  HTREE_CUDA_CHECK(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
-  return device;
+  return best_ms(5, [&] { HTREE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args...)); });
 }
 
 // Unions of the parents of `queries` neighbouring queries.

@@ -16,11 +16,13 @@
 #include <vector>
 
 #include "common/cuda_check.h"
+#include "measure.h"
 #include "sm90/device/ptx.cuh"
 
 namespace {
 
 using namespace htree_cuda;
+using namespace htree_cuda::hardware;
 
 constexpr int kFloats = 16 * (128 + 128);  // of a parent
 constexpr int kBytes = 4 * kFloats;
@@ -72,14 +74,6 @@ __global__ void __launch_bounds__(kThreads, 1) reduce(float* sums, int const* li
   if (kBulk && threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-template <class T>
-T* on_device(std::vector<T> const& host) {
-  T* device = nullptr;
-  HTREE_CUDA_CHECK(cudaMalloc(&device, host.size() * sizeof(T)));
-  HTREE_CUDA_CHECK(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
-  return device;
-}
-
 // Ascending sets of `size` of `parents`, one a block.
 std::vector<int> sets(int blocks, int parents, int size, bool agree) {
   std::mt19937 random(1);
@@ -108,21 +102,9 @@ double time_of(std::vector<int> const& lists, int size, int parents, int blocks,
   int* const counts = on_device(std::vector<int>(blocks, size));
   HTREE_CUDA_CHECK(
       cudaFuncSetAttribute(reinterpret_cast<void const*>(reduce<kBulk>), cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
-  cudaEvent_t begin, end;
-  HTREE_CUDA_CHECK(cudaEventCreate(&begin));
-  HTREE_CUDA_CHECK(cudaEventCreate(&end));
-  float best = 1e9f;
-  int const launches = check ? 1 : 5;
-  for (int i = 0; i < launches; ++i) {
-    HTREE_CUDA_CHECK(cudaEventRecord(begin));
+  double const best = best_ms(check ? 1 : 5, [&] {
     reduce<kBulk><<<processors, kThreads, kShared>>>(sums, device_lists, counts, size, blocks, check ? 0.0f : 0x1p-32f);
-    HTREE_CUDA_CHECK(cudaGetLastError());
-    HTREE_CUDA_CHECK(cudaEventRecord(end));
-    HTREE_CUDA_CHECK(cudaEventSynchronize(end));
-    float ms = 0;
-    HTREE_CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
-    best = std::min(best, ms);
-  }
+  });
   if (check) {
     std::vector<float> host(std::size_t(parents) * kFloats);
     HTREE_CUDA_CHECK(cudaMemcpy(host.data(), sums, host.size() * 4, cudaMemcpyDeviceToHost));
