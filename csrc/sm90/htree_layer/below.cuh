@@ -1,7 +1,8 @@
-// Walk::kBelow: a warp computes the scores of its query against one selected parent after the other, by ldmatrix and
-// mma.sync. A rank has a RoPE position of its own, so the query turns from parent to parent: in place, by the sixteen
-// positions between them, with turns that stay in registers. It begins anew from the query itself and the table every
-// few ranks of its own (`Args::turn_period`), before what rounding adds up to matters.
+// Walk::kBelow: a warp computes the scores of its query against one selected parent after the other, by mma.sync, whose
+// operands lie in shared memory as lanes read them (tree_pack). A rank has a RoPE position of its own, so the query turns
+// from parent to parent: in place, by the sixteen positions between them, with turns that stay in registers. It begins
+// anew from the query itself and the table every few ranks of its own (`Args::turn_period`), before what rounding adds up
+// to matters.
 //
 // A parent stays for two rounds of the loop: in the first its products with the query are formed, in the second its scores
 // become exponentials and its values are added. So a round works on two parents, and what one of them waits for, products
@@ -41,8 +42,7 @@ public:
   __device__ BelowConsumer(Args const& args, Ring<Cfg> const& ring)
       : Base(args),
         shared_(ring.stages - Cfg::kRingOffset),
-        key_lane_(ptx::opaque(lane_offset(Cfg::kKeyRowBytes, lane_ / 16, lane_ / 8 % 2))),
-        value_lane_(ptx::opaque(lane_offset(Cfg::kValueRowBytes, lane_ / 8 % 2, lane_ / 16))),
+        fragment_lane_(ptx::opaque(lane_ * 16)),
         column_(static_cast<int>(ptx::opaque(Base::column()))) {
     if (!active_) return;
     int const g = lane_ / 4;
@@ -216,19 +216,6 @@ private:
     return stage + (__ffs(mine) - 1) * Cfg::kSlotBytes;
   }
 
-  // Where this lane points ldmatrix in 16 rows, in the half and at the chunk that its eight lanes name: such that the two
-  // registers of a fragment of B come one after the other.
-  __device__ __forceinline__ uint32_t lane_offset(int row_bytes, int half, int chunk) const {
-    int const row = lane_ % 8 + half * 8;
-    return row * row_bytes + ((chunk ^ row % 8) << 4);
-  }
-
-  // Of rows that begin at multiples of 128 bytes and are at most 256 long, the two chunks of step kk as this lane names
-  // them: four addresses serve all steps, the rest is a constant.
-  static __device__ __forceinline__ uint32_t chunks_of(uint32_t lane_address, int kk) {
-    return (lane_address ^ (kk % 4 << 5)) + kk / 4 * 128;
-  }
-
   // Beside O there are no registers for the query as it is: each thread leaves its part in shared memory.
   // What is needed every few ranks alone is found out again there: registers are scarcer than instructions.
   __device__ __forceinline__ uint32_t saved_query() const {
@@ -312,8 +299,17 @@ private:
     left_ -= 1;
   }
 
+  // Operands B of two products, which contract 16 columns of keys or the 16 rows of 16 columns of values: one address serves
+  // all of a parent, the rest is a constant.
+  static constexpr int kFragmentBytes = 512;
+
+  static __device__ __forceinline__ void load_fragment(uint32_t (&b)[4], uint32_t address) {
+    uint4 const x = ptx::load_shared_16B(address);
+    b[0] = x.x, b[1] = x.y, b[2] = x.z, b[3] = x.w;
+  }
+
   __device__ __forceinline__ void load_keys(uint32_t (&b)[4], uint32_t slot, int i) const {
-    ptx::load_matrix_x4(b, chunks_of(slot + key_lane_, i) + Cfg::kKeyOffset);
+    load_fragment(b, slot + fragment_lane_ + Cfg::kKeyOffset + i * kFragmentBytes);
   }
 
   __device__ __forceinline__ void multiply_keys(float (&products)[2][4], uint32_t const (&b)[4], int i) {
@@ -325,7 +321,7 @@ private:
   static __device__ __forceinline__ uint32_t scales_of(uint32_t slot) { return slot + Cfg::kScaleOffset; }
 
   __device__ __forceinline__ void load_values(uint32_t (&b)[4], uint32_t slot, int i) const {
-    ptx::load_matrix_x4_transposed(b, chunks_of(slot + value_lane_, i) + Cfg::kValueOffset);
+    load_fragment(b, slot + fragment_lane_ + Cfg::kValueOffset + i * kFragmentBytes);
   }
 
   __device__ __forceinline__ void multiply_values(uint32_t const (&p)[4], uint32_t const (&b)[4], int i) {
@@ -572,8 +568,7 @@ private:
   }
 
   uint32_t const shared_;
-  uint32_t const key_lane_;
-  uint32_t const value_lane_;
+  uint32_t const fragment_lane_;
   int const column_;
   uint32_t closed_ = 0;  // of the parent that waits, candidates that are no leaves
   int left_ = -1;  // ranks until turning begins anew; -1: until it begins

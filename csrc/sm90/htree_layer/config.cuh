@@ -71,8 +71,7 @@ struct Config {
   static constexpr int kKeyBytes = kSiblings * kKeyRowBytes;
   static constexpr int kValueRowBytes = 2 * kV;
   static constexpr int kValueBytes = kReadsValues ? kSiblings * kValueRowBytes : 0;
-  // Slots that are copied at once. Rows begin at multiples of 256 bytes, so that swizzled addresses come from one exclusive
-  // or, and panels at multiples of 1024.
+  // Slots that are copied at once. Panels begin at multiples of 1024 bytes.
   static constexpr int kCopySlots = kWalk == Walk::kFirst ? kTileParents : 1;
   static constexpr int kCopyBytes = kCopySlots * (kScaleBytes + kKeyBytes + kValueBytes);
   static constexpr int kKeyOffset = kWalk == Walk::kFirst ? 1024 : 256;

@@ -2,16 +2,16 @@
 //
 //   [scales 16 x float | keys 16 x K fp16 | values 16 x V]
 //
-// in which one bulk copy finds everything about 16 siblings. `by_node`, for queries that walk all parents, four of them
-// lie together,
+// in which one bulk copy finds everything about 16 siblings. Its keys and values are fragments: for every 16 columns 512
+// bytes, in which a lane finds, in 16 bytes of its own, what it has of the operands B of two m16n8k16 products. `by_node`,
+// for queries that walk all parents, four of them lie together,
 //
 //   [scales 64 x float | keys K / 64 panels of 64 x 64 fp16 | values V / 64 panels of 64 x 64]
 //
-// the panels as WGMMA takes them. Keys are turned by their place c among the siblings, or by the node's index (RoPE in
-// float32), normalised by a power of two, rounded once, to fp16 or where nothing is selected to the dtype, and brought
-// to one scale a parent unless they differ much (rope::uneven_scale); the elements of a pair become neighbours
-// (rope::tile_of); values are copied. Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8) of its 128
-// bytes, so that ldmatrix reads them without bank conflicts.
+// the panels as WGMMA takes them: 16-byte chunk i of row c lies at chunk i ^ (c % 8) of its 128 bytes.
+// Keys are turned by their place c among the siblings, or by the node's index (RoPE in float32), normalised by a power of
+// two, rounded once, to fp16 or where nothing is selected to the dtype, and brought to one scale a parent unless they
+// differ much (rope::uneven_scale); the elements of a pair become neighbours (rope::tile_of); values are copied.
 // Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score
 // is NaN whatever the query. Values that are not finite (the mean of finite ones may overflow) become zeros, because
 // probabilities of zero multiply them too, and all scales of their parent have the sign of negative numbers, so that
@@ -33,6 +33,59 @@ namespace htree_cuda::packing {
 inline constexpr int kThreads = 256;
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kMaxK = 128;
+
+// Where 16 bytes of lane 4 g + t are among the fragments of columns 16 step and on.
+__device__ __forceinline__ uint4* fragment(char* fragments, int step, int g, int t) {
+  return reinterpret_cast<uint4*>(fragments) + step * 32 + 4 * g + t;
+}
+
+// Rows of keys become fragments: of columns 16 step + {0, 8} + 2 t + {0, 1}, for lane 4 g + t, words (row g, 0), (g, 8),
+// (g + 8, 0), (g + 8, 8). rows[i]: of row first + i * rows_at_once the chunk `chunk`, one of the two of the step; the lane
+// beside this one has the other.
+template <int kRows>
+__device__ __forceinline__ void store_key_fragments(char* keys, int step, int chunk, int first, int rows_at_once,
+                                                    uint32_t const (&rows)[kRows][4]) {
+  bool const second = chunk % 2;
+#pragma unroll
+  for (int i = 0; i < kRows / 2; ++i) {
+#pragma unroll
+    for (int word = 0; word < 4; word += 2) {  // either lane keeps every other word of a row, and sends the rest
+      int const t = word + second;
+      uint32_t own[2], other[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t const(&row)[4] = rows[i + half * kRows / 2];
+        own[half] = second ? row[word + 1] : row[word];
+        other[half] = __shfl_xor_sync(0xffffffffu, second ? row[word] : row[word + 1], 1);
+      }
+      *fragment(keys, step, first + i * rows_at_once, t) =
+          second ? uint4{other[0], own[0], other[1], own[1]} : uint4{own[0], other[0], own[1], other[1]};
+    }
+  }
+}
+
+// Elements e of x and of y.
+__device__ __forceinline__ uint32_t pair_of(uint4 const& x, uint4 const& y, int e) {
+  uint32_t const(&a)[4] = reinterpret_cast<uint32_t const(&)[4]>(x);
+  uint32_t const(&b)[4] = reinterpret_cast<uint32_t const(&)[4]>(y);
+  return __byte_perm(a[e / 2], b[e / 2], e % 2 ? 0x7632 : 0x5410);
+}
+
+// Elements that are not finite become zeros. Returns whether there were none.
+template <class Element>
+__device__ __forceinline__ bool clear_not_finite(uint4& chunk) {
+  float elements[8];
+  to_float<Element>(chunk, elements);
+  uint32_t(&words)[4] = reinterpret_cast<uint32_t(&)[4]>(chunk);
+  bool finite = true;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if (isfinite(elements[e])) continue;
+    finite = false;
+    words[e / 2] &= e % 2 ? 0x0000ffffu : 0xffff0000u;
+  }
+  return finite;
+}
 
 template <class Element, int kK>
 __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_constant__ Args args) {
@@ -58,41 +111,57 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   std::int64_t const h = bh % args.H_kv;
   std::int64_t const first = parent * kSiblings;
   int const children = static_cast<int>(min(args.N - first, static_cast<std::int64_t>(kSiblings)));
-  // Where this parent's part of its tile is, and how its keys are spread there.
+  // Where this parent's part of its tile is; by_node: and how its rows are spread there.
   int const together = args.by_node ? kTileParents : 1;
   int const slot = static_cast<int>(block % together);
-  int const key_bytes = kSiblings * kK * 2;
-  int const key_row_bytes = args.by_node ? 128 : 2 * kK;
-  int const value_row_bytes = args.by_node ? 128 : 2 * args.v.dim;
-  int const panel_bytes = args.by_node ? kTileParents * kSiblings * 128 : 128;
   char* const tile = args.packed + (block - slot) * args.block_bytes;
   float* const scales = reinterpret_cast<float*>(tile) + slot * kSiblings;
-  char* const keys = tile + together * kSiblings * 4 + slot * kSiblings * key_row_bytes;
-  char* const values = tile + together * (kSiblings * 4 + key_bytes) + slot * kSiblings * value_row_bytes;
-  auto const chunk_of = [&](char* rows, int bytes, int c, int chunk) {
-    return reinterpret_cast<uint4*>(rows + chunk / 8 * panel_bytes + c * bytes) + (chunk % 8 ^ c % 8);
+  char* const keys = tile + together * kSiblings * 4;
+  char* const values = keys + together * kSiblings * kK * 2;
+  auto const chunk_of = [&](char* panels, int c, int chunk) {
+    constexpr int kPanelBytes = kTileParents * kSiblings * 128;
+    char* const row = panels + chunk / 8 * kPanelBytes + (slot * kSiblings + c) * 128;
+    return reinterpret_cast<uint4*>(row) + (chunk % 8 ^ c % 8);
   };
-  auto const row_of = [&](Source const& x, int c) {
-    return static_cast<Element const*>(x.in) + b * x.stride_b + (first + c) * x.stride_n + h * x.stride_h;
+  auto const value_chunk = [&](int c, int chunk) -> uint4 {
+    if (c >= children) return {0, 0, 0, 0};
+    Element const* const row = static_cast<Element const*>(args.v.in) + b * args.v.stride_b +
+                               (first + c) * args.v.stride_n + h * args.v.stride_h;
+    return load_chunk(row, chunk, args.v.vectors);
   };
 
   int const chunks = args.v.dim / 8;
   bool finite_values = true;
-  for (int i = lane; i < kSiblings * chunks; i += 32) {
-    int const c = i / chunks;
-    int const chunk = i % chunks;
-    uint4 x = {0, 0, 0, 0};
-    if (c < children) x = load_chunk(row_of(args.v, c), chunk, args.v.vectors);
-    float elements[8];
-    to_float<Element>(x, elements);
-    uint32_t(&words)[4] = reinterpret_cast<uint32_t(&)[4]>(x);
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      if (isfinite(elements[e])) continue;
-      finite_values = false;
-      words[e / 2] &= e % 2 ? 0x0000ffffu : 0xffff0000u;
+  if (args.by_node) {
+    for (int i = lane; i < kSiblings * chunks; i += 32) {
+      uint4 x = value_chunk(i / chunks, i % chunks);
+      finite_values &= clear_not_finite<Element>(x);
+      *chunk_of(values, i / chunks, i % chunks) = x;
     }
-    *chunk_of(values, value_row_bytes, c, chunk) = x;
+  } else {
+    // For columns 16 step + g + {0, 8}, rows 2 t + {0, 1, 8, 9}: words (0, 1; 0), (8, 9; 0), (0, 1; 8), (8, 9; 8).
+    for (int i = lane; i < chunks / 2 * 4; i += 32) {
+      int const step = i / 4;
+      int const t = i % 4;
+      uint4 x[4][2];
+#pragma unroll
+      for (int row = 0; row < 4; ++row) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          x[row][half] = value_chunk(2 * t + row % 2 + row / 2 * 8, 2 * step + half);
+        }
+      }
+#pragma unroll
+      for (int row = 0; row < 4; ++row) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) finite_values &= clear_not_finite<Element>(x[row][half]);
+      }
+#pragma unroll
+      for (int g = 0; g < 8; ++g) {
+        *fragment(values, step, g, t) = {pair_of(x[0][0], x[1][0], g), pair_of(x[2][0], x[3][0], g),
+                                         pair_of(x[0][1], x[1][1], g), pair_of(x[2][1], x[3][1], g)};
+      }
+    }
   }
   finite_values = __all_sync(0xffffffffu, finite_values);
   if (!finite_values && lane == 0) atomicOr(args.spoilt, 1);
@@ -108,7 +177,8 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     int const c = step * kRowsAtOnce + lane / kLanesPerRow;
     words[step][0] = words[step][1] = {0, 0, 0, 0};
     if (c < children) {
-      Element const* const row = row_of(args.k, c);
+      Element const* const row = static_cast<Element const*>(args.k.in) + b * args.k.stride_b +
+                                 (first + c) * args.k.stride_n + h * args.k.stride_h;
       words[step][0] = load_chunk(row, chunk, args.k.vectors);
       words[step][1] = load_chunk(row, chunk + kLanesPerRow, args.k.vectors);
     }
@@ -146,6 +216,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     even &= largest_exponent - exponents[step] <= rope::kEven;
   }
   even = __all_sync(0xffffffffu, even);
+  alignas(16) uint32_t turned[2][kSteps][4];  // pairs 8 chunk + 2 i, and those between them
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     int const c = step * kRowsAtOnce + lane / kLanesPerRow;
@@ -158,7 +229,6 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     // Positions beyond the last node are nobody's: their keys are zeros.
     std::int64_t const position = args.by_node ? first + min(c, children - 1) : c;
     float4 const* const turns = reinterpret_cast<float4 const*>(args.turns + position * (kK / 2) + 8 * chunk);
-    alignas(16) half2 turned[2][4];  // pairs 8 chunk + 2 i, and those between them
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float4 const two = __ldg(turns + i / 2);
@@ -170,15 +240,25 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       float const high = finite[step] ? x * turn.y + y * turn.x : nan;
       half2 const pair =
           __floats2half2_rn(rounded<Element>(low, args.as_inputs), rounded<Element>(high, args.as_inputs));
-      turned[i % 2][i / 2] = __hmul2(lift, pair);
-    }
-#pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      *chunk_of(keys, key_row_bytes, c, rope::tile_of(chunk, odd)) = *reinterpret_cast<uint4 const*>(turned[odd]);
+      half2 const lifted = __hmul2(lift, pair);
+      turned[i % 2][step][i / 2] = reinterpret_cast<uint32_t const&>(lifted);
     }
     float const size = even ? rope::power_of_two(largest_exponent - rope::kHeadroom - rope::kEven) : scale.scale;
     float const signed_scale = finite_values ? size : -size;
     if (chunk == 0) scales[c] = c == 0 && !even ? rope::uneven_scale(signed_scale) : signed_scale;
+  }
+#pragma unroll
+  for (int odd = 0; odd < 2; ++odd) {
+    int const column = rope::tile_of(chunk, odd);
+    if (args.by_node) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        uint4* const to = chunk_of(keys, step * kRowsAtOnce + lane / kLanesPerRow, column);
+        *to = *reinterpret_cast<uint4 const*>(turned[odd][step]);
+      }
+    } else {
+      store_key_fragments<kSteps>(keys, column / 2, chunk, lane / kLanesPerRow, kRowsAtOnce, turned[odd]);
+    }
   }
 }
 
