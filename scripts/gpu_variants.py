@@ -218,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     source = one.add_mutually_exclusive_group()
     source.add_argument("--csrc", type=Path, help="another csrc/")
     source.add_argument("--ref", help="csrc/ of a commit")
-    one.add_argument("--patch", nargs="+", default=[], type=Path, metavar="FILE")
+    one.add_argument("--patch", nargs="+", default=[], type=Path, metavar="FILE", help="applied in order")
     one.add_argument("--leave-out", nargs="+", default=[], choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
     timed = commands.add_parser("time")
     timed.add_argument("names", nargs="+", metavar="NAME")

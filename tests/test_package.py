@@ -649,10 +649,21 @@ def test_patches_apply_in_their_order(tmp_path):
         before = {path: path.read_bytes() for path in (tmp_path / "csrc").rglob("*") if path.is_file()}
         gpu_variants.apply_patch(tmp_path, patch)
         assert any(path.read_bytes() != text for path, text in before.items())
-    own = tmp_path / "own.patch"
-    own.write_text("--- a/csrc/params.h\n+++ b/csrc/params.h\n@@ -1 +1 @@\n-no such line\n+another\n")
-    with pytest.raises(SystemExit, match=r"csrc/params\.h"):
-        gpu_variants.apply_patch(tmp_path, own)
+
+
+def test_a_patch_applies_below_a_repository(tmp_path):
+    """As build/variants is below this one: git would skip what lies outside of the folder it stands in."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    root = tmp_path / "build" / "variant"
+    (root / "csrc").mkdir(parents=True)
+    file = root / "csrc" / "a.h"
+    file.write_text("old\n")
+    patch = tmp_path / "own.patch"
+    patch.write_text("--- a/csrc/a.h\n+++ b/csrc/a.h\n@@ -1 +1 @@\n-old\n+new\n")
+    gpu_variants.apply_patch(root, patch)
+    assert file.read_text() == "new\n"
+    with pytest.raises(SystemExit, match=r"csrc/a\.h"):
+        gpu_variants.apply_patch(root, patch)
 
 
 def test_variants_do_not_overwrite_what_they_are_made_of(monkeypatch):

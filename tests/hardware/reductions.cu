@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <random>
 #include <vector>
 
@@ -29,7 +30,7 @@ constexpr int kBytes = 4 * kFloats;
 constexpr int kSlots = 8;
 constexpr int kThreads = 256;
 constexpr int kShared = kSlots * kBytes + 128;
-constexpr int kInFlight = kSlots - 1;  // groups that may still be read when a slot is written again
+constexpr int kInFlight = kSlots - 1;  // groups, as if a slot were written again
 
 __device__ void bulk_add(float* global, uint32_t shared, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
@@ -44,7 +45,8 @@ __device__ void vector_add(float* global, float4 x) {
 }
 
 template <bool kBulk>
-__global__ void __launch_bounds__(kThreads, 1) reduce(float* sums, int const* lists, int const* counts, int longest, int blocks, float noise) {
+__global__ void __launch_bounds__(kThreads, 1)
+    reduce(float* sums, int const* lists, int const* counts, int longest, int blocks, float noise) {
   extern __shared__ char shared[];
   uint32_t const base = (ptx::shared_address(shared) + 127) / 128 * 128;
   float* const slots = reinterpret_cast<float*>(shared + (base - ptx::shared_address(shared)));
