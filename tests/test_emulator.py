@@ -119,6 +119,15 @@ def test_warpgroup_products(faults):
         assert "wgmma reads shared memory" in faults(43, a, out, b, seed=seed)
 
 
+def test_products_of_transposed_operands(faults):
+    a, b = torch.randn(16, 64).bfloat16(), torch.randn(16, 64).bfloat16()
+    out = torch.empty(64, 8)
+    exact = a.double().T @ b[:, :8].double()
+    for seed in SEEDS:
+        assert faults(52, a, out, b, seed=seed) == ""
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("which", "depth"), [(49, 16), (51, 8)])
 def test_products_with_sums_in_half(faults, which, depth):
     a, b = torch.randn(16, depth).half(), torch.randn(8, depth).half()

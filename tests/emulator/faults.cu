@@ -147,6 +147,30 @@ __global__ void product(uint16_t const* a, uint16_t const* b, float* out) {
   out[(row + 8) * 8 + column + 1] = acc[3];
 }
 
+// out[64][8] = A[16][64]^T B[16][64] of the first eight columns of B, bf16, both operands MN-major, by one warpgroup.
+__global__ void transposed_product(uint16_t const* a, uint16_t const* b, float* out) {
+  extern __shared__ __align__(1024) uint16_t shared[];
+  int const thread = threadIdx.x;
+  for (int i = thread; i < 32 * 64; i += 128) {
+    int const row = i / 64, column = i % 64;
+    shared[row * 64 + ((column / 8) ^ (row % 8)) * 8 + column % 8] = row < 16 ? a[i] : b[i - 16 * 64];
+  }
+  fence_async();
+  __syncthreads();
+  float acc[4] = {};
+  constexpr uint64_t kHigh = (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  uint64_t const da = kHigh | address(shared) >> 4, db = kHigh | (address(shared) + 16 * 128) >> 4;
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 1, 1;\n"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+      : "l"(da), "l"(db));
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])::"memory");
+  int const row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+  for (int i = 0; i < 4; ++i) out[(row + i / 2 * 8) * 8 + column + i % 2] = acc[i];
+}
+
 // A product of a warp with sums in fp16: a [16, kDepth], b [8, kDepth], out [16, 8].
 template <int kDepth>
 __global__ void half_product(uint16_t const* a, uint16_t const* b, float* out) {
@@ -363,6 +387,7 @@ extern "C" __attribute__((visibility("default"))) char const* run_fault(int whic
     case 41: product<Product::kReadEarly><<<1, 128, 9216>>>(x, y, out); break;
     case 42: product<Product::kRewritten><<<1, 128, 9216>>>(x, y, out); break;
     case 43: product<Product::kNoFence><<<1, 128, 9216>>>(x, y, out); break;
+    case 52: transposed_product<<<1, 128, 4096>>>(x, y, out); break;
     case 49: half_product<16><<<1, 32>>>(x, y, out); break;
     case 51: half_product<8><<<1, 32>>>(x, y, out); break;
     case 44: product<Product::kHandedBack><<<1, 128, 9216>>>(x, y, out); break;

@@ -633,10 +633,10 @@ class Instructions:
             else:
                 a = f"Operand::shared({self.value('uint64_t', args[1])})"
                 scales, transposed_a, transposed_b = args[4:6], args[6], args[7]
-            if scales != ["1", "1"] or transposed_a != "0":
+            if scales != ["1", "1"]:
                 raise self.unknown(args)
             self.emit(
                 f"{self.guard}{{ t.at = {self.line}; float* acc[] = {{{pointers}}}; "
                 f"t.wgmma<{element}>({shape[1]}, acc, {a}, {self.value('uint64_t', args[2])}, "
-                f"{self.value('bool', args[3])}, {transposed_b}); }}"
+                f"{self.value('bool', args[3])}, {transposed_a}, {transposed_b}); }}"
             )

@@ -66,7 +66,7 @@ struct Collective {
 struct Product {
   uint64_t index, hash;  // of the operands in shared memory, at issue
   int n, line;
-  bool transposed_b, is_half, in_registers;
+  bool transposed_a, transposed_b, is_half, in_registers;
   uint64_t a, b;
 };
 

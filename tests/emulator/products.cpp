@@ -32,7 +32,7 @@ template <class Visit>
 void walk_operands(Product const& product, Visit&& visit) {
   walk(product.b, product.n, product.transposed_b, [&](int row, int k, uint32_t offset) { visit(false, row, k, offset); });
   if (!product.in_registers) {  // all of it: nothing says which warp reads which rows
-    walk(product.a, 64, false, [&](int row, int k, uint32_t offset) { visit(true, row, k, offset); });
+    walk(product.a, 64, product.transposed_a, [&](int row, int k, uint32_t offset) { visit(true, row, k, offset); });
   }
 }
 
@@ -69,7 +69,12 @@ void execute(Thread& thread, Product const& product, Collective& lanes) {
   float eight[8];
   walk_operands(product, [&](bool is_a, int row, int k, uint32_t offset) {
     char const* const from = thread.shared + offset;
-    if (is_a) {
+    if (is_a && product.transposed_a) {
+      unpack(from, product.is_half, eight);
+      for (int i = 0; i < 8; ++i) {
+        a[row + i][k] = eight[i];
+      }
+    } else if (is_a) {
       unpack(from, product.is_half, &a[row][k]);
     } else if (product.transposed_b) {
       unpack(from, product.is_half, &columns[k][row]);
@@ -156,8 +161,8 @@ void Thread::wgmma_fence() {
   }
 }
 
-void Thread::submit(int n, float* const* acc, Operand const& a, uint64_t b, bool accumulate, int transposed_b,
-                    bool is_half) {
+void Thread::submit(int n, float* const* acc, Operand const& a, uint64_t b, bool accumulate, int transposed_a,
+                    int transposed_b, bool is_half) {
   Fiber& fiber = fiber_of(*this);
   auto mine = std::find_if(in_flight.begin(), in_flight.end(), [&](InFlight const& x) { return x.key == acc[0]; });
   if (mine == in_flight.end()) {
@@ -173,8 +178,8 @@ void Thread::submit(int n, float* const* acc, Operand const& a, uint64_t b, bool
     }
   }
   mine->last = products;
-  Part part{this, {products, 0, n, at, transposed_b != 0, is_half, a.in_registers, a.descriptor, b}, accumulate, a.fragment,
-            mine->value.get()};
+  Product const product{products, 0, n, at, transposed_a != 0, transposed_b != 0, is_half, a.in_registers, a.descriptor, b};
+  Part part{this, product, accumulate, a.fragment, mine->value.get()};
   ++products;
   meet(*this, kProduct, 0xffffffffu, &part, [&](Collective& lanes) {
     for (int i = 0; i < 32; ++i) {

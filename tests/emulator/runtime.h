@@ -631,7 +631,7 @@ struct Thread {
   // -- warpgroup products
   void wgmma_fence();
   template <class Element>
-  void wgmma(int n, float* const* acc, Operand const& a, uint64_t b, bool accumulate, int transposed_b);
+  void wgmma(int n, float* const* acc, Operand const& a, uint64_t b, bool accumulate, int transposed_a, int transposed_b);
   void wgmma_commit();
   void wgmma_wait(uint32_t pending);
 
@@ -649,7 +649,8 @@ struct Thread {
 private:
   void land(CopyAsync& copy);
   void land_all_due();
-  void submit(int n, float* const* acc, Operand const& a, uint64_t b, bool accumulate, int transposed_b, bool is_half);
+  void submit(int n, float* const* acc, Operand const& a, uint64_t b, bool accumulate, int transposed_a,
+              int transposed_b, bool is_half);
   void multiply(float* const* d, uint32_t const* a, uint32_t const* b, float const* c, bool is_half);
 };
 
@@ -674,8 +675,9 @@ inline void Thread::mma_m16n8k16(std::initializer_list<uint32_t*> d, std::initia
 }
 
 template <class Element>
-inline void Thread::wgmma(int n, float* const* acc, Operand const& a, uint64_t b, bool accumulate, int transposed_b) {
-  submit(n, acc, a, b, accumulate, transposed_b, std::is_same_v<Element, half>);
+inline void Thread::wgmma(int n, float* const* acc, Operand const& a, uint64_t b, bool accumulate, int transposed_a,
+                          int transposed_b) {
+  submit(n, acc, a, b, accumulate, transposed_a, transposed_b, std::is_same_v<Element, half>);
 }
 
 using Kernel = void (*)(Thread&, char*);
