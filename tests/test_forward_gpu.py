@@ -194,6 +194,54 @@ def test_few_queries_equal_the_same_in_a_longer_call():
     torch.testing.assert_close(one[1], whole[1][:, 29:], atol=1e-5, rtol=1e-5)
 
 
+# Where a query takes half of the parents that there are, or more, it turns at those that it leaves out. With top_k 16
+# that is so from 16 parents up to 24 in choices and to 32 among values: at the bottom from token 256 to 512, in layer 1
+# from 4096 to 6144 and to 8192.
+DENSE = 8300
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("q_start", [245, 500, 4085, 6133, 8181])
+@pytest.mark.parametrize("T_q", [22, 1])
+def test_around_what_makes_a_list_of_parents_dense(q_start, T_q):
+    start = q_start + 22 - T_q
+    host, device = inputs(DENSE, T_q, H_kv=2, G=3 if T_q > 1 else 16, K=64, V=64, seed=q_start)
+    check(host, device, 16, q_start=start, strict_causal=q_start != 500, share=0.9)
+
+
+@pytest.mark.emulated
+def test_calls_that_end_where_lists_become_dense_or_cease_to_be():
+    """Bit for bit as in a call of all."""
+    options = {"top_k_per_layer": 16}
+    for q_start, ends in ((245, (256, 260)), (500, (512, 515)), (6130, (6144, 6149))):
+        _, (q, k, v) = inputs(DENSE, 25, H_kv=2, G=2, K=64, V=64, seed=q_start)
+        whole = run((q, k, v), q_start=q_start, **options)
+        for end in ends:
+            for first, last in ((0, end - q_start), (end - q_start, 25)):
+                part = run((q[:, first:last], k, v), q_start=q_start + first, **options)
+                same_bits(part[:2], [x[:, first:last] for x in whole[:2]])
+                same_bits(part[2:], [whole[2][:, :, first:last]])
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("T_q", [13, 1])
+@pytest.mark.parametrize(("T", "top_k", "left_out"), [(7000, 256, 150), (7000, 256, 16), (24000, 64, 27)])
+def test_many_parents_left_out_at_once(T, top_k, left_out, T_q):
+    """Further than a query turns before it begins anew, and than is noted of a gap; at the bottom and in layer 1."""
+    layer = 1 if T < 10000 else 2
+    nodes = -(-T // 16**layer)
+    hidden = torch.zeros(nodes, dtype=torch.bool)
+    hidden[nodes // 3 : nodes // 3 + left_out] = True
+    host, _ = inputs(T, T_q, G=2 if T_q > 1 else 16, K=64, V=64, seed=left_out)
+    liked = torch.zeros(64)
+    liked[26:32] = liked[58:64] = 1.5  # turns least
+    size = torch.where(hidden, -1.0, 1.0).repeat_interleave(16**layer)[:T, None]
+    host = ((host[0] + liked).to(BF16), (host[1] + (size * liked)[None, :, None]).to(BF16), host[2])
+    device = tuple(x.to(DEVICE, copy=True) for x in host)
+    *_, selection = check(host, device, top_k, rope_base=1e8, share=0.9)
+    assert not hidden[selection[layer - 1].flatten().long()].any()
+
+
 @pytest.mark.emulated
 def test_one_query_of_a_long_sequence_needs_little_workspace():
     """The pooled tree (18 MB here) and the parents that are selected; 272 MB would hold the bottom layer packed."""
