@@ -60,7 +60,7 @@ PARTS = {
             "      if (i == 0) load_keys(keys[1], slot, 1);\n",
         ),
         (
-            f"{LAYER}/choice.cuh",
+            f"{LAYER}/below.cuh",
             "#pragma unroll\n"
             "    for (int i = 0; i < kSteps; ++i) {\n"
             "      uint32_t keys[4];\n"
@@ -70,16 +70,11 @@ PARTS = {
             "#pragma unroll\n"
             "    for (int i = 0; i < kSteps; ++i) {\n",
         ),
-        (
-            f"{LAYER}/choice.cuh",
-            "        load_keys(keys, slots[parent], i);\n",
-            "        load_keys(keys, slots[parent], 0);\n",
-        ),
     ],
     # From rank to rank; queries begin anew as often.
     "below-turns": [
         (
-            f"{LAYER}/turning.cuh",
+            f"{LAYER}/below.cuh",
             "    multiply(kk, reinterpret_cast<uint32_t const(&)[4]>(turned()[kk]), step_[2 * kk]",
             "    if (false) multiply(kk, reinterpret_cast<uint32_t const(&)[4]>(turned()[kk]), step_[2 * kk]",
         ),

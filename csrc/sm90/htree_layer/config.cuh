@@ -1,7 +1,6 @@
 // Data sheet of the layer kernel: one layer of htree attention and one pass, which walks its candidates once for the values
 // and twice for the choice, for the queries whose first layer it is (`Walk::kFirst`) or for those which chose its parents in
-// the layer above (`Walk::kBelow`, and where at least half of the parents are chosen `Walk::kDense`, of which all holds that
-// is said of kBelow but for turns).
+// the layer above (`Walk::kBelow`).
 //
 //   CTA           12 consumer warps (3 warpgroups), one query each: consecutive queries of one (b, h_kv);
 //                 a producer warp in a fourth warpgroup, whose other warps idle
@@ -47,9 +46,6 @@ enum class Sums {
 enum class Walk {
   kFirst,  // every parent up to the query's own; keys turned by their node, the query by n - 1
   kBelow,  // selected parents; keys turned by their place, the query by n - 1 - 16 j
-  // Selected parents where they are half of all that there are or more: keys turned by their node, the query by n - 1 and 16
-  // for each parent that it left out.
-  kDense,
 };
 
 template <class Element_, int kK_, int kV_, Pass kPass_, Walk kWalk_>
@@ -59,7 +55,6 @@ struct Config {
   static constexpr int kV = kV_;
   static constexpr Pass kPass = kPass_;
   static constexpr Walk kWalk = kWalk_;
-  static constexpr bool kIsBelow = kWalk != Walk::kFirst;
   static constexpr bool kReadsValues = kPass == Pass::kValues;
   static constexpr int kWalks = kPass == Pass::kChoice ? 2 : 1;
 
@@ -94,19 +89,10 @@ struct Config {
   static constexpr int kFullOffset = 0;
   static constexpr int kEmptyOffset = 8;
   static constexpr int kMaskOffset = 16;
-  // Values, kBelow, and kDense: such words of the stage behind it too, so that nobody waits for them there.
-  static constexpr bool kNamesNext = kIsBelow && (kReadsValues || kWalk == Walk::kDense);
+  // Values, kBelow: such words of the stage behind it too, so that nobody waits for them there.
+  static constexpr bool kNamesNext = kReadsValues && kWalk == Walk::kBelow;
   static constexpr int kNextMaskOffset = kMaskOffset + 4 * kConsumers;
-  // kDense: instead of bits such a word has a byte for each slot that the query takes, from the lowest: kTaken, the slot, and
-  // above it how many parents more it has left out there; kMostGap: the parents say how many.
-  static constexpr int kSlotBits = 2;
-  static constexpr uint32_t kSlotMask = (1u << kSlotBits) - 1;
-  static constexpr uint32_t kMostGap = 31;
-  static constexpr uint32_t kGapMask = kMostGap << kSlotBits;
-  static constexpr uint32_t kTaken = 128;
-  static_assert(kStageSlots == 4 && kSlotMask + kGapMask < kTaken);
-  static constexpr int kParentOffset = kNextMaskOffset + 4 * kConsumers;
-  static_assert(kParentOffset + 4 * kStageSlots <= kScaleOffset);
+  static_assert(kNextMaskOffset + 4 * kConsumers <= kScaleOffset);
   // Values: kFirst: the turned queries, for each warpgroup panels of 64 rows, the heads of its four queries; kBelow: each
   // query as it is, in fragments. kBelow: then the turns from which it begins anew, for each, and zeros: what three
   // quarters of the lanes have of such a matrix.
@@ -140,26 +126,18 @@ struct Config {
   static constexpr int kQueryBarrier = 2;  // and one more for each further warpgroup
 };
 
-// What is another for queries that walk in another way.
-struct WalkArgs {
-  std::uint32_t end_block;               // CTA i works on block end_block - i
-  char const* packed;                    // the layer: [B, H_kv, parents] blocks of block_bytes, as the walk wants them
-  std::int64_t parents_per_head;
-  rope::TurnColumns const* begin_turns;  // [begins, 8, K / 32], with which a query begins anew; kBelow
-  std::int64_t begins;
-  std::int32_t const* union_nodes;       // [blocks, 12 * top_k], as they lie in `packed`; kBelow
-};
-
 // Everything a launch reads and writes. Rows are queries of the launch: row = block * 12 + warp. Where a query is split,
 // the state has a row for every consumer.
 struct Args {
   QueryBlocks blocks;
-  WalkArgs walks[3];              // by Walk
+  char const* packed;             // the layer: [B, H_kv, parents] blocks of block_bytes, as the walk wants them
+  std::int64_t parents_per_head;
   std::int64_t block_bytes;
   packing::Source values;         // of the layer, unpacked; kValues
   int const* spoilt;              // whether any layer has values that are not finite
   float2 const* turns;                 // [positions, K / 2]; kFirst
-  rope::TurnColumns const* step_turn;     // [8, K / 32], with which it turns on, kBelow: the other way round
+  rope::TurnColumns const* begin_turns;   // [positions, 8, K / 32], with which a query begins anew; kBelow
+  rope::TurnColumns const* step_turn;     // [8, K / 32], with which it turns on, the other way round; kBelow
 
   void const* q;                  // [B, T_q, H, K]
   std::int64_t q_stride_b;
@@ -171,17 +149,17 @@ struct Args {
   int G;
   rope::ScoreScale scale;
   bool strict_causal;
-  int turn_period;                // ranks until a query turns anew from itself, kDense: parents left out; kBelow
+  int turn_period;                // ranks until a query turns anew from itself; kBelow
   bool split;                     // one query, over all consumers of its block
 
   int layer;
   int layers;
   int top_k;
-  int dense_parents;              // kDense where there are fewer
 
   std::int32_t const* parents;       // [rows, top_k] selected in the layer above, ascending; kBelow
-  // The union of the parents of each block; kBelow.
-  std::uint16_t const* union_masks;  // [blocks, 12 * top_k]; bit i: selected by query i of the block
+  // The union of the parents of each block, as they lie in `packed`; kBelow.
+  std::int32_t const* union_nodes;   // [blocks, 12 * top_k]
+  std::uint16_t const* union_masks;  // likewise; bit i: selected by query i of the block
   std::int32_t const* union_count;   // [blocks]
 
   std::uint16_t const* closed;    // [rows, width / 16], bit c: candidate 16 j + c is no leaf; unused at the bottom
