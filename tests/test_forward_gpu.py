@@ -196,7 +196,7 @@ def test_few_queries_equal_the_same_in_a_longer_call():
 
 # Queries may take most of the parents that there are, half of them, or few. With top_k 16 they take all of 16 parents
 # at the bottom up to token 256 and in layer 1 up to 4096, two thirds at 384 and 6144, half at 512 and 8192.
-DENSE = 8300
+BORDERS = 8300
 
 
 @pytest.mark.emulated
@@ -204,7 +204,7 @@ DENSE = 8300
 @pytest.mark.parametrize("T_q", [22, 1])
 def test_lists_of_most_of_the_parents(q_start, T_q):
     start = q_start + 22 - T_q
-    host, device = inputs(DENSE, T_q, H_kv=2, G=3 if T_q > 1 else 16, K=64, V=64, seed=q_start)
+    host, device = inputs(BORDERS, T_q, H_kv=2, G=3 if T_q > 1 else 16, K=64, V=64, seed=q_start)
     check(host, device, 16, q_start=start, strict_causal=q_start != 500, share=0.9)
 
 
@@ -213,7 +213,7 @@ def test_calls_that_end_where_lists_begin_to_leave_more_out():
     """Bit for bit as in a call of all."""
     options = {"top_k_per_layer": 16}
     for q_start, ends in ((245, (256, 260)), (500, (512, 515)), (6130, (6144, 6149))):
-        _, (q, k, v) = inputs(DENSE, 25, H_kv=2, G=2, K=64, V=64, seed=q_start)
+        _, (q, k, v) = inputs(BORDERS, 25, H_kv=2, G=2, K=64, V=64, seed=q_start)
         whole = run((q, k, v), q_start=q_start, **options)
         for end in ends:
             for first, last in ((0, end - q_start), (end - q_start, 25)):
