@@ -311,10 +311,11 @@ PHASES = {
     "packing": r"tree_pack|turns_kernel",
     "selection": r"select_kernel",
     "union": r"unite_kernel",
-    "first layer: choice": r"htree_layer_kernel<.*Pass\)0.*Walk\)0",
-    "first layer: values": r"htree_layer_kernel<.*Pass\)1.*Walk\)0",
-    "layers below: choice": r"htree_layer_kernel<.*Pass\)0.*Walk\)1",
-    "layers below: values": r"htree_layer_kernel<.*Pass\)1.*Walk\)1",
+    "first layer: choice": r"htree_layer_kernel<[^>]*Pass\)0[^>]*Walk\)0",
+    "first layer: values": r"htree_layer_kernel<[^>]*Pass\)1[^>]*Walk\)0",
+    # Launches of two ways to walk a layer: few, and mostly of queries below their first.
+    "layers below: choice": r"htree_layer_kernel(_of_two<[^>]*Pass\)0|<[^>]*Pass\)0[^>]*Walk\)[12])",
+    "layers below: values": r"htree_layer_kernel(_of_two<[^>]*Pass\)1|<[^>]*Pass\)1[^>]*Walk\)[12])",
 }
 
 

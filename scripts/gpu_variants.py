@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from build_inplace import load_setup
@@ -34,22 +35,22 @@ LIMIT_S = 120
 LAYER = "csrc/sm90/htree_layer"
 
 
-def copies_of(walk: str) -> list[tuple[str, str, str]]:
-    """Edits after which the producer of a walk fills the ring once, and then gives its stages on as they are."""
-    given = f"bool const given_{walk} = Cfg::kWalk == Walk::{walk} && ++produced_{walk} > Cfg::kStages;"
+def copies_of(layers: str, is_one: str) -> list[tuple[str, str, str]]:
+    """Edits after which the producer fills the ring once there, and then gives its stages on as they are."""
+    given = f"bool const given_{layers} = {is_one} && ++produced_{layers} > Cfg::kStages;"
     edits = {
-        "  RingPosition<Cfg::kStages> at;\n": f"  RingPosition<Cfg::kStages> at;\n  int produced_{walk} = 0;\n",
+        "  RingPosition<Cfg::kStages> at;\n": f"  RingPosition<Cfg::kStages> at;\n  int produced_{layers} = 0;\n",
         "        int const slots = min(count": f"        {given}\n        int const slots = min(count",
-        "copies * Cfg::kCopyBytes": f"(given_{walk} ? 0 : 1) * copies * Cfg::kCopyBytes",
-        "mine && exists && slot": f"!given_{walk} && mine && exists && slot",
+        "copies * Cfg::kCopyBytes": f"(given_{layers} ? 0 : 1) * copies * Cfg::kCopyBytes",
+        "mine && exists && slot": f"!given_{layers} && mine && exists && slot",
     }
     return [(f"{LAYER}/mainloop.cuh", old, new) for old, new in edits.items()]
 
 
 # Part -> edits: (file, what stands there once, what takes its place).
 PARTS = {
-    "first-copies": copies_of("kFirst"),
-    "below-copies": copies_of("kBelow"),
+    "first-copies": copies_of("first", "!Cfg::kIsBelow"),
+    "below-copies": copies_of("below", "Cfg::kIsBelow"),
     # Fragments of two of eight steps serve all of a parent in values, those of one in choices.
     "below-reads": [
         (
@@ -60,7 +61,7 @@ PARTS = {
             "      if (i == 0) load_keys(keys[1], slot, 1);\n",
         ),
         (
-            f"{LAYER}/below.cuh",
+            f"{LAYER}/choice.cuh",
             "#pragma unroll\n"
             "    for (int i = 0; i < kSteps; ++i) {\n"
             "      uint32_t keys[4];\n"
@@ -70,11 +71,21 @@ PARTS = {
             "#pragma unroll\n"
             "    for (int i = 0; i < kSteps; ++i) {\n",
         ),
+        (
+            f"{LAYER}/choice.cuh",
+            "        load_keys(keys, slots[parent], i);\n",
+            "        load_keys(keys, slots[parent], 0);\n",
+        ),
+        (
+            f"{LAYER}/choice.cuh",
+            "          load_keys(keys, stage + parent * Cfg::kSlotBytes, i);\n",
+            "          load_keys(keys, stage + parent * Cfg::kSlotBytes, 0);\n",
+        ),
     ],
     # From rank to rank; queries begin anew as often.
     "below-turns": [
         (
-            f"{LAYER}/below.cuh",
+            f"{LAYER}/turning.cuh",
             "    multiply(kk, reinterpret_cast<uint32_t const(&)[4]>(turned()[kk]), step_[2 * kk]",
             "    if (false) multiply(kk, reinterpret_cast<uint32_t const(&)[4]>(turned()[kk]), step_[2 * kk]",
         ),
@@ -167,18 +178,17 @@ def build_variant(name: str, csrc: Path | None, ref: str | None, patches: list[P
     return packed
 
 
-def time_variants(names: list[str], op: str, options: list[str], rounds: int) -> list[dict]:
-    """Figures of `python -m htree_cuda bench`, `name` and `round` added, each variant in a copy of the package."""
+def time_variants(names: list[str], op: str, options: list[str], rounds: int) -> Iterator[tuple[str, list[dict]]]:
+    """Name and figures of `python -m htree_cuda bench`, each variant in a copy of the package, round by round."""
     files = {name: VARIANTS / f"{name}.so.gz" for name in names}
     for path in files.values():
         if not path.exists():
             raise SystemExit(f"{path} does not exist: `build` it where nvcc is")
-    figures = []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         ignored = shutil.ignore_patterns("libhtree_cuda.so", "__pycache__")
         shutil.copytree(ROOT / "htree_cuda", place / "htree_cuda", ignore=ignored)
-        for i in range(rounds):
+        for _ in range(rounds):
             for name in names:
                 library = place / "htree_cuda" / "libhtree_cuda.so"
                 library.unlink(missing_ok=True)
@@ -189,25 +199,19 @@ def time_variants(names: list[str], op: str, options: list[str], rounds: int) ->
                 status, output = run([*bench, op, *options, "--dense-up-to", "0", "--out", str(out)], LIMIT_S)
                 if status != 0:
                     raise SystemExit(f"{name}: exit status {status}\n{output[-3000:]}")
-                figures += [{"name": name, "round": i, **f} for f in json.loads(out.read_text())["figures"]]
-    return figures
+                yield name, json.loads(out.read_text())["figures"]
 
 
-def table(figures: list[dict]) -> str:
-    """A row a variant and round, a column a length and kind of inputs."""
-    points = list(dict.fromkeys((f["T"], f["inputs"]) for f in figures))
-    cells = {(f["name"], f["round"], f["T"], f["inputs"]): f for f in figures}
-    width = max(len(f["name"]) for f in figures)
-    lines = [" " * width + "".join(f"{f'{T:,} {kind}':>30s}" for T, kind in points)]
-    for name, i in dict.fromkeys((f["name"], f["round"]) for f in figures):
-        row = [cells[(name, i, *point)] for point in points]
-        lines.append(
-            f"{name:{width}s}"
-            + "".join(
-                f"{f['ms']:10.3f} ms {f.get('clock_mhz') or 0:5.0f} MHz {f.get('power_w') or 0:4.0f} W" for f in row
-            )
-        )
-    return "\n".join(lines)
+def print_table(rows: Iterable[tuple[str, list[dict]]], width: int) -> None:
+    """A row a variant and round, a column a length and kind of inputs, as they come: a run may be cut off."""
+    for number, (name, figures) in enumerate(rows):
+        if number == 0:
+            heads = [f"{f['T']:,} {f['inputs']}" for f in figures]
+            print(" " * width + "".join(f"{head:>30s}" for head in heads), flush=True)
+        cells = [
+            f"{f['ms']:10.3f} ms {f.get('clock_mhz') or 0:5.0f} MHz {f.get('power_w') or 0:4.0f} W" for f in figures
+        ]
+        print(f"{name:{width}s}" + "".join(cells), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -230,10 +234,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "build":
         print(f"wrote {build_variant(args.name, args.csrc, args.ref, args.patch, args.leave_out).relative_to(ROOT)}")
         return 0
-    print(json.dumps(machine()))
+    print(json.dumps(machine()), flush=True)
     ensure_built()
     options = ["--lengths", args.lengths, "--inputs", args.inputs]
-    print(table(time_variants(args.names, args.op, options, args.rounds)))
+    print_table(time_variants(args.names, args.op, options, args.rounds), max(map(len, args.names)))
     return 0
 
 

@@ -52,17 +52,21 @@ def test_phases_know_every_kernel_of_the_forward():
     config = (
         "htree_cuda::layer::Config<__nv_bfloat16, 128, 128, (htree_cuda::layer::Pass){}, (htree_cuda::layer::Walk){}>"
     )
-    for walk, where in enumerate(("first layer", "layers below")):
-        for number, name in enumerate(("choice", "values")):
-            kernel = (
-                f"void htree_cuda::layer::htree_layer_kernel<{config.format(number, walk)} >(htree_cuda::layer::Args)"
-            )
+    layer = "void htree_cuda::layer::htree_layer_kernel"
+    for number, name in enumerate(("choice", "values")):
+        for walk, where in enumerate(("first layer", "layers below", "layers below")):
+            kernel = f"{layer}<{config.format(number, walk)} >(htree_cuda::layer::Args)"
             assert bench.phase_of(kernel) == f"{where}: {name}"
+        for later, earlier in ((1, 0), (1, 2), (2, 0)):
+            configs = ", ".join(config.format(number, walk) for walk in (later, earlier))
+            kernel = f"{layer}_of_two<{configs} >(htree_cuda::layer::Args, unsigned int)"
+            assert bench.phase_of(kernel) == f"layers below: {name}"
+    bounds = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s+"
     folders = ("smxx/tree_pool", "smxx/tree_pack", "smxx/select", "smxx/unite", "sm90/htree_layer")
     found = set()
     for folder in folders:
         for path in (CSRC / folder).rglob("*.cuh"):
-            found |= set(re.findall(r"__global__ void (?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(", path.read_text()))
+            found |= set(re.findall(rf"__global__ void (?:{bounds})?(\w+)\(", path.read_text()))
     assert len(found) >= 6
     template = "<" + config.format(0, 0) + ">"
     assert {name for name in found if bench.phase_of(name + template) == "other"} == set()

@@ -141,6 +141,14 @@ def test_rows_of_the_default_top_k(select, n):
     first(select, hostile(n, 512, seed=n), n, 512, seed=n)
 
 
+@pytest.mark.parametrize("top_k", [64, 512])
+@pytest.mark.parametrize("n", [513, 1023, 1024, 1025, 2047, 2048, 2049, 4095, 4096, 4097])
+def test_calls_of_short_rows(select, n, top_k):
+    """How many threads have a row follows from the longest one of the call."""
+    n = min(n, 16 * top_k)
+    first(select, hostile(n, top_k, seed=n), n, top_k, width=-(-n // 32) * 32, seed=n)
+
+
 @pytest.mark.parametrize("top_k", [16, 32, 64, 128, 256])
 def test_other_top_k(select, top_k):
     for n in (top_k + 1, top_k + 2, 5 * top_k + 3, 16 * top_k - 15, 16 * top_k):

@@ -676,17 +676,18 @@ def test_variants_do_not_overwrite_what_they_are_made_of(monkeypatch):
         gpu_variants.build_variant("a", None, None, [], [])
 
 
-def test_a_variant_is_timed_in_a_copy_of_the_package(tmp_path, monkeypatch):
+def test_a_variant_is_timed_in_a_copy_of_the_package(tmp_path, monkeypatch, capsys):
     """With the library that was built for it; here the benchmark runs on the CPU, which needs none."""
     monkeypatch.setattr(gpu_variants, "VARIANTS", tmp_path)
     with pytest.raises(SystemExit, match="does not exist"):
-        gpu_variants.time_variants(["a"], "forward", [], 1)
+        list(gpu_variants.time_variants(["a"], "forward", [], 1))
     for name in "ab":
         (tmp_path / f"{name}.so.gz").write_bytes(gzip.compress(b"no library"))
     options = ["--device", "cpu", "--dtype", "float32", "--lengths", "40", "--heads", "2", "--kv-heads", "1"]
     options += ["--dim", "4", "--top-k", "4", "--queries", "2"]
-    figures = gpu_variants.time_variants(["a", "b"], "forward", options, 1)
-    assert [(f["name"], f["round"], f["T"]) for f in figures] == [("a", 0, 40), ("b", 0, 40)]
-    assert all(f["ms"] > 0 for f in figures)
-    head, *rows = gpu_variants.table(figures).splitlines()
-    assert "40 iid" in head and [row.split()[0] for row in rows] == ["a", "b"] and rows[0].count(" ms ") == 1
+    timed = list(gpu_variants.time_variants(["a", "b"], "forward", options, 2))
+    assert [(name, [f["T"] for f in figures]) for name, figures in timed] == [("a", [40]), ("b", [40])] * 2
+    assert all(f["ms"] > 0 for _, figures in timed for f in figures)
+    gpu_variants.print_table(timed, 1)
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert "40 iid" in head and [row.split()[0] for row in rows] == ["a", "b"] * 2 and rows[0].count(" ms ") == 1

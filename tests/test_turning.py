@@ -41,21 +41,23 @@ def compensation(step, period):
     return off ** (-(period - 1) / 2)
 
 
-def error_ratio(dtype, period, K=128, base=10000.0, rows=400, compensated=True, bottom=False):
+def error_ratio(dtype, period, K=128, base=10000.0, rows=400, compensated=True, bottom=False, sign=-1):
     """Root mean square error of scores over a period, in that of a baseline whose rotated q and k are rounded. Keys of
-    the bottom are as precise as the dtype, others as fp16."""
+    the bottom are as precise as the dtype, others as fp16. The query turns by sixteen positions times `sign`: to the
+    next rank, or over a parent left out, where keys are turned by their node."""
     rng = np.random.default_rng(0)
     frequency = base ** (-2.0 * np.arange(K // 2) / K)
-    step = np.exp(-16j * frequency)
+    step = np.exp(sign * 16j * frequency)
     compensate = compensation(step, period) if compensated else 1.0
     errors, baseline = [], []
     for position in POSITIONS:
         q, k = (rounded(rng.standard_normal((rows, K)), dtype) for _ in range(2))
         child = rng.integers(0, 16, (rows, 1))
-        key = turned(k, child * frequency)
         query = multiplied(q, np.exp(1j * position * frequency) * compensate)
         for rank in range(period):
-            exact = (turned(q, (position - 16 * rank) * frequency) * key).sum(1)
+            parent = 2 * rank if sign > 0 else 0  # as many left out as taken
+            key = turned(k, (16 * parent + child) * frequency)
+            exact = (turned(q, (position + sign * 16 * rank) * frequency) * key).sum(1)
             errors.append((query * half(rounded(key, dtype) if bottom else key)).sum(1) - exact)
             rounded_key = rounded(turned(k, (16 * rank + child) * frequency), dtype)
             baseline.append((rounded(turned(q, position * frequency), dtype) * rounded_key).sum(1) - exact)
@@ -79,6 +81,8 @@ def test_turning_in_place_stays_below_the_rounding_of_operands(K, base):
     assert error_ratio(torch.bfloat16, period_of(torch.bfloat16), K, base) < 0.55
     assert error_ratio(torch.bfloat16, period_of(torch.bfloat16), K, base, bottom=True) < 0.85
     assert error_ratio(torch.float16, period_of(torch.float16), K, base) < 1.3
+    assert error_ratio(torch.bfloat16, period_of(torch.bfloat16), K, base, sign=1) < 0.55
+    assert error_ratio(torch.bfloat16, period_of(torch.bfloat16), K, base, bottom=True, sign=1) < 0.88
 
 
 def test_beginning_anew_is_needed():

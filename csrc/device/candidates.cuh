@@ -50,6 +50,11 @@ __host__ __device__ inline bool is_below_first_layer(std::int64_t t, int layer, 
   return t >> (kLog2Siblings * (layer + 1)) >= top_k;
 }
 
+// Below its first layer, whether there are fewer parents than `dense_parents` up to the query's own. It selected top_k of them.
+__host__ __device__ inline bool is_dense(std::int64_t t, int layer, int dense_parents) {
+  return t >> (kLog2Siblings * (layer + 1)) < dense_parents;
+}
+
 // How many candidates there are in the first layer: all nodes up to the rightmost.
 __host__ __device__ inline int candidates_in_first(std::int64_t t, int layer) {
   return static_cast<int>(t >> (kLog2Siblings * layer)) + 1;

@@ -25,9 +25,10 @@ struct Source {
 };
 
 // The parents of the union lists of a launch's query blocks instead of all. Every list has room for per_block of them, one
-// after the other, and `nodes` becomes where they are: the layer kernel finds them as it finds a node.
+// after the other, and `places` says where they are: the layer kernel finds them as it finds a node.
 struct Lists {
-  std::int32_t* nodes;         // [query blocks, stride]; null: all parents
+  std::int32_t const* nodes;   // [query blocks, stride]; null: all parents
+  std::int32_t* places;        // likewise
   std::int32_t const* counts;  // [query blocks]
   std::int64_t stride;
   std::int64_t per_block;
@@ -37,14 +38,15 @@ struct Lists {
 struct Args {
   Source k;
   Source v;
-  char* packed;                   // [B, H_kv, parents, block_bytes]; by_node: tiles of kTileParents blocks
+  char* packed;                   // [B, H_kv, parents, block_bytes]; tiles: of kTileParents blocks
   std::int64_t block_bytes;
-  std::int64_t parents_per_head;  // by_node: a multiple of kTileParents
+  std::int64_t parents_per_head;  // tiles: a multiple of kTileParents
   std::int64_t blocks;            // B * H_kv * parents_per_head; lists: query blocks * per_block
   std::int64_t N;                 // nodes of the layer to pack, from its first
   int H_kv;
   float2 const* turns;            // [positions, K / 2] cos and sin
   bool by_node;                   // keys turn by the node's index, else by the place among its siblings
+  bool tiles;                     // by_node: keys and values as panels, else as fragments
   bool as_inputs;                 // keys are rounded to the dtype, else to fp16
   int* spoilt;                    // becomes 1 where a value is not finite
   Lists lists;                    // not by_node
@@ -54,8 +56,11 @@ void tree_pack(Args const& args, DType dtype, cudaStream_t stream);
 
 // What turns a query below its first layer, as matrices.
 struct QueryTurns {
-  rope::TurnColumns* begin;  // [positions, 8, K / 32], compensated for a period of ranks; null: neither is written
-  rope::TurnColumns* step;   // [8, K / 32]: by kSiblings positions, from a rank to the one before it
+  rope::TurnColumns* begin;    // [begins, 8, K / 32], compensated for a period of ranks
+  std::int64_t begins;         // 0: none
+  rope::TurnColumns* forward;  // [forwards, 8, K / 32], compensated for a period of steps to later positions
+  std::int64_t forwards;
+  rope::TurnColumns* step;     // [8, K / 32]: by kSiblings positions, from a rank to the one before it; null: none of these
   int period;
 };
 
@@ -76,6 +81,7 @@ struct Args {
   int top_k;
   float const* importance;         // [rows, width]
   std::int64_t width;              // a multiple of 32
+  std::int64_t most;               // candidates of a row
   std::int32_t const* parents_in;  // [rows, top_k] selected in the layer above, ascending; read below the first layer
   std::int32_t* nodes;             // [rows, top_k] selected here, ascending, padded with -1
   std::uint16_t* closed;           // [rows, width / 16] bit c: candidate 16 j + c is selected or does not exist

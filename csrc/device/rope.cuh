@@ -115,9 +115,10 @@ struct alignas(16) Turns {
 // as they come. Lane 4 g + t of that matrix has column g of rows 2 t and 2 t + 1, zeros but for t = g / 2. Entry
 // [position][g][i] (i < K / 32) holds it for the tiles 4 i .. 4 i + 3.
 //
-// Where a query turns in place, by -16 positions from rank to rank, the rounding of that matrix itself adds up: what it
-// multiplies a pair by, seen as a complex number, is off by a factor near 1, once a rank. Turns by which a query begins anew
-// take back what half a period of ranks adds (`compensated`), so that it is half as much at either end.
+// Where a query turns in place, by -16 positions from rank to rank or by 16 over a parent left out, the rounding of that
+// matrix itself adds up: what it multiplies a pair by, seen as a complex number, is off by a factor near 1, once a turn. Turns
+// by which a query begins anew take back what half a period of turns adds (`compensated`), so that it is half as much at either
+// end.
 struct alignas(16) TurnColumns {
   half2 tile[4];
 };

@@ -1,4 +1,4 @@
-// Exact stable top-k of one row by one CTA. Importances are bit patterns: those of floats that are not negative compare as
+// Exact stable top-k of one row by one CTA of any number of warps. Importances are bit patterns: those of floats that are not negative compare as
 // the floats do, and everything beyond counts as infinity (NaN does).
 //
 // Most of a row is told from the k largest by a bound, and never looked at again:
@@ -17,8 +17,6 @@
 
 namespace htree_cuda::topk {
 
-inline constexpr int kThreads = 128;  // a row
-inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kGroups = 8;  // of a thread
 inline constexpr int kBins = 256;
 inline constexpr int kFew = 32;
@@ -31,8 +29,10 @@ struct Threshold {
   uint32_t equal;  // how many there are
 };
 
-template <int kPerThread>
+template <int kThreads_, int kPerThread>
 struct alignas(16) Scratch {
+  static constexpr int kThreads = kThreads_;
+  static constexpr int kWarps = kThreads / 32;
   uint32_t list[kPerThread * kThreads];  // entry i of thread t at i * kThreads + t
   uint32_t histogram[kBins];
   uint32_t few[kFew];
@@ -40,9 +40,15 @@ struct alignas(16) Scratch {
   uint32_t lowest[kWarps], highest[kWarps];
   uint32_t warp_sums[kWarps];
   uint32_t digit, room, equal;
+
+  __device__ __forceinline__ void clear_histogram() {
+#pragma unroll
+    for (int i = threadIdx.x; i < kBins; i += kThreads) histogram[i] = 0;
+  }
 };
 
 // Exclusive prefix sum over the CTA, and its total. `warp_sums` has a word for each warp.
+template <int kWarps>
 __device__ __forceinline__ uint32_t block_prefix(uint32_t x, uint32_t (&warp_sums)[kWarps], uint32_t& total) {
   int const lane = threadIdx.x % 32;
   int const warp = threadIdx.x / 32;
@@ -67,7 +73,7 @@ __device__ __forceinline__ uint32_t block_prefix(uint32_t x, uint32_t (&warp_sum
 }
 
 // A bound that at least `want` of the warp's groups reach, and the largest group. It need not be tight: an eighth more
-// than wanted ends the search.
+// than wanted ends the search. Zero where more are wanted than there are.
 __device__ __forceinline__ uint32_t warp_bound(uint32_t const (&groups)[kGroups], uint32_t want, uint32_t& highest) {
   uint32_t low = groups[0];
   uint32_t high = groups[0];
@@ -78,6 +84,7 @@ __device__ __forceinline__ uint32_t warp_bound(uint32_t const (&groups)[kGroups]
   }
   low = __reduce_min_sync(kAll, low);
   highest = high = __reduce_max_sync(kAll, high);
+  if (want > 32 * kGroups) return 0;
   while (low < high) {
     uint32_t const middle = high - (high - low) / 2;
     uint32_t count = 0;
@@ -97,9 +104,9 @@ __device__ __forceinline__ uint32_t warp_bound(uint32_t const (&groups)[kGroups]
 // The k-th largest of the lists, of which this thread's ends before `end`; all entries are in low .. high but for those
 // that count as infinity, which is `high` then. The histogram and few_count are zero, and every thread has been through a
 // barrier since. At least k >= 1 entries exist.
-template <int kPerThread>
-__device__ __forceinline__ Threshold threshold(Scratch<kPerThread>& scratch, int end, uint32_t low, uint32_t high,
-                                               uint32_t k) {
+template <class Scratch>
+__device__ __forceinline__ Threshold threshold(Scratch& scratch, int end, uint32_t low, uint32_t high, uint32_t k) {
+  constexpr int kThreads = Scratch::kThreads;
   int const lane = threadIdx.x % 32;
   uint32_t const whole = high - low;
   // Entries relative to `low`; of them those in begin .. begin + range are left.
@@ -149,7 +156,7 @@ __device__ __forceinline__ Threshold threshold(Scratch<kPerThread>& scratch, int
     equal = scratch.equal;
     if (range == 0) return {low + begin, k, equal};
     if (equal <= kFew) break;
-    scratch.histogram[threadIdx.x] = scratch.histogram[threadIdx.x + kThreads] = 0;
+    scratch.clear_histogram();
     __syncthreads();
     shift = max(24 - __clz(range), 0);
 #pragma unroll 1

@@ -30,6 +30,7 @@ EXPORT char const* emulator_select(long long T_q, long long q_start, int layer, 
   args.top_k = top_k;
   args.importance = importance;
   args.width = width;
+  args.most = width;
   args.parents_in = parents;
   args.nodes = nodes;
   args.closed = closed;

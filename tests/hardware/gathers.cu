@@ -7,7 +7,8 @@
 // Parents: blocks with twelve queries each, 512 parents of 8,192 a query, drawn at random or 12% apart from the query
 // before; a ring of 5 stages of 4 parents, 8,256 bytes each; twelve warps that hold a parent of theirs for so many clocks.
 // In a cluster the blocks walk the union of their 24 queries, and a parent that both want is copied to both. Then without a
-// cluster and some of the four parents of a stage copied by three warps of their own (cp.async) instead of by bulk copies.
+// cluster and some of the four parents of a stage copied by three warps of their own (cp.async) instead of by bulk copies,
+// and bulk copies of parents that lie as they do in shared memory, or half a line apart.
 //
 // Rows: 64 rows of 1,152 bytes a tile, as 9 boxes of 64 columns each (TMA, 128-byte swizzle), three tiles in flight; in a
 // cluster each block fetches half of the rows for both.
@@ -86,16 +87,20 @@ constexpr int kParents = 8192;
 constexpr int kTopK = 512;
 constexpr int kQueries = 12;  // of a block
 constexpr int kParentBytes = 8256;
+constexpr int kLine = 128;
+constexpr int kLinesBytes = (kParentBytes + kLine - 1) / kLine * kLine;  // room of a parent that begins a line
 constexpr int kSlotBytes = 8448;
 constexpr int kStages = 5;
 constexpr int kSlots = 4;
 constexpr int kParentThreads = 32 * (kQueries + 1);
 constexpr int kParentShared = kStages * kSlots * kSlotBytes + 256;
 
-// Bit q of a mask: query q of the block, or of the two blocks, takes the parent.
+// Bit q of a mask: query q of the block, or of the two blocks, takes the parent. Parents are `stride` apart, and a copy lies
+// `shift` bytes behind the beginning of a line in shared memory.
 template <bool kCluster>
 __global__ void __launch_bounds__(kParentThreads, 1)
-    gather_parents(char const* data, int const* nodes, uint32_t const* masks, int const* counts, int hold) {
+    gather_parents(char const* data, int stride, int shift, int const* nodes, uint32_t const* masks, int const* counts,
+                   int hold) {
   extern __shared__ char shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
   __shared__ uint32_t taken[kStages][kSlots];
@@ -125,8 +130,8 @@ __global__ void __launch_bounds__(kParentThreads, 1)
       uint32_t const mask = exists ? masks[first + lane] : 0;
       uint32_t const mine = mask >> (kQueries * rank) & 0xfff;
       uint32_t const theirs = kCluster ? mask >> (kQueries * (1 - rank)) & 0xfff : 0;
-      char const* const source = data + static_cast<int64_t>(exists ? nodes[first + lane] : 0) * kParentBytes;
-      uint32_t const slot = base + (stage * kSlots + lane) * kSlotBytes;
+      char const* const source = data + static_cast<int64_t>(exists ? nodes[first + lane] : 0) * stride;
+      uint32_t const slot = base + (stage * kSlots + lane) * kSlotBytes + shift;
       barriers::mbarrier_wait(is_empty, parity ^ 1, "gathers: empty");
       if (lane < kSlots) taken[stage][lane] = mine;
       int const copies = __popc(__ballot_sync(0xffffffffu, mine != 0));
@@ -312,8 +317,8 @@ Lists unite(std::vector<std::vector<char>> const& takes, int queries) {
 
 void parents() {
   char* data = nullptr;
-  HTREE_CUDA_CHECK(cudaMalloc(&data, std::size_t(kParents) * kParentBytes));
-  HTREE_CUDA_CHECK(cudaMemset(data, 1, std::size_t(kParents) * kParentBytes));
+  HTREE_CUDA_CHECK(cudaMalloc(&data, std::size_t(kParents) * kLinesBytes));
+  HTREE_CUDA_CHECK(cudaMemset(data, 1, std::size_t(kParents) * kLinesBytes));
   for (bool const local : {false, true}) {
     std::mt19937 random(1);
     std::vector<int> order(kParents);
@@ -342,8 +347,9 @@ void parents() {
       double const mean = std::accumulate(lists.counts.begin(), lists.counts.end(), 0.0) / lists.counts.size();
       for (int const hold : {0, 1000, 1200}) {
         double const ms = time_of(cluster ? gather_parents<true> : gather_parents<false>, cluster, kParentThreads,
-                                  kParentShared, static_cast<char const*>(data), static_cast<int const*>(nodes),
-                                  static_cast<uint32_t const*>(masks), static_cast<int const*>(counts), hold);
+                                  kParentShared, static_cast<char const*>(data), kParentBytes, 0,
+                                  static_cast<int const*>(nodes), static_cast<uint32_t const*>(masks),
+                                  static_cast<int const*>(counts), hold);
         std::printf("parents, %-7s %-7s: union %4.0f, held %4d clocks: %.3f ms\n", local ? "local," : "random,",
                     cluster ? "cluster" : "alone", mean, hold, ms);
       }
@@ -355,6 +361,13 @@ void parents() {
                     copied, ms);
       };
       if (!cluster) {
+        for (int const shift : {0, kLine / 2}) {
+          double const ms = time_of(gather_parents<false>, false, kParentThreads, kParentShared,
+                                    static_cast<char const*>(data), kLinesBytes, shift, static_cast<int const*>(nodes),
+                                    static_cast<uint32_t const*>(masks), static_cast<int const*>(counts), 0);
+          std::printf("parents, %-7s alone  : union %4.0f, from lines to %2d bytes behind one: %.3f ms\n",
+                      local ? "local," : "random,", mean, shift, ms);
+        }
         by_warps(0, gather_by_warps<0>);
         by_warps(2, gather_by_warps<2>);
         by_warps(4, gather_by_warps<4>);

@@ -389,7 +389,7 @@ void backward(BackwardParams const& params, void* stream) {
     pack_tree(p, plan, head, heads, s);
     HTREE_CUDA_CHECK(cudaMemsetAsync(plan.dk, 0, heads * plan.node_rows * p.K * sizeof(float), s));
     HTREE_CUDA_CHECK(cudaMemsetAsync(plan.dv, 0, heads * plan.node_rows * p.V * sizeof(float), s));
-    // What whole chunks leave over comes first, where a sequence begins and there is the least to do.
+    // What whole chunks leave over comes first: where the call begins with its sequence, there is the least to do there.
     std::int64_t queries = (p.T_q - 1) % plan.rows + 1;
     for (std::int64_t first = 0; first < p.T_q; first += queries, queries = plan.rows) {
       int const rows = static_cast<int>(plan.rows);

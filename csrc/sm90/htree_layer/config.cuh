@@ -1,6 +1,7 @@
 // Data sheet of the layer kernel: one layer of htree attention and one pass, which walks its candidates once for the values
 // and twice for the choice, for the queries whose first layer it is (`Walk::kFirst`) or for those which chose its parents in
-// the layer above (`Walk::kBelow`).
+// the layer above (`Walk::kBelow`, and where at least half of the parents are chosen `Walk::kDense`, of which all holds that
+// is said of kBelow but for turns).
 //
 //   CTA           12 consumer warps (3 warpgroups), one query each: consecutive queries of one (b, h_kv);
 //                 a producer warp in a fourth warpgroup, whose other warps idle
@@ -8,16 +9,16 @@
 //                 of a stage. P of parents that a query does not take is zero
 //   slot          one parent: 16 keys (fp16, turned by their node or place), their scales, 16 values, as smxx/tree_pack
 //                 laid them out in global memory; kBelow: one bulk copy
-//   stage         four slots and their query masks, one full and one empty mbarrier; kFirst: one tile of tree_pack, whose
-//                 keys and values are panels of 64 rows for WGMMA; one bulk copy
+//   stage         four slots, in choices of kBelow eight, and their query masks, one full and one empty mbarrier; kFirst: one
+//                 tile of tree_pack, whose keys and values are panels of 64 rows for WGMMA; one bulk copy
 //   order         the producer streams the union of the block's parents, ascending; a consumer takes those it selected
 //                 and counts its own rank j; below its first layer that gives the RoPE position n - 1 - 16 j
 //   one query     a call with a single query has one block of it a head, and splits it: the consumers take turns, a
 //                 `turn_period` of ranks each, with running states of their own, which are merged at the end of a walk
 //   registers     160 a consumer thread, 32 a producer thread: 3 * 128 * 160 + 128 * 32 = 65536
 //   shared memory 224 KB: in values passes the queries, kFirst: as WGMMA reads them; kBelow: also the turns from which
-//                 queries begin anew; else as many stages as fit. At K = V = 128 these are 5 (20 parents) in values passes
-//                 and 12 in others
+//                 queries begin anew; else as many stages as fit. At K = V = 128 these have 20 parents in values passes and
+//                 48 in others
 #pragma once
 
 #include <cuda_bf16.h>
@@ -46,6 +47,9 @@ enum class Sums {
 enum class Walk {
   kFirst,  // every parent up to the query's own; keys turned by their node, the query by n - 1
   kBelow,  // selected parents; keys turned by their place, the query by n - 1 - 16 j
+  // Selected parents where they are half of all that there are or more: keys turned by their node, the query by n - 1 and 16
+  // for each parent that it left out.
+  kDense,
 };
 
 template <class Element_, int kK_, int kV_, Pass kPass_, Walk kWalk_>
@@ -55,6 +59,7 @@ struct Config {
   static constexpr int kV = kV_;
   static constexpr Pass kPass = kPass_;
   static constexpr Walk kWalk = kWalk_;
+  static constexpr bool kIsBelow = kWalk != Walk::kFirst;
   static constexpr bool kReadsValues = kPass == Pass::kValues;
   static constexpr int kWalks = kPass == Pass::kChoice ? 2 : 1;
 
@@ -65,7 +70,8 @@ struct Config {
   static_assert(kConsumers % 4 == 0 && kConsumers * 32 + 128 == kThreads);
   static_assert(kConsumers * 32 * kConsumerRegisters + 128 * kProducerRegisters <= 65536);
 
-  static constexpr int kStageSlots = 4;
+  // Choices below take few of a stage's parents each, where neighbours differ.
+  static constexpr int kStageSlots = kWalk == Walk::kBelow && kPass == Pass::kChoice ? 8 : 4;
   static constexpr int kScaleBytes = kSiblings * 4;
   static constexpr int kKeyRowBytes = 2 * kK;
   static constexpr int kKeyBytes = kSiblings * kKeyRowBytes;
@@ -82,6 +88,7 @@ struct Config {
   static constexpr int kStageBytes = kStageSlots / kCopySlots * kSlotBytes;
   static_assert(kStageSlots % kCopySlots == 0 && kKeyOffset >= kCopySlots * kScaleBytes);
   static_assert(kK % 64 == 0 && kV % 64 == 0, "rows are panels of eight 16-byte chunks");
+  static_assert(kKeyOffset % 128 == 0, "lines are those of global memory");
   static_assert(kCopyBytes % 16 == 0 && kSlotBytes % (kWalk == Walk::kFirst ? 1024 : 256) == 0);
 
   // A stage begins with its barriers, full and empty, and a word a query, bit i: it takes slot i. There is room before the
@@ -89,10 +96,19 @@ struct Config {
   static constexpr int kFullOffset = 0;
   static constexpr int kEmptyOffset = 8;
   static constexpr int kMaskOffset = 16;
-  // Values, kBelow: such words of the stage behind it too, so that nobody waits for them there.
-  static constexpr bool kNamesNext = kReadsValues && kWalk == Walk::kBelow;
+  // Values, kBelow, and kDense: such words of the stage behind it too, so that nobody waits for them there.
+  static constexpr bool kNamesNext = kIsBelow && (kReadsValues || kWalk == Walk::kDense);
   static constexpr int kNextMaskOffset = kMaskOffset + 4 * kConsumers;
-  static_assert(kNextMaskOffset + 4 * kConsumers <= kScaleOffset);
+  // kDense: instead of bits such a word has a byte for each slot that the query takes, from the lowest: kTaken, the slot, and
+  // above it how many parents more it has left out there; kMostGap: the parents say how many.
+  static constexpr int kSlotBits = 2;
+  static constexpr uint32_t kSlotMask = (1u << kSlotBits) - 1;
+  static constexpr uint32_t kMostGap = 31;
+  static constexpr uint32_t kGapMask = kMostGap << kSlotBits;
+  static constexpr uint32_t kTaken = 128;
+  static_assert(kWalk != Walk::kDense || (kStageSlots == 4 && kSlotMask + kGapMask < kTaken));
+  static constexpr int kParentOffset = kNextMaskOffset + 4 * kConsumers;
+  static_assert(kParentOffset + 4 * kStageSlots <= kScaleOffset);
   // Values: kFirst: the turned queries, for each warpgroup panels of 64 rows, the heads of its four queries; kBelow: each
   // query as it is, in fragments. kBelow: then the turns from which it begins anew, for each, and zeros: what three
   // quarters of the lanes have of such a matrix.
@@ -126,18 +142,26 @@ struct Config {
   static constexpr int kQueryBarrier = 2;  // and one more for each further warpgroup
 };
 
+// What is another for queries that walk in another way.
+struct WalkArgs {
+  std::uint32_t end_block;               // CTA i works on block end_block - i
+  char const* packed;                    // the layer: [B, H_kv, parents] blocks of block_bytes, as the walk wants them
+  std::int64_t parents_per_head;
+  rope::TurnColumns const* begin_turns;  // [begins, 8, K / 32], with which a query begins anew; kBelow
+  std::int64_t begins;
+  std::int32_t const* union_nodes;       // [blocks, 12 * top_k], as they lie in `packed`; kBelow
+};
+
 // Everything a launch reads and writes. Rows are queries of the launch: row = block * 12 + warp. Where a query is split,
 // the state has a row for every consumer.
 struct Args {
   QueryBlocks blocks;
-  char const* packed;             // the layer: [B, H_kv, parents] blocks of block_bytes, as the walk wants them
-  std::int64_t parents_per_head;
+  WalkArgs walks[3];              // by Walk
   std::int64_t block_bytes;
   packing::Source values;         // of the layer, unpacked; kValues
   int const* spoilt;              // whether any layer has values that are not finite
   float2 const* turns;                 // [positions, K / 2]; kFirst
-  rope::TurnColumns const* begin_turns;   // [positions, 8, K / 32], with which a query begins anew; kBelow
-  rope::TurnColumns const* step_turn;     // [8, K / 32], with which it turns on, the other way round; kBelow
+  rope::TurnColumns const* step_turn;     // [8, K / 32], with which it turns on, kBelow: the other way round
 
   void const* q;                  // [B, T_q, H, K]
   std::int64_t q_stride_b;
@@ -149,17 +173,17 @@ struct Args {
   int G;
   rope::ScoreScale scale;
   bool strict_causal;
-  int turn_period;                // ranks until a query turns anew from itself; kBelow
+  int turn_period;                // ranks until a query turns anew from itself, kDense: parents left out; kBelow
   bool split;                     // one query, over all consumers of its block
 
   int layer;
   int layers;
   int top_k;
+  int dense_parents;              // kDense where there are fewer
 
   std::int32_t const* parents;       // [rows, top_k] selected in the layer above, ascending; kBelow
-  // The union of the parents of each block, as they lie in `packed`; kBelow.
-  std::int32_t const* union_nodes;   // [blocks, 12 * top_k]
-  std::uint16_t const* union_masks;  // likewise; bit i: selected by query i of the block
+  // The union of the parents of each block; kBelow.
+  std::uint16_t const* union_masks;  // [blocks, 12 * top_k]; bit i: selected by query i of the block
   std::int32_t const* union_count;   // [blocks]
 
   std::uint16_t const* closed;    // [rows, width / 16], bit c: candidate 16 j + c is no leaf; unused at the bottom

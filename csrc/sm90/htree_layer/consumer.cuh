@@ -32,7 +32,7 @@ protected:
   static constexpr int kSteps = kK / 16;      // k-steps of QK
   static constexpr int kHalf = kK / 32;       // of them, in the order of memory, with the first elements of pairs
   static constexpr int kValueTiles = Cfg::kReadsValues ? kV / 8 : 1;
-  static constexpr bool kBelow = Cfg::kWalk == Walk::kBelow;
+  static constexpr bool kBelow = Cfg::kIsBelow;
   // A running maximum is raised when an exponential would exceed 2^kSlack: rescaling is rare.
   static constexpr float kSlack = 8.0f;
   static constexpr float kNear = 4096.0f;
@@ -47,7 +47,7 @@ protected:
         g_(lane_ / 4),
         tq_(lane_ % 4),
         warp_(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
-    QueryBlock const block(args.blocks, block_index());
+    QueryBlock const block(args.blocks, block_index<Cfg>(args));
     QueryWords words;
     fetch_query(block, words);  // under way while all else is found out
     groups_ = (stream_count<Cfg>(args, block) + Cfg::kStageSlots - 1) / Cfg::kStageSlots;
@@ -71,16 +71,22 @@ protected:
     cursor_ = static_cast<int>(row() * (args_.width / kSiblings));
   }
 
+  // kBelow, before the first parent again, where the query is active.
+  __device__ __forceinline__ void repeat_walk() {
+    position_ = (args_.top_k - 1) * kSiblings + rightmost();
+    cursor_ = static_cast<int>(row() * (args_.width / kSiblings));
+  }
+
   // One query over all consumers of the block.
   __device__ __forceinline__ bool split() const { return args_.split; }
   __device__ __forceinline__ bool takes(int rank) const { return consumer_of(args_, rank) == static_cast<int>(warp_); }
   __device__ __forceinline__ uint32_t query() const { return split() ? 0 : warp_; }
   __device__ __forceinline__ int head_row(int i) const { return g_ + 8 * i; }
   __device__ __forceinline__ std::int64_t row() const {
-    return static_cast<int>(block_index()) * kBlockQueries + query();
+    return static_cast<int>(block_index<Cfg>(args_)) * kBlockQueries + query();
   }
   __device__ __forceinline__ std::int64_t state_row() const {
-    return static_cast<int>(block_index()) * kBlockQueries + warp_;
+    return static_cast<int>(block_index<Cfg>(args_)) * kBlockQueries + warp_;
   }
 
   // q in A fragments: the pair of elements 16 kk + 8 part + 2 tq of row i is words[i][kk][part].
@@ -369,6 +375,36 @@ protected:
                          args_.importance + static_cast<std::int64_t>(cursor) * kSiblings + column_summed, sum);
   }
 
+  // Of two, whose children one butterfly leaves in the lanes of a warp: the parent that lane / 16 says, its tile that the next
+  // bit says.
+  __device__ __forceinline__ void add_columns_of_two(float const (&weights)[2][2][4], int cursor, bool store = true) {
+    float column[2][4];
+#pragma unroll
+    for (int parent = 0; parent < 2; ++parent) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) column[parent][c] = weights[parent][c / 2][c % 2] + weights[parent][c / 2][2 + c % 2];
+    }
+    bool const second = lane_ & 16;
+    float own[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      own[c] = second ? column[1][c] : column[0][c];
+      own[c] += __shfl_xor_sync(kFullWarp, second ? column[0][c] : column[1][c], 16);
+    }
+    bool const high = lane_ & 8;
+    float pair[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      pair[e] = high ? own[2 + e] : own[e];
+      pair[e] += __shfl_xor_sync(kFullWarp, high ? own[e] : own[2 + e], 8);
+    }
+    bool const odd = lane_ & 4;
+    float sum = odd ? pair[1] : pair[0];
+    sum += __shfl_xor_sync(kFullWarp, odd ? pair[0] : pair[1], 4);
+    int const child = (lane_ & 24) + 2 * tq_ + (lane_ & 4) / 4;
+    ptx::store_global_if(store, args_.importance + static_cast<std::int64_t>(cursor) * kSiblings + child, sum);
+  }
+
   // P of some parents, rounded to the dtype, in A fragments. exponent: of row i, from a raw score.
   template <int kParents, class Exponent>
   __device__ __forceinline__ void exponentiate(float const (&raw)[2 * kParents][4], uint32_t (&p)[kParents][4],
@@ -392,7 +428,7 @@ protected:
   // The ring holds zeros for values that are not finite. Once all is summed, those that the query took become NaN: the
   // parents whose scales have that sign are looked up again, and their values read where they came from.
   __device__ __forceinline__ void spoil(std::int64_t parent, int rank) {
-    QueryBlock const block(args_.blocks, block_index());
+    QueryBlock const block(args_.blocks, block_index<Cfg>(args_));
     int const last = candidates_of<Cfg>(args_, args_.blocks.q_start + block.first + query()) - 1;
     uint32_t dead = rank == last / kSiblings ? behind(last % kSiblings) : 0u;
     if (args_.layer > 0) dead = args_.closed[row() * (args_.width / kSiblings) + rank];
@@ -413,7 +449,8 @@ protected:
   }
 
   __device__ __forceinline__ char const* packed_parents() const {
-    return args_.packed + QueryBlock(args_.blocks, block_index()).bh * args_.parents_per_head * args_.block_bytes;
+    return own<Cfg>(args_).packed +
+           QueryBlock(args_.blocks, block_index<Cfg>(args_)).bh * own<Cfg>(args_).parents_per_head * args_.block_bytes;
   }
 
   __device__ __forceinline__ void finish_values(Ring<Cfg> const& ring) {
@@ -526,7 +563,7 @@ protected:
   // The query's first head in the outputs. Where the query is, is looked up again: it would occupy registers throughout
   // the loop.
   __device__ __forceinline__ std::int64_t first_head() const {
-    QueryBlock const block(args_.blocks, block_index());
+    QueryBlock const block(args_.blocks, block_index<Cfg>(args_));
     std::int64_t const b = block.bh / args_.H_kv;
     std::int64_t const h_kv = block.bh % args_.H_kv;
     return ((b * args_.blocks.T_q + block.first + query()) * args_.H_kv + h_kv) * args_.G;

@@ -63,7 +63,7 @@ private:
     RingPosition<Cfg::kStages> at;
     score_all<Sums::kNormaliser>(ring, at);
     if (active_) Base::finish_normaliser(ring);
-    Base::begin_walk(QueryBlock(args_.blocks, block_index()));
+    Base::begin_walk(QueryBlock(args_.blocks, block_index<Cfg>(args_)));
     score_all<Sums::kImportance>(ring, at);
   }
 
@@ -464,7 +464,7 @@ private:
 
   // See Base::spoil.
   __device__ __forceinline__ void spoil() {
-    QueryBlock const block(args_.blocks, block_index());
+    QueryBlock const block(args_.blocks, block_index<Cfg>(args_));
     int const count = parents_of<Cfg>(args_, block, Base::query());
 #pragma unroll 1
     for (int parent = 0; parent < count; ++parent) {

@@ -1,18 +1,19 @@
-// Roles of the layer kernel; the work is in mainloop.cuh (ring, producer), consumer.cuh, first.cuh and below.cuh.
+// Roles of the layer kernel; the work is in mainloop.cuh (ring, producer), consumer.cuh,
+// first.cuh (queries in their first layer), turning.cuh, below.cuh and choice.cuh (the others).
 #pragma once
 
 #include <type_traits>
 
 #include "../../common/overlap.cuh"
 #include "below.cuh"
+#include "choice.cuh"
 #include "first.cuh"
 #include "mainloop.cuh"
 
 namespace htree_cuda::layer {
 
 template <class Cfg>
-__global__ void __launch_bounds__(Cfg::kThreads, 1) htree_layer_kernel(const __grid_constant__ Args args) {
-  extern __shared__ char shared_memory[];
+__device__ __forceinline__ void run_block(Args const& args, char* shared_memory) {
   uint32_t const base = (ptx::shared_address(shared_memory) + Cfg::kAlignment - 1) / Cfg::kAlignment * Cfg::kAlignment;
   Ring<Cfg> const ring(base + Cfg::kRingOffset);
   int const warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
@@ -32,8 +33,28 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) htree_layer_kernel(const __g
     if constexpr (Cfg::kWalk == Walk::kFirst) {
       FirstConsumer<Cfg>(args).run(ring);
     } else {
-      BelowConsumer<Cfg>(args, ring).run(ring);
+      std::conditional_t<Cfg::kReadsValues, BelowValues<Cfg>, BelowChoice<Cfg>>(args, ring).run(ring);
     }
+  }
+}
+
+template <class Cfg>
+__global__ void __launch_bounds__(Cfg::kThreads, 1) htree_layer_kernel(const __grid_constant__ Args args) {
+  extern __shared__ char shared_memory[];
+  run_block<Cfg>(args, shared_memory);
+}
+
+// A pass for queries that walk the layer in two ways, in one launch, so that neither leaves multiprocessors idle in its end.
+// CTAs from `earlier_cta` on have blocks of the second one.
+template <class Later, class Earlier>
+__global__ void __launch_bounds__(Later::kThreads, 1)
+    htree_layer_kernel_of_two(const __grid_constant__ Args args, uint32_t earlier_cta) {
+  static_assert(Later::kThreads == Earlier::kThreads);
+  extern __shared__ char shared_memory[];
+  if (blockIdx.x < earlier_cta) {
+    run_block<Later>(args, shared_memory);
+  } else {
+    run_block<Earlier>(args, shared_memory);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "../../common/cuda_check.h"
@@ -16,34 +17,35 @@
 namespace htree_cuda {
 namespace layer {
 
-template <class Cfg>
-void launch(Args const& args, int blocks, cudaStream_t stream);  // inst/
+template <class Below, class Dense, class First>
+void launch(Args const& args, Blocks const& blocks, cudaStream_t stream);  // inst/
 
 namespace {
 
-template <int K, Walk W>
-void run_pass_of(Pass pass, Args const& args, DType dtype, int V, int blocks, cudaStream_t stream) {
+template <class Element, int K, int V, Pass P>
+void launch_all(Args const& args, Blocks const& blocks, cudaStream_t stream) {
+  using Dense = std::conditional_t<std::is_same_v<Element, __half>, void, Config<Element, K, V, P, Walk::kDense>>;
+  launch<Config<Element, K, V, P, Walk::kBelow>, Dense, Config<Element, K, V, P, Walk::kFirst>>(args, blocks, stream);
+}
+
+template <int K>
+void run_pass_of(Pass pass, Args const& args, Blocks const& blocks, DType dtype, int V, cudaStream_t stream) {
   auto const values = [&](auto element) {
     using Element = decltype(element);
-    return V == 128 ? launch<Config<Element, K, 128, Pass::kValues, W>>(args, blocks, stream)
-                    : launch<Config<Element, K, 64, Pass::kValues, W>>(args, blocks, stream);
+    return V == 128 ? launch_all<Element, K, 128, Pass::kValues>(args, blocks, stream)
+                    : launch_all<Element, K, 64, Pass::kValues>(args, blocks, stream);
   };
   switch (pass) {
-    case Pass::kChoice: return launch<Config<void, K, 64, Pass::kChoice, W>>(args, blocks, stream);
+    case Pass::kChoice: return launch_all<void, K, 64, Pass::kChoice>(args, blocks, stream);
     case Pass::kValues: return dtype == DType::kFloat16 ? values(__half{}) : values(__nv_bfloat16{});
   }
 }
 
 }  // namespace
 
-void run_pass(Pass pass, Walk walk, Args const& args, DType dtype, int K, int V, int blocks, cudaStream_t stream) {
-  if (walk == Walk::kFirst) {
-    K == 128 ? run_pass_of<128, Walk::kFirst>(pass, args, dtype, V, blocks, stream)
-             : run_pass_of<64, Walk::kFirst>(pass, args, dtype, V, blocks, stream);
-  } else {
-    K == 128 ? run_pass_of<128, Walk::kBelow>(pass, args, dtype, V, blocks, stream)
-             : run_pass_of<64, Walk::kBelow>(pass, args, dtype, V, blocks, stream);
-  }
+void run_pass(Pass pass, Args const& args, Blocks const& blocks, DType dtype, int K, int V, cudaStream_t stream) {
+  K == 128 ? run_pass_of<128>(pass, args, blocks, dtype, V, stream)
+           : run_pass_of<64>(pass, args, blocks, dtype, V, stream);
 }
 
 }  // namespace layer
@@ -52,6 +54,10 @@ namespace {
 
 using layer::Pass;
 using layer::Walk;
+
+// A copy whose lines of global memory are not those of shared memory is slower: a gather takes 3% longer
+// (tests/hardware/gathers.cu).
+constexpr std::int64_t kLineBytes = 128;
 
 constexpr int kMaxLayers = 9;  // T < 2^31 and top_k * 16 >= 256 top nodes
 constexpr std::int64_t kMaxBlocks = std::numeric_limits<int>::max() / kBlockQueries;
@@ -70,6 +76,45 @@ using tree_request::aligned;
 
 constexpr char const* kOp = "forward";
 
+// Ranks that a query turns through, or parents that it leaves out, before it begins anew. Rounding adds up to 0.53 of the
+// error that rounding bf16 operands makes, 0.87 where keys are rounded to bf16 too (the bottom), and 1.22 of that of fp16
+// ones (tests/test_turning.py).
+constexpr int kTurnPeriod = 16;
+constexpr int kTurnPeriodHalf = 1;
+
+int turn_period(ForwardParams const& p) { return p.dtype == DType::kFloat16 ? kTurnPeriodHalf : kTurnPeriod; }
+
+// A query walks a layer in that way where there are fewer parents up to its own: with 2 top_k it leaves out as many as it
+// takes, and turns as often as if it turned at each. Not fp16 queries, which would begin anew at most of them without knowing
+// where, and not at the bottom: keys are rounded to bf16 there, the backward's turned by their place, and where logits are in the
+// thousands its weights are only good if they are those that the forward has summed.
+int dense_parents(ForwardParams const& p, Pass pass, int layer) {
+  if (p.dtype == DType::kFloat16 || layer == 0) return 0;
+  return static_cast<int>(pass == Pass::kChoice ? p.top_k * 3 / 2 : p.top_k * 2);
+}
+
+// In any pass.
+std::int64_t most_dense_parents(ForwardParams const& p) { return 2 * p.top_k; }
+
+// Positions of the queries that walk layer l in a way, in a pass.
+struct Positions {
+  std::int64_t begin;
+  std::int64_t end;
+
+  Positions(ForwardParams const& p, Pass pass, Walk walk, int l) {
+    auto const of_parents = [&](std::int64_t parents, int layer) { return parents << (kLog2Siblings * (layer + 1)); };
+    std::int64_t const below = of_parents(p.top_k, l);
+    std::int64_t const sparse = of_parents(std::max<std::int64_t>(p.top_k, dense_parents(p, pass, l)), l);
+    switch (walk) {
+      case Walk::kFirst: begin = l == 0 ? 0 : of_parents(p.top_k, l - 1), end = below; break;
+      case Walk::kDense: begin = below, end = sparse; break;
+      case Walk::kBelow: begin = sparse, end = std::numeric_limits<std::int64_t>::max(); break;
+    }
+  }
+
+  bool meet(std::int64_t from, std::int64_t to) const { return std::max(begin, from) < std::min(end, to); }
+};
+
 // Blocks of a layer, keys turned for one of the walks; null where no query needs it.
 struct Packed {
   char* blocks = nullptr;         // [B, H_kv, parents, block_bytes]
@@ -83,9 +128,10 @@ struct Plan {
   std::int64_t N[kMaxLayers] = {};
   std::int64_t tree_begin[kMaxLayers] = {};  // layer l >= 1 in k_tree and v_tree
   std::int64_t M = 0;
-  int least_first = 0;  // of the first layers of the queries
-  int most_first = 0;
+  int most_first = 0;  // of the first layers of the queries
   std::int64_t positions = 0;
+  std::int64_t begins = 0;    // positions at which a query begins anew below its first layer
+  std::int64_t forwards = 0;  // and where it walks a dense one
   std::int64_t block_bytes = 0;
   std::int64_t width = 0;
   std::int64_t blocks_per_head = 0;
@@ -96,20 +142,24 @@ struct Plan {
 
   float2* turns = nullptr;
   rope::TurnColumns* begin_turns = nullptr;
+  rope::TurnColumns* forward_turns = nullptr;
   rope::TurnColumns* step_turn = nullptr;
   int* spoilt = nullptr;
   char* k_tree = nullptr;
   char* v_tree = nullptr;
   Packed first[kMaxLayers];  // Walk::kFirst: the nodes that may be candidates in a first layer
+  Packed dense[kMaxLayers];  // Walk::kDense: likewise
   Packed below[kMaxLayers];  // Walk::kBelow: all nodes; none where `gathered` serves
   // Walk::kBelow where a layer has more parents than the lists of the call's blocks have room for: only what they name,
   // packed when they are known. The layers take turns.
   Packed gathered;
+  bool has_gathered = false;
   std::int64_t list_room = 0;  // of one block
   float* importance = nullptr;
   std::uint16_t* closed = nullptr;
   std::int32_t* nodes[2] = {};
   std::int32_t* union_nodes = nullptr;
+  std::int32_t* union_places = nullptr;  // where `gathered` serves
   std::uint16_t* union_masks = nullptr;
   std::int32_t* union_count = nullptr;
   float4* state_out = nullptr;
@@ -124,10 +174,17 @@ struct Plan {
       M += N[layers];
       ++layers;
     }
-    least_first = first_layer(p.q_start, static_cast<int>(p.top_k));
     most_first = first_layer(p.q_start + p.T_q - 1, static_cast<int>(p.top_k));
-    block_bytes = kSiblings * (4 + 2 * (p.K + p.V));
+    block_bytes = ceil_div(kSiblings * (4 + 2 * (p.K + p.V)), kLineBytes) * kLineBytes;
     positions = std::min(p.T, p.top_k * kSiblings);
+    for (int l = 0; l < most_first; ++l) {
+      if (walks(p, Walk::kDense, l)) {
+        // A block of queries may end in a layer's next parent, with one that walks it otherwise.
+        positions = std::min<std::int64_t>(p.T, (most_dense_parents(p) + 1) * kSiblings);
+        forwards = most_dense_parents(p) * kSiblings;
+      }
+      if (walks(p, Walk::kBelow, l)) begins = p.top_k * kSiblings;
+    }
     // Below the top every layer that selects may have top_k * 16 candidates.
     std::int64_t const most = layers > 2 ? p.top_k * kSiblings : N[layers - 1];
     width = ceil_div(most, 2 * kSiblings) * 2 * kSiblings;  // the marks of two parents are read at once
@@ -136,24 +193,27 @@ struct Plan {
 
     std::int64_t const heads = p.B * p.H_kv;
     take(turns, base, positions * (p.K / 2));
-    take(begin_turns, base, positions * (p.K / 4));
+    take(begin_turns, base, begins * (p.K / 4));
+    take(forward_turns, base, forwards * (p.K / 4));
     take(step_turn, base, p.K / 4);
     take(spoilt, base, 1);
     take(k_tree, base, heads * M * p.K * 2);
     take(v_tree, base, heads * M * p.V * 2);
     list_room = std::min<std::int64_t>(p.T_q, kBlockQueries) * p.top_k;
     std::int64_t const most_gathered = blocks_per_head * list_room;
-    bool gathers = false;
     for (int l = 0; l <= most_first; ++l) {
-      if (l >= least_first) take_packed(first[l], std::min(N[l], p.top_k * kSiblings), kTileParents, heads, base);
-      if (l == most_first) continue;
+      if (walks(p, Walk::kFirst, l)) take_packed(first[l], std::min(N[l], p.top_k * kSiblings), kTileParents, heads, base);
+      if (walks(p, Walk::kDense, l)) {
+        take_packed(dense[l], std::min<std::int64_t>(N[l], (most_dense_parents(p) + 1) * kSiblings), 1, heads, base);
+      }
+      if (!walks(p, Walk::kBelow, l)) continue;
       if (most_gathered < ceil_div(N[l], kSiblings)) {
-        gathers = true;
+        has_gathered = true;
       } else {
         take_packed(below[l], N[l], 1, heads, base);
       }
     }
-    if (gathers) take_packed(gathered, most_gathered * kSiblings, 1, heads, base);
+    if (has_gathered) take_packed(gathered, most_gathered * kSiblings, 1, heads, base);
     chunk_blocks = std::min(blocks, kMaxBlocks);
     if (layers == 1) return;
 
@@ -173,6 +233,12 @@ struct Plan {
   }
 
 private:
+  // Whether a query of the call walks layer l so.
+  static bool walks(ForwardParams const& p, Walk walk, int l) {
+    auto const meet = [&](Pass pass) { return Positions(p, pass, walk, l).meet(p.q_start, p.q_start + p.T_q); };
+    return meet(Pass::kValues) || (l > 0 && meet(Pass::kChoice));
+  }
+
   static std::int64_t multiprocessors() {
     int device = 0;
     int count = 0;
@@ -191,6 +257,8 @@ private:
     packed.nodes = nodes;
     packed.parents = ceil_div(nodes, kSiblings * together) * together;
     take(packed.blocks, base, heads * packed.parents * block_bytes);
+    // Where blocks are copied one by one, their keys begin a line, behind the scales.
+    if (base != nullptr && together == 1) packed.blocks += kLineBytes - kSiblings * 4;
   }
 
   void take_chunk(ForwardParams const& p, char* base) {
@@ -200,6 +268,7 @@ private:
     take(nodes[0], base, rows * p.top_k);
     take(nodes[1], base, rows * p.top_k);
     take(union_nodes, base, rows * p.top_k);
+    if (has_gathered) take(union_places, base, rows * p.top_k);
     take(union_masks, base, rows * p.top_k);
     take(union_count, base, chunk_blocks);
     take(state_out, base, rows * (p.V / 8) * 32);
@@ -237,17 +306,10 @@ packing::Args pack_args(ForwardParams const& p, Plan const& plan, int l, Packed 
   return args;
 }
 
-// Ranks that a query turns through before it begins anew. Rounding adds up to 0.53 of the error that rounding bf16
-// operands makes, 0.83 where keys are rounded to bf16 too (the bottom), and 1.22 of that of fp16 ones
-// (tests/test_turning.py).
-constexpr int kTurnPeriod = 16;
-constexpr int kTurnPeriodHalf = 1;
-
-int turn_period(ForwardParams const& p) { return p.dtype == DType::kFloat16 ? kTurnPeriodHalf : kTurnPeriod; }
-
 void build(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
-  packing::make_turns(plan.turns, nullptr, {plan.begin_turns, plan.step_turn, turn_period(p)}, plan.positions,
-                      static_cast<int>(p.K), p.rope_base, plan.spoilt, stream);
+  packing::make_turns(plan.turns, nullptr,
+                      {plan.begin_turns, plan.begins, plan.forward_turns, plan.forwards, plan.step_turn, turn_period(p)},
+                      plan.positions, static_cast<int>(p.K), p.rope_base, plan.spoilt, stream);
   if (plan.layers > 1) {
     TreePoolParams pool{};
     pool.k = {p.k, p.k_stride_b, p.k_stride_t, p.k_stride_h, plan.k_tree, p.K};
@@ -261,13 +323,13 @@ void build(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
     tree_pool(pool, stream);
   }
   for (int l = 0; l < plan.layers; ++l) {
-    for (bool const by_node : {true, false}) {
-      Packed const& packed = by_node ? plan.first[l] : plan.below[l];
-      if (packed.nodes == 0) continue;
-      packing::Args args = pack_args(p, plan, l, packed);
-      args.blocks = p.B * p.H_kv * packed.parents;
-      args.N = packed.nodes;
-      args.by_node = by_node;
+    for (Packed const* packed : {&plan.first[l], &plan.dense[l], &plan.below[l]}) {
+      if (packed->nodes == 0) continue;
+      packing::Args args = pack_args(p, plan, l, *packed);
+      args.blocks = p.B * p.H_kv * packed->parents;
+      args.N = packed->nodes;
+      args.by_node = packed != &plan.below[l];
+      args.tiles = packed == &plan.first[l];
       packing::tree_pack(args, p.dtype, stream);
     }
   }
@@ -278,7 +340,7 @@ void gather(ForwardParams const& p, Plan const& plan, int l, std::int64_t begin,
   packing::Args args = pack_args(p, plan, l, plan.gathered);
   args.blocks = blocks * plan.list_room;
   args.N = plan.N[l];
-  args.lists = {plan.union_nodes, plan.union_count, kBlockQueries * p.top_k, plan.list_room, begin};
+  args.lists = {plan.union_nodes, plan.union_places, plan.union_count, kBlockQueries * p.top_k, plan.list_room, begin};
   packing::tree_pack(args, p.dtype, stream);
 }
 
@@ -294,7 +356,6 @@ layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
   layer::Args args{};
   args.block_bytes = plan.block_bytes;
   args.turns = plan.turns;
-  args.begin_turns = plan.begin_turns;
   args.step_turn = plan.step_turn;
   args.spoilt = plan.spoilt;
   args.q = p.q;
@@ -314,7 +375,6 @@ layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
   args.closed = plan.closed;
   args.width = plan.width;
   args.importance = plan.importance;
-  args.union_nodes = plan.union_nodes;
   args.union_masks = plan.union_masks;
   args.union_count = plan.union_count;
   args.state_out = plan.state_out;
@@ -324,19 +384,38 @@ layer::Args layer_args(ForwardParams const& p, Plan const& plan) {
   return args;
 }
 
-// First layers, least and most, of the queries of blocks begin .. end - 1 of the call.
-std::pair<int, int> first_layers(ForwardParams const& p, Plan const& plan, std::int64_t begin, std::int64_t end) {
-  if (begin / plan.blocks_per_head != (end - 1) / plan.blocks_per_head) return {plan.least_first, plan.most_first};
-  std::int64_t const first = begin % plan.blocks_per_head * kBlockQueries;
-  std::int64_t const last = std::min(first + (end - begin) * kBlockQueries, p.T_q) - 1;
+// Of blocks begin .. begin + blocks - 1 of the call, those of whose queries some walk layer l so. Where they are of several
+// heads all are named if any is.
+layer::Some some_of(ForwardParams const& p, Plan const& plan, Pass pass, Walk walk, int l, std::int64_t begin,
+                    int blocks) {
+  Positions const positions(p, pass, walk, l);
+  if (begin / plan.blocks_per_head != (begin + blocks - 1) / plan.blocks_per_head) {
+    return {0, positions.meet(p.q_start, p.q_start + p.T_q) ? blocks : 0};
+  }
+  std::int64_t const first = p.q_start + begin % plan.blocks_per_head * kBlockQueries;
+  std::int64_t const end = std::min(first + blocks * kBlockQueries, p.q_start + p.T_q);
+  if (!positions.meet(first, end)) return {};
+  int const from = static_cast<int>((std::max(positions.begin, first) - first) / kBlockQueries);
+  int const to = static_cast<int>(ceil_div(std::min(positions.end, end) - first, std::int64_t(kBlockQueries)));
+  return {from, to - from};
+}
+
+// Candidates in layer l, at most, of the queries of these blocks; the last one of them has the most.
+std::int64_t most_candidates(ForwardParams const& p, Plan const& plan, int l, std::int64_t begin, int blocks) {
+  std::int64_t const heads = begin / plan.blocks_per_head - (begin + blocks - 1) / plan.blocks_per_head;
+  std::int64_t const end = heads != 0 ? p.T_q : (begin + blocks - 1) % plan.blocks_per_head * kBlockQueries + kBlockQueries;
+  std::int64_t const t = p.q_start + std::min(end, p.T_q) - 1;
   int const top_k = static_cast<int>(p.top_k);
-  return {first_layer(p.q_start + first, top_k), first_layer(p.q_start + last, top_k)};
+  return is_below_first_layer(t, l, top_k) ? p.top_k * kSiblings : candidates_in_first(t, l);
 }
 
 void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int blocks, cudaStream_t stream) {
   int const K = static_cast<int>(p.K);
   int const V = static_cast<int>(p.V);
-  auto const [least, most] = first_layers(p, plan, begin, begin + blocks);
+  int most = 0;
+  for (int l = 1; l <= plan.most_first; ++l) {
+    if (some_of(p, plan, Pass::kValues, Walk::kFirst, l, begin, blocks).count > 0) most = l;
+  }
   layer::Args args = layer_args(p, plan);
   args.blocks = {static_cast<std::uint32_t>(begin), static_cast<std::uint32_t>(plan.blocks_per_head), p.T_q, p.q_start};
 
@@ -346,19 +425,25 @@ void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int
     args.layer = l;
     args.values = values_of(p, plan, l);
     args.parents = above;
-    bool const begins = least <= l && l <= most;
-    bool const continues = l < most;
-    bool const gathers = continues && plan.below[l].nodes == 0;
-    auto const pass = [&](Pass which) {
-      for (Walk const walk : {Walk::kFirst, Walk::kBelow}) {
-        if (!(walk == Walk::kFirst ? begins : continues)) continue;
-        Packed const& packed = walk == Walk::kFirst ? plan.first[l] : gathers ? plan.gathered : plan.below[l];
-        args.packed = packed.blocks;
-        args.parents_per_head = packed.parents;
-        layer::run_pass(which, walk, args, p.dtype, K, V, blocks, stream);
-      }
+    bool const gathers = plan.below[l].nodes == 0;
+    auto const set = [&](Walk walk, Packed const& packed) {
+      layer::WalkArgs& own = args.walks[static_cast<int>(walk)];
+      own.packed = packed.blocks;
+      own.parents_per_head = packed.parents;
+      own.begin_turns = walk == Walk::kDense ? plan.forward_turns : plan.begin_turns;
+      own.begins = walk == Walk::kDense ? plan.forwards : plan.begins;
+      own.union_nodes = walk == Walk::kBelow && gathers ? plan.union_places : plan.union_nodes;
     };
-    if (continues) {
+    set(Walk::kFirst, plan.first[l]);
+    set(Walk::kDense, plan.dense[l]);
+    set(Walk::kBelow, gathers ? plan.gathered : plan.below[l]);
+    auto const pass = [&](Pass which) {
+      if (l > most) return;
+      auto const some = [&](Walk walk) { return some_of(p, plan, which, walk, l, begin, blocks); };
+      args.dense_parents = dense_parents(p, which, l);
+      layer::run_pass(which, args, {some(Walk::kBelow), some(Walk::kDense), some(Walk::kFirst)}, p.dtype, K, V, stream);
+    };
+    if (l < most) {
       uniting::Args unite{};
       unite.blocks = args.blocks;
       unite.layer = l;
@@ -369,7 +454,9 @@ void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int
       unite.union_masks = plan.union_masks;
       unite.union_count = plan.union_count;
       uniting::unite(unite, blocks, stream);
-      if (gathers) gather(p, plan, l, begin, blocks, stream);
+      // As many walk it so in a choice as among values, or more.
+      Pass const most_so = l > 0 ? Pass::kChoice : Pass::kValues;
+      if (gathers && some_of(p, plan, most_so, Walk::kBelow, l, begin, blocks).count > 0) gather(p, plan, l, begin, blocks, stream);
     }
     if (l > 0) {
       pass(Pass::kChoice);
@@ -381,6 +468,7 @@ void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int
       select.top_k = args.top_k;
       select.importance = plan.importance;
       select.width = plan.width;
+      select.most = most_candidates(p, plan, l, begin, blocks);
       select.parents_in = above;
       select.nodes = plan.nodes[l % 2];
       select.closed = plan.closed;

@@ -7,7 +7,19 @@
 
 namespace htree_cuda::layer {
 
-// One pass over the layer of `args` for those of `blocks` blocks of 12 queries that walk it in the given way.
-void run_pass(Pass pass, Walk walk, Args const& args, DType dtype, int K, int V, int blocks, cudaStream_t stream);
+// Blocks begin .. begin + count - 1 of a launch, some queries of which walk a layer in one of the ways; none: count 0.
+struct Some {
+  int begin;
+  int count;
+};
+
+struct Blocks {
+  Some below;
+  Some dense;
+  Some first;
+};
+
+// One pass over the layer of `args`, for all of them.
+void run_pass(Pass pass, Args const& args, Blocks const& blocks, DType dtype, int K, int V, cudaStream_t stream);
 
 }  // namespace htree_cuda::layer

@@ -1,6 +1,6 @@
 // Selection of one layer: the min(top_k, n) most important candidates of each query, the rightmost among them, ties to
-// the lower position. One CTA a query, which reads its importance once: thread t has the candidates 512 i + 4 t .. + 3,
-// so that loads are whole lines and a group of topk.cuh is spread over the row. Bound by instructions, then by memory:
+// the lower position. One CTA a query, which reads its importance once: of 128 threads thread t has the candidates 512 i + 4 t
+// .. + 3, so that loads are whole lines and a group of topk.cuh is spread over the row. Bound by instructions, then by memory:
 // what is done to every importance is counted in docs/htree_layer.md.
 #pragma once
 
@@ -13,10 +13,6 @@
 #include "../../device/topk.cuh"
 
 namespace htree_cuda::selecting {
-
-using topk::kThreads;
-
-inline constexpr int kChunk = 4 * kThreads;  // candidates that the CTA loads at once
 
 // Nibble i of lane j becomes nibble j of lane i, in every eight lanes.
 __device__ __forceinline__ uint32_t transpose_nibbles(uint32_t x) {
@@ -32,9 +28,9 @@ __device__ __forceinline__ uint32_t transpose_nibbles(uint32_t x) {
 
 // What a thread has of a row. Chunks before the last candidate's are whole; of the tail, which holds it, zeros stand for
 // what is no candidate.
-template <int kChunks>
+template <int kThreads, int kChunks>
 struct Row {
-  static constexpr int kPerThread = 4 * kChunks;
+  static constexpr int kChunk = 4 * kThreads;  // candidates that the CTA loads at once
   uint32_t whole[4 * (kChunks - 1)];
   uint32_t tail[4];
   int chunks;  // whole ones
@@ -134,13 +130,15 @@ struct Output {
   }
 };
 
-// Rows of kChunks * kChunk candidates at most.
-template <int kChunks>
-__global__ void __launch_bounds__(kThreads, kChunks == 16 ? 5 : 8) select_kernel(const __grid_constant__ Args args) {
+// Rows of 4 * kThreads * kChunks candidates at most.
+template <int kThreads, int kChunks>
+__global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThreads)
+    select_kernel(const __grid_constant__ Args args) {
   wait_for_previous_grid();
   constexpr int kWords = kChunks / 8;  // of 32 candidates, that a thread writes
   static_assert(kChunks % 8 == 0);
-  __shared__ topk::Scratch<4 * kChunks> scratch;
+  using Scratch = topk::Scratch<kThreads, 4 * kChunks>;
+  __shared__ Scratch scratch;
   __shared__ alignas(8) uint32_t marks[kWords * kThreads];
   int const row = blockIdx.x;
   QueryBlock const block(args.blocks, row / kBlockQueries);
@@ -157,9 +155,9 @@ __global__ void __launch_bounds__(kThreads, kChunks == 16 ? 5 : 8) select_kernel
   }
 
   int const last = c.n - 1;  // the rightmost, which takes one of the places whatever its importance
-  Row<kChunks> x;
+  Row<kThreads, kChunks> x;
   x.load(args.importance + row * args.width, last);
-  scratch.histogram[threadIdx.x] = scratch.histogram[threadIdx.x + kThreads] = 0;
+  scratch.clear_histogram();
   if (threadIdx.x == 0) scratch.few_count = 0;
 
   uint32_t groups[topk::kGroups] = {};
@@ -171,14 +169,14 @@ __global__ void __launch_bounds__(kThreads, kChunks == 16 ? 5 : 8) select_kernel
   for (int i = 0; i < topk::kGroups; ++i) groups[i] = min(groups[i], topk::kInfinity);
   uint32_t const k = args.top_k - 1;
   uint32_t high;
-  uint32_t low = topk::warp_bound(groups, (k + topk::kWarps - 1) / topk::kWarps, high);
+  uint32_t low = topk::warp_bound(groups, (k + Scratch::kWarps - 1) / Scratch::kWarps, high);
   if (threadIdx.x % 32 == 0) {
     scratch.lowest[threadIdx.x / 32] = low;
     scratch.highest[threadIdx.x / 32] = high;
   }
   __syncthreads();
 #pragma unroll
-  for (int w = 0; w < topk::kWarps; ++w) {
+  for (int w = 0; w < Scratch::kWarps; ++w) {
     low = min(low, scratch.lowest[w]);
     high = max(high, scratch.highest[w]);
   }

@@ -1,13 +1,20 @@
 #include "kernel.cuh"
 
 namespace htree_cuda::selecting {
+namespace {
+
+template <int kThreads, int kChunks>
+bool launch(Args const& args, int rows, cudaStream_t stream) {
+  if (args.most > 4 * kThreads * kChunks) return false;
+  launch_overlapped(select_kernel<kThreads, kChunks>, rows, kThreads, 0, stream, args);
+  return true;
+}
+
+}  // namespace
 
 void select(Args const& args, int rows, cudaStream_t stream) {
-  if (args.width <= 8 * kChunk) {
-    launch_overlapped(select_kernel<8>, rows, kThreads, 0, stream, args);
-  } else {
-    launch_overlapped(select_kernel<16>, rows, kThreads, 0, stream, args);
-  }
+  launch<32, 8>(args, rows, stream) || launch<64, 8>(args, rows, stream) || launch<128, 8>(args, rows, stream) ||
+      launch<128, 16>(args, rows, stream);
 }
 
 }  // namespace htree_cuda::selecting

@@ -3,8 +3,8 @@
 //   [scales 16 x float | keys 16 x K fp16 | values 16 x V]
 //
 // in which one bulk copy finds everything about 16 siblings. Its keys and values are fragments: for every 16 columns 512
-// bytes, in which a lane finds, in 16 bytes of its own, what it has of the operands B of two m16n8k16 products. `by_node`,
-// for queries that walk all parents, four of them lie together,
+// bytes, in which a lane finds, in 16 bytes of its own, what it has of the operands B of two m16n8k16 products. In
+// `tiles`, for queries that walk all parents, four of them lie together,
 //
 //   [scales 64 x float | keys K / 64 panels of 64 x 64 fp16 | values V / 64 panels of 64 x 64]
 //
@@ -32,7 +32,6 @@ namespace htree_cuda::packing {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kWarps = kThreads / 32;
-inline constexpr int kMaxK = 128;
 
 // Where 16 bytes of lane 4 g + t are among the fragments of columns 16 step and on.
 __device__ __forceinline__ uint4* fragment(char* fragments, int step, int g, int t) {
@@ -100,19 +99,19 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     std::int64_t const list = block / args.lists.per_block;
     std::int64_t const entry = block % args.lists.per_block;
     if (entry >= args.lists.counts[list]) return;
-    std::int32_t* const node = args.lists.nodes + list * args.lists.stride + entry;
-    parent = *node;
+    parent = args.lists.nodes[list * args.lists.stride + entry];
     block += args.lists.begin * args.lists.per_block;
-    __syncwarp();
-    if (lane == 0) *node = static_cast<std::int32_t>(block % args.parents_per_head);
+    if (lane == 0) {
+      args.lists.places[list * args.lists.stride + entry] = static_cast<std::int32_t>(block % args.parents_per_head);
+    }
   }
   std::int64_t const bh = block / args.parents_per_head;
   std::int64_t const b = bh / args.H_kv;
   std::int64_t const h = bh % args.H_kv;
   std::int64_t const first = parent * kSiblings;
   int const children = static_cast<int>(min(args.N - first, static_cast<std::int64_t>(kSiblings)));
-  // Where this parent's part of its tile is; by_node: and how its rows are spread there.
-  int const together = args.by_node ? kTileParents : 1;
+  // Where this parent's part of its tile is, and how its rows are spread there.
+  int const together = args.tiles ? kTileParents : 1;
   int const slot = static_cast<int>(block % together);
   char* const tile = args.packed + (block - slot) * args.block_bytes;
   float* const scales = reinterpret_cast<float*>(tile) + slot * kSiblings;
@@ -132,7 +131,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
 
   int const chunks = args.v.dim / 8;
   bool finite_values = true;
-  if (args.by_node) {
+  if (args.tiles) {
     for (int i = lane; i < kSiblings * chunks; i += 32) {
       uint4 x = value_chunk(i / chunks, i % chunks);
       finite_values &= clear_not_finite<Element>(x);
@@ -250,7 +249,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
 #pragma unroll
   for (int odd = 0; odd < 2; ++odd) {
     int const column = rope::tile_of(chunk, odd);
-    if (args.by_node) {
+    if (args.tiles) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         uint4* const to = chunk_of(keys, step * kRowsAtOnce + lane / kLanesPerRow, column);
@@ -262,7 +261,8 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   }
 }
 
-// What a turn, seen as a complex number, is multiplied by where ranks follow: see rope::TurnColumns. `step`: of a rank.
+// A turn, seen as a complex number, times what takes back half of what follows: see rope::TurnColumns. The query turns by the
+// reverse of `step`, rounded.
 __device__ __forceinline__ double2 compensated(double2 turn, double2 step, int period) {
   double const c = __half2float(__double2half(step.x));
   double const s = __half2float(__double2half(step.y));
@@ -301,7 +301,7 @@ static __global__ void __launch_bounds__(kThreads)
     fragment.sin[half] = half2(__double2half(x.y), __double2half(y.y));
     *reinterpret_cast<float4*>(turns + position * (K / 2) + m) = {
         static_cast<float>(x.x), static_cast<float>(x.y), static_cast<float>(y.x), static_cast<float>(y.y)};
-    if (query_turns.begin == nullptr) continue;
+    if (query_turns.step == nullptr) continue;
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
       double2 const step = rope::turn(kSiblings, frequencies[odd]);
@@ -311,7 +311,13 @@ static __global__ void __launch_bounds__(kThreads)
           table[(entry % 4 * 2 + g) * (K / 32) + entry / 4].tile[rope::tile_of(half, odd)] = rope::turn_column(turn, g);
         }
       };
-      write(query_turns.begin + position * (K / 4), compensated(odd ? y : x, step, query_turns.period));
+      double2 const turn = odd ? y : x;
+      if (position < query_turns.begins) {
+        write(query_turns.begin + position * (K / 4), compensated(turn, step, query_turns.period));
+      }
+      if (position < query_turns.forwards) {
+        write(query_turns.forward + position * (K / 4), compensated(turn, {step.x, -step.y}, query_turns.period));
+      }
       if (position == 0) write(query_turns.step, step);
     }
   }
