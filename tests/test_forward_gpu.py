@@ -209,6 +209,34 @@ def test_lists_of_most_of_the_parents(q_start, T_q):
 
 
 @pytest.mark.emulated
+@pytest.mark.parametrize("kind", ["iid", "local", "skewed", "rising", "uneven"])
+@pytest.mark.parametrize("q_start", [4090, 6121, 7000])
+def test_which_parents_share_a_stage_leaves_no_trace(q_start, kind):
+    """Windows of a call, whose blocks have other neighbours and other unions, bit for bit."""
+    T_q = 41
+    (q, k, v), _ = inputs(q_start + T_q, T_q, H_kv=2, G=4, K=64, V=64, seed=q_start)
+    g = torch.Generator().manual_seed(q_start)
+    if kind == "local":  # neighbours select much the same
+        for i in range(1, T_q):
+            q[:, i] = 0.99 * q[:, i - 1] + 0.14 * q[:, i]
+    elif kind == "skewed":  # the later half of the parents takes nearly all
+        k[:, k.shape[1] // 2 :] *= 3
+        q *= 2
+    elif kind == "rising":  # maxima rise to the end
+        k *= torch.linspace(0, 2, k.shape[1]).view(1, -1, 1, 1).to(k.dtype)
+        k += q.float().mean((0, 1, 2)).to(k.dtype)
+    elif kind == "uneven":  # keys that keep scales of their own
+        places = torch.randperm(k.shape[1], generator=g)
+        k[:, places[:20]] *= 2.0**-12
+        k[:, places[20:50]] *= 40
+    tree = k.to(DEVICE), v.to(DEVICE)
+    whole = run((q.to(DEVICE), *tree), top_k_per_layer=16, q_start=q_start)
+    for first, last in ((0, 9), (5, 30), (17, 41)):
+        part = run((q[:, first:last].to(DEVICE), *tree), top_k_per_layer=16, q_start=q_start + first)
+        same_bits(part, (whole[0][:, first:last], whole[1][:, first:last], whole[2][:, :, first:last]))
+
+
+@pytest.mark.emulated
 def test_calls_that_end_where_lists_begin_to_leave_more_out():
     """Bit for bit as in a call of all."""
     options = {"top_k_per_layer": 16}
