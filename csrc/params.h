@@ -84,7 +84,7 @@ struct ForwardParams {
   std::int64_t v_stride_h;
   void* out;                   // [B, T_q, H_kv * G, V] contiguous
   float* lse;                  // [B, T_q, H_kv * G] contiguous
-  std::int32_t* selection;     // [L - 1, B, T_q, H_kv, top_k] contiguous, or null
+  std::int32_t* selection;     // [L - 1, B, T_q, H_kv, top_k] contiguous, 16-byte aligned, or null
   void* workspace;             // forward_workspace() bytes, 256-byte aligned; contents do not matter
   std::int64_t workspace_bytes;
   std::int64_t B;

@@ -1,5 +1,5 @@
-// Exact stable top-k of one row by one CTA of any number of warps. Importances are bit patterns: those of floats that are not negative compare as
-// the floats do, and everything beyond counts as infinity (NaN does).
+// Exact stable top-k of one row by one CTA of any number of warps. Importances are bit patterns: those of floats that are not
+// negative compare as the floats do, and everything beyond counts as infinity (NaN does).
 //
 // Most of a row is told from the k largest by a bound, and never looked at again:
 //   bound      maxima of groups of few importances; the k-th largest maximum is no larger than the k-th largest

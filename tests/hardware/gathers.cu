@@ -7,8 +7,9 @@
 // Parents: blocks with twelve queries each, 512 parents of 8,192 a query, drawn at random or 12% apart from the query
 // before; a ring of 5 stages of 4 parents, 8,256 bytes each; twelve warps that hold a parent of theirs for so many clocks.
 // In a cluster the blocks walk the union of their 24 queries, and a parent that both want is copied to both. Then without a
-// cluster and some of the four parents of a stage copied by three warps of their own (cp.async) instead of by bulk copies,
-// and bulk copies of parents that lie as they do in shared memory, or half a line apart.
+// cluster: bulk copies of parents that lie as they do in shared memory, or half a line apart; and, as the layer kernel does,
+// with the list read 32 parents ahead, which the others read where they need it: by one warp or two, and some of eight
+// parents by warps of their own (cp.async).
 //
 // Rows: 64 rows of 1,152 bytes a tile, as 9 boxes of 64 columns each (TMA, 128-byte swizzle), three tiles in flight; in a
 // cluster each block fetches half of the rows for both.
@@ -155,12 +156,13 @@ __global__ void __launch_bounds__(kParentThreads, 1)
   if (kCluster) cluster_sync();
 }
 
-constexpr int kCopyWarps = 3;
+// Of eight parents `kEighths` by cp.async of kCopyWarps warps, the others by bulk copies of kBulkWarps; the list is read ahead.
+template <int kEighths, int kCopyWarps, int kBulkWarps>
+constexpr int kAheadThreads = 32 * (kQueries + kBulkWarps + (kEighths > 0 ? kCopyWarps : 0));
 
-// `kCopied` slots of a stage by cp.async, from warps that do nothing else.
-template <int kCopied>
-__global__ void __launch_bounds__(kParentThreads + 32 * kCopyWarps, 1)
-    gather_by_warps(char const* data, int const* nodes, int const* counts) {
+template <int kEighths, int kCopyWarps, int kBulkWarps>
+__global__ void __launch_bounds__(kAheadThreads<kEighths, kCopyWarps, kBulkWarps>, 1)
+    gather_ahead(char const* data, int stride, int shift, int const* nodes, int const* counts) {
   extern __shared__ char shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
   uint32_t const base = (ptx::shared_address(shared) + 255) / 256 * 256;
@@ -170,41 +172,47 @@ __global__ void __launch_bounds__(kParentThreads + 32 * kCopyWarps, 1)
   int const lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      barriers::mbarrier_init(ptx::shared_address(&full[i]), 1 + 32 * kCopyWarps);
+      barriers::mbarrier_init(ptx::shared_address(&full[i]), kBulkWarps + (kEighths > 0 ? 32 * kCopyWarps : 0));
       barriers::mbarrier_init(ptx::shared_address(&empty[i]), kQueries);
     }
     barriers::mbarrier_init_fence();
   }
   __syncthreads();
+  int next = 0;  // lane i: parent i of 32
   for (int first = 0, at = 0; first < count; first += kSlots, ++at) {
     int const stage = at % kStages;
     uint32_t const parity = at / kStages & 1;
     uint32_t const is_full = ptx::shared_address(&full[stage]);
     uint32_t const is_empty = ptx::shared_address(&empty[stage]);
-    auto const slot = [&](int i) { return base + (stage * kSlots + i) * kSlotBytes; };
-    auto const source = [&](int i) { return data + static_cast<int64_t>(nodes[first + i]) * kParentBytes; };
+    auto const slot = [&](int i) { return base + (stage * kSlots + i) * kSlotBytes + shift; };
     int const there = min(count - first, kSlots);
+    int const copied = at % 2 != 0 ? kEighths / 2 : (kEighths + 1) / 2;  // by cp.async, of this stage
     if (warp < kQueries) {
       barriers::mbarrier_wait(is_full, parity, "gathers: full");
       __syncwarp();
       if (lane == 0) barriers::mbarrier_arrive(is_empty);
-    } else if (warp == kQueries) {
-      char const* const from = lane < there ? source(lane) : data;
+      continue;
+    }
+    if (first % 32 == 0) next = first + lane < count ? nodes[first + lane] : 0;
+    if (warp < kQueries + kBulkWarps) {
+      int const node = __shfl_sync(0xffffffffu, next, first % 32 + lane % kSlots);
+      char const* const from = data + static_cast<int64_t>(node) * stride;
       barriers::mbarrier_wait(is_empty, parity ^ 1, "gathers: empty");
-      if (lane == 0) barriers::mbarrier_arrive_expect_bytes(is_full, max(there - kCopied, 0) * kParentBytes);
+      bool const mine = lane >= copied && lane < there && lane % kBulkWarps == warp - kQueries;
+      int const copies = __popc(__ballot_sync(0xffffffffu, mine));
+      if (lane == 0) barriers::mbarrier_arrive_expect_bytes(is_full, copies * kParentBytes);
       __syncwarp();
-      if (lane >= kCopied && lane < there) ptx::bulk_load(slot(lane), from, kParentBytes, is_full);
+      if (mine) ptx::bulk_load(slot(lane), from, kParentBytes, is_full);
     } else {
-      char const* from[kCopied + 1];
-      for (int i = 0; i < kCopied; ++i) from[i] = source(min(i, there - 1));
+      int const thread = threadIdx.x - 32 * (kQueries + kBulkWarps);
       barriers::mbarrier_wait(is_empty, parity ^ 1, "gathers: empty");
-      int const thread = threadIdx.x - kParentThreads;
-#pragma unroll
-      for (int i = 0; i < kCopied; ++i) {
+      for (int i = 0; i < copied; ++i) {
+        int const node = __shfl_sync(0xffffffffu, next, first % 32 + i);
+        char const* const from = data + static_cast<int64_t>(node) * stride;
 #pragma unroll
         for (int step = 0; step < (kParentBytes / 16 + 32 * kCopyWarps - 1) / (32 * kCopyWarps); ++step) {
           int const byte = (step * 32 * kCopyWarps + thread) * 16;
-          if (i < there && byte < kParentBytes) ptx::copy_async_16B(slot(i) + byte, from[i] + byte, 0);
+          if (i < there && byte < kParentBytes) ptx::copy_async_16B(slot(i) + byte, from + byte, 0);
         }
       }
       asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(is_full) : "memory");
@@ -317,8 +325,12 @@ Lists unite(std::vector<std::vector<char>> const& takes, int queries) {
 
 void parents() {
   char* data = nullptr;
-  HTREE_CUDA_CHECK(cudaMalloc(&data, std::size_t(kParents) * kLinesBytes));
-  HTREE_CUDA_CHECK(cudaMemset(data, 1, std::size_t(kParents) * kLinesBytes));
+  std::size_t const bytes = std::size_t(kParents) * kLinesBytes + kLine;
+  std::vector<uint32_t> noise(bytes / 4);
+  std::mt19937 bits(7);
+  for (uint32_t& word : noise) word = uint32_t(bits());
+  HTREE_CUDA_CHECK(cudaMalloc(&data, bytes));
+  HTREE_CUDA_CHECK(cudaMemcpy(data, noise.data(), bytes, cudaMemcpyHostToDevice));
   for (bool const local : {false, true}) {
     std::mt19937 random(1);
     std::vector<int> order(kParents);
@@ -353,12 +365,11 @@ void parents() {
         std::printf("parents, %-7s %-7s: union %4.0f, held %4d clocks: %.3f ms\n", local ? "local," : "random,",
                     cluster ? "cluster" : "alone", mean, hold, ms);
       }
-      auto const by_warps = [&](int copied, auto kernel) {
-        double const ms = time_of(kernel, false, kParentThreads + 32 * kCopyWarps, kParentShared,
-                                  static_cast<char const*>(data), static_cast<int const*>(nodes),
-                                  static_cast<int const*>(counts));
-        std::printf("parents, %-7s alone  : union %4.0f, %d of 4 by cp.async: %.3f ms\n", local ? "local," : "random,", mean,
-                    copied, ms);
+      auto const ahead = [&](char const* what, auto kernel, int threads) {
+        double const ms = time_of(kernel, false, threads, kParentShared, static_cast<char const*>(data) + kLine / 2,
+                                  kLinesBytes, kLine / 2, static_cast<int const*>(nodes), static_cast<int const*>(counts));
+        std::printf("parents, %-7s alone  : union %4.0f, list read ahead, %s: %.4f ms\n", local ? "local," : "random,", mean,
+                    what, ms);
       };
       if (!cluster) {
         for (int const shift : {0, kLine / 2}) {
@@ -368,9 +379,12 @@ void parents() {
           std::printf("parents, %-7s alone  : union %4.0f, from lines to %2d bytes behind one: %.3f ms\n",
                       local ? "local," : "random,", mean, shift, ms);
         }
-        by_warps(0, gather_by_warps<0>);
-        by_warps(2, gather_by_warps<2>);
-        by_warps(4, gather_by_warps<4>);
+        ahead("one warp", gather_ahead<0, 1, 1>, kAheadThreads<0, 1, 1>);
+        ahead("two warps", gather_ahead<0, 1, 2>, kAheadThreads<0, 1, 2>);
+        ahead("1 of 8 by cp.async of a warp", gather_ahead<1, 1, 1>, kAheadThreads<1, 1, 1>);
+        ahead("2 of 8 by cp.async of a warp", gather_ahead<2, 1, 1>, kAheadThreads<2, 1, 1>);
+        ahead("2 of 8 by cp.async of three", gather_ahead<2, 3, 1>, kAheadThreads<2, 3, 1>);
+        ahead("3 of 8 by cp.async of three", gather_ahead<3, 3, 1>, kAheadThreads<3, 3, 1>);
       }
       HTREE_CUDA_CHECK(cudaFree(nodes));
       HTREE_CUDA_CHECK(cudaFree(masks));

@@ -53,7 +53,7 @@ public:
     } else {
       add_all<false>(ring);
     }
-    if (*args_.spoilt != 0) spoil();
+    if (active_ && *args_.spoilt != 0) spoil();
     Base::finish_values(ring);
   }
 

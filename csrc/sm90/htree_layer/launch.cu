@@ -77,7 +77,7 @@ using tree_request::aligned;
 constexpr char const* kOp = "forward";
 
 // Ranks that a query turns through, or parents that it leaves out, before it begins anew. Rounding adds up to 0.53 of the
-// error that rounding bf16 operands makes, 0.87 where keys are rounded to bf16 too (the bottom), and 1.22 of that of fp16
+// error that rounding bf16 operands makes, 0.83 where keys are rounded to bf16 too (the bottom), and 1.22 of that of fp16
 // ones (tests/test_turning.py).
 constexpr int kTurnPeriod = 16;
 constexpr int kTurnPeriodHalf = 1;
@@ -492,6 +492,7 @@ void forward(ForwardParams const& p, void* stream) {
   if (p.B * p.T_q == 0) return;
   Plan const plan(p, static_cast<char*>(p.workspace));
   tree_request::check_workspace(kOp, p, plan.bytes);
+  if (!aligned(p.selection, 16)) tree_request::reject(kOp, "selection must be 16-byte aligned");
   cudaStream_t const s = static_cast<cudaStream_t>(stream);
   build(p, plan, s);
   std::int64_t blocks = plan.lead_blocks > 0 ? plan.lead_blocks : plan.chunk_blocks;

@@ -102,33 +102,45 @@ __device__ __forceinline__ uint32_t count(uint32_t const (&words)[kWords]) {
   return sum;
 }
 
-// Where the nodes of a row go.
-struct Output {
-  std::int32_t* nodes;
-  std::int32_t* selection;      // or null
-  std::int32_t const* parents;  // null in a first layer, where they are 0, 1, 2, ...
+// Of a row below its first layer, what was selected in the layer above; null in a first layer, where parents are 0, 1, 2, ...
+__device__ __forceinline__ std::int32_t const* parents_of(Args const& args, int row) {
+  std::int64_t const query = QueryBlock(args.blocks, row / kBlockQueries).first + row % kBlockQueries;
+  bool const first = args.layer >= first_layer(args.blocks.q_start + query, args.top_k);
+  return first ? nullptr : args.parents_in + static_cast<std::int64_t>(row) * args.top_k;
+}
 
-  __device__ __forceinline__ Output(Args const& args, int row, QueryBlock const& block, std::int64_t query)
-      : nodes(args.nodes + static_cast<std::int64_t>(row) * args.top_k), selection(nullptr), parents(nullptr) {
-    if (args.selection != nullptr) {
-      std::int64_t const b = block.bh / args.H_kv;
-      std::int64_t const h = block.bh % args.H_kv;
-      selection = args.selection + ((b * args.blocks.T_q + query) * args.H_kv + h) * args.top_k;
-    }
-    if (args.layer < first_layer(args.blocks.q_start + query, args.top_k)) {
-      parents = args.parents_in + static_cast<std::int64_t>(row) * args.top_k;
-    }
-  }
+__device__ __forceinline__ int first_child(std::int32_t const* parents, int j) {
+  return (parents != nullptr ? parents[j] : j) * kSiblings;
+}
 
-  __device__ __forceinline__ int first_child(int j) const {
-    return (parents != nullptr ? parents[j] : j) * kSiblings;
-  }
+// Where the nodes of a row go, if somebody asked.
+__device__ __forceinline__ std::int32_t* selection_of(Args const& args, QueryBlock const& block, std::int64_t query) {
+  if (args.selection == nullptr) return nullptr;
+  std::int64_t const b = block.bh / args.H_kv;
+  std::int64_t const h = block.bh % args.H_kv;
+  return args.selection + ((b * args.blocks.T_q + query) * args.H_kv + h) * args.top_k;
+}
 
-  __device__ __forceinline__ void put(int place, int node) const {
-    nodes[place] = node;
-    if (selection != nullptr) selection[place] = node;
+// From shared memory, once they are there.
+template <int kThreads>
+__device__ __forceinline__ void write_nodes(Args const& args, int row, std::int32_t const* nodes) {
+  QueryBlock const block(args.blocks, row / kBlockQueries);
+  auto* const out = reinterpret_cast<int4*>(args.nodes + static_cast<std::int64_t>(row) * args.top_k);
+  auto* const selection = reinterpret_cast<int4*>(selection_of(args, block, block.first + row % kBlockQueries));
+#pragma unroll 1
+  for (int i = threadIdx.x; i < args.top_k / 4; i += kThreads) {
+    int4 const four = reinterpret_cast<int4 const*>(nodes)[i];
+    out[i] = four;
+    if (selection != nullptr) selection[i] = four;
   }
-};
+}
+
+// The row of this CTA, such that the compiler does not keep what follows from it: registers are scarce.
+__device__ __forceinline__ int row_again() {
+  int row;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(row));
+  return row;
+}
 
 // Rows of 4 * kThreads * kChunks candidates at most.
 template <int kThreads, int kChunks>
@@ -147,10 +159,14 @@ __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThre
   Candidates const c = candidates(args.blocks.q_start + query, args.layer, args.layers, args.top_k);
 
   if (c.n <= args.top_k) {  // everything is selected; no importance was computed
-    Output const output(args, row, block, query);
+    std::int32_t const* const parents = parents_of(args, row);
+    auto* const nodes = reinterpret_cast<std::int32_t*>(scratch.list);
+#pragma unroll 1
     for (int p = threadIdx.x; p < args.top_k; p += kThreads) {
-      output.put(p, p < c.n ? output.first_child(p / kSiblings) + p % kSiblings : -1);
+      nodes[p] = p < c.n ? first_child(parents, p / kSiblings) + p % kSiblings : -1;
     }
+    __syncthreads();
+    write_nodes<kThreads>(args, row, nodes);
     return;
   }
 
@@ -212,9 +228,15 @@ __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThre
     if (last / 32 == kWords * static_cast<int>(threadIdx.x) + w) selected[w] |= 1u << last % 32;
   }
 
-  Output const output(args, row, block, query);
-  int const place = static_cast<int>(topk::block_prefix(count(selected), scratch.warp_sums, total));
-  std::uint16_t* const closed = args.closed + row * (args.width / kSiblings);
+  std::int32_t const* const parents = parents_of(args, row_again());
+  int first[2 * kWords];  // children
+#pragma unroll
+  for (int i = 0; i < 2 * kWords; ++i) {
+    int const j = 2 * kWords * static_cast<int>(threadIdx.x) + i;
+    first[i] = j < c.parents ? first_child(parents, j) : 0;
+  }
+  int place = static_cast<int>(topk::block_prefix(count(selected), scratch.warp_sums, total));
+  std::uint16_t* const closed = args.closed + row_again() * (args.width / kSiblings);
 #pragma unroll
   for (int w = 0; w < kWords; ++w) {
     int const j = 2 * (kWords * static_cast<int>(threadIdx.x) + w);  // the first of two parents
@@ -223,22 +245,18 @@ __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThre
     if (j < c.parents) closed[j] = static_cast<std::uint16_t>(bits);
     if (j + 1 < c.parents) closed[j + 1] = static_cast<std::uint16_t>(bits >> 16);
   }
-  auto const write = [&](std::int32_t* out) {
-    out += place;
+  // Where they are found, in a thread some, there are too few side by side for global memory.
+  static_assert(sizeof(scratch.list) >= kMaxTopK * sizeof(std::int32_t));
+  auto* const nodes = reinterpret_cast<std::int32_t*>(scratch.list);
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      if (selected[w] == 0) continue;
-      int const j = 2 * (kWords * static_cast<int>(threadIdx.x) + w);
-      int const child = output.first_child(j);
-      int const next_child = j + 1 < c.parents ? output.first_child(j + 1) - kSiblings : 0;
-      for (uint32_t rest = selected[w]; rest != 0; rest &= rest - 1) {
-        int const bit = __ffs(rest) - 1;
-        *out++ = (bit < kSiblings ? child : next_child) + bit;
-      }
+  for (int w = 0; w < kWords; ++w) {
+    for (uint32_t rest = selected[w]; rest != 0; rest &= rest - 1) {
+      int const bit = __ffs(rest) - 1;
+      nodes[place++] = (bit < kSiblings ? first[2 * w] : first[2 * w + 1] - kSiblings) + bit;
     }
-  };
-  write(output.nodes);
-  if (output.selection != nullptr) write(output.selection);
+  }
+  __syncthreads();
+  write_nodes<kThreads>(args, row_again(), nodes);
 }
 
 }  // namespace htree_cuda::selecting
