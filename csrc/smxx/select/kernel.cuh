@@ -11,6 +11,7 @@
 #include "../../common/overlap.cuh"
 #include "../../device/forward_steps.h"
 #include "../../device/topk.cuh"
+#include "../../sm90/device/ptx.cuh"
 
 namespace htree_cuda::selecting {
 
@@ -135,13 +136,6 @@ __device__ __forceinline__ void write_nodes(Args const& args, int row, std::int3
   }
 }
 
-// The row of this CTA, such that the compiler does not keep what follows from it: registers are scarce.
-__device__ __forceinline__ int row_again() {
-  int row;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(row));
-  return row;
-}
-
 // Rows of 4 * kThreads * kChunks candidates at most.
 template <int kThreads, int kChunks>
 __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThreads)
@@ -228,7 +222,8 @@ __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThre
     if (last / 32 == kWords * static_cast<int>(threadIdx.x) + w) selected[w] |= 1u << last % 32;
   }
 
-  std::int32_t const* const parents = parents_of(args, row_again());
+  // Read again, so that nothing that follows from it is kept: registers are scarce.
+  std::int32_t const* const parents = parents_of(args, static_cast<int>(ptx::block_index()));
   int first[2 * kWords];  // children
 #pragma unroll
   for (int i = 0; i < 2 * kWords; ++i) {
@@ -236,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThre
     first[i] = j < c.parents ? first_child(parents, j) : 0;
   }
   int place = static_cast<int>(topk::block_prefix(count(selected), scratch.warp_sums, total));
-  std::uint16_t* const closed = args.closed + row_again() * (args.width / kSiblings);
+  std::uint16_t* const closed = args.closed + static_cast<int>(ptx::block_index()) * (args.width / kSiblings);
 #pragma unroll
   for (int w = 0; w < kWords; ++w) {
     int const j = 2 * (kWords * static_cast<int>(threadIdx.x) + w);  // the first of two parents
@@ -256,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThre
     }
   }
   __syncthreads();
-  write_nodes<kThreads>(args, row_again(), nodes);
+  write_nodes<kThreads>(args, static_cast<int>(ptx::block_index()), nodes);
 }
 
 }  // namespace htree_cuda::selecting
