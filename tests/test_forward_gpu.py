@@ -649,6 +649,28 @@ def test_every_output_is_written():
 
 
 @pytest.mark.emulated
+@pytest.mark.parametrize("rule", ["selection must be 16-byte aligned", "the workspace must have"])
+def test_what_a_launcher_refuses(rule):
+    """Nothing is written then. Tensors that `forward` makes are neither, but the launcher has other callers."""
+    _, (q, k, v) = inputs(600, 10, G=2, K=64, V=64)
+    params = htree_cuda.checks.forward(
+        q, k, v, q_start=None, compression_rate=16, top_k_per_layer=16, max_top_nodes=None, scale=None,
+        rope_base=10000.0, strict_causal=True, backend="auto",
+    )  # fmt: skip
+    outputs = [torch.full_like(x, -7) for x in run((q, k, v), top_k_per_layer=16)]
+    workspace = torch.empty(kernels.forward_workspace(q, k, v, params), dtype=torch.uint8, device=DEVICE)
+    out, lse, selection = outputs
+    if rule.startswith("selection"):
+        selection = torch.full((selection.numel() + 1,), -7, dtype=selection.dtype, device=DEVICE)[1:]
+        assert selection.data_ptr() % 16 == 4
+    else:
+        workspace = workspace[:-1]
+    with pytest.raises(ValueError, match=f"forward: {rule}"):
+        kernels.forward(q, k, v, out, lse, selection, workspace, params)
+    assert all((x == -7).all() for x in (out, lse, selection))
+
+
+@pytest.mark.emulated
 def test_zero_sizes():
     _, (q, k, v) = inputs(100, 10, G=2, K=64, V=64)
     for tensors in ((q[:, :0], k, v), (q[:0], k[:0], v[:0])):
