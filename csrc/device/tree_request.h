@@ -17,7 +17,7 @@ namespace htree_cuda::tree_request {
 }
 
 inline bool aligned(void const* pointer, std::int64_t bytes) {
-  return reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0;
+  return misalignment(pointer, bytes) == 0;
 }
 
 inline void check(char const* op, ForwardParams const& p) {

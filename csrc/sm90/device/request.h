@@ -13,6 +13,7 @@
 #include <string>
 
 #include "../../common/driver.h"
+#include "../../common/math.h"
 #include "../../params.h"
 #include "slots.cuh"
 
@@ -27,7 +28,9 @@ inline void require(char const* op, bool holds, std::string const& what) {
 }
 
 inline void require_aligned(char const* op, char const* name, void const* pointer) {
-  require(op, reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0, std::string(name) + " must be 16-byte aligned");
+  std::int64_t const past = misalignment(pointer, 16);
+  require(op, past == 0, std::string(name) + " must be 16-byte aligned, got an address " + std::to_string(past) +
+                             " bytes past a multiple of 16");
 }
 
 struct Stride {

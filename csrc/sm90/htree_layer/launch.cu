@@ -492,7 +492,10 @@ void forward(ForwardParams const& p, void* stream) {
   if (p.B * p.T_q == 0) return;
   Plan const plan(p, static_cast<char*>(p.workspace));
   tree_request::check_workspace(kOp, p, plan.bytes);
-  if (!aligned(p.selection, 16)) tree_request::reject(kOp, "selection must be 16-byte aligned");
+  if (std::int64_t const past = misalignment(p.selection, 16); past != 0) {
+    tree_request::reject(kOp, "selection must be 16-byte aligned, got an address " + std::to_string(past) +
+                                  " bytes past a multiple of 16");
+  }
   cudaStream_t const s = static_cast<cudaStream_t>(stream);
   build(p, plan, s);
   std::int64_t blocks = plan.lead_blocks > 0 ? plan.lead_blocks : plan.chunk_blocks;
