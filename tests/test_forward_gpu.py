@@ -649,7 +649,9 @@ def test_every_output_is_written():
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("rule", ["selection must be 16-byte aligned, got an address 4 bytes past", "the workspace must have"])
+@pytest.mark.parametrize(
+    "rule", ["selection must be 16-byte aligned, got an address 4 bytes past", "the workspace must have"]
+)
 def test_what_a_launcher_refuses(rule):
     """Nothing is written then. Tensors that `forward` makes are neither, but the launcher has other callers."""
     _, (q, k, v) = inputs(600, 10, G=2, K=64, V=64)
