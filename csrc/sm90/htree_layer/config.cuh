@@ -4,8 +4,7 @@
 // is said of kBelow but for turns).
 //
 //   CTA           12 consumer warps (3 warpgroups), one query each: consecutive queries of one (b, h_kv);
-//                 in a fourth warpgroup a producer warp and, but for kFirst, one that names who takes what it sends; the
-//                 others idle
+//                 a producer warp in a fourth warpgroup, whose other warps idle
 //   products      kBelow: mma.sync, a parent at a time; kFirst: WGMMA, a warpgroup its four queries against the four parents
 //                 of a stage. P of parents that a query does not take is zero
 //   slot          one parent: 16 keys (fp16, turned by their node or place), their scales, 16 values, as smxx/tree_pack
