@@ -163,8 +163,12 @@ def backward(dout, dlse, q, k, v, out, lse, selection, *, backend: str, determin
     checks.backward_kernel(q, k, v, out, lse, selection, params)
     dq, dk, dv = _empty_gradients(q, k, v)
     if dk.numel():
-        workspace = q.new_empty(kernels.backward_workspace(q, k, v, params), dtype=torch.uint8)
-        kernels.backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, workspace, params)
+        workspace = q.new_empty(
+            kernels.backward_workspace(q, k, v, params, deterministic=deterministic), dtype=torch.uint8
+        )
+        kernels.backward(
+            dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, workspace, params, deterministic=deterministic
+        )
     return dq, dk, dv
 
 
