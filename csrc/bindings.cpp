@@ -123,19 +123,19 @@ void bind_forward(py::module_& module) {
 void bind_backward(py::module_& module) {
   module.def(
       "backward_workspace",
-      [](ForwardParams const& params, bool deterministic, int device) {
+      [](ForwardParams const& params, int device) {
         std::int64_t bytes = 0;
-        on_device(device, [&] { bytes = backward_workspace(params, deterministic); });
+        on_device(device, [&] { bytes = backward_workspace(params); });
         return bytes;
       },
-      py::arg("params"), py::kw_only(), py::arg("deterministic"), py::arg("device"));
+      py::arg("params"), py::kw_only(), py::arg("device"));
   module.def(
       "backward",
       [](ForwardParams const& forward,
          std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t> const& dout,
          Strided const& dlse, std::uintptr_t out, std::uintptr_t lse, std::uintptr_t selection, std::uintptr_t dq,
-         std::uintptr_t dk, std::uintptr_t dv, bool deterministic, std::uintptr_t workspace,
-         std::int64_t workspace_bytes, int device, std::uintptr_t stream) {
+         std::uintptr_t dk, std::uintptr_t dv, std::uintptr_t workspace, std::int64_t workspace_bytes, int device,
+         std::uintptr_t stream) {
         BackwardParams params{};
         params.forward = forward;
         params.forward.out = as_pointer(out);
@@ -151,12 +151,11 @@ void bind_backward(py::module_& module) {
         params.dq = as_pointer(dq);
         params.dk = as_pointer(dk);
         params.dv = as_pointer(dv);
-        params.deterministic = deterministic;
         on_device(device, [&] { backward(params, as_pointer(stream)); });
       },
       py::arg("forward"), py::kw_only(), py::arg("dout"), py::arg("dlse"), py::arg("out"), py::arg("lse"),
-      py::arg("selection"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("deterministic"),
-      py::arg("workspace"), py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"),
+      py::arg("selection"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("workspace"),
+      py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"),
       "dout: (pointer, stride_b, stride_t, stride_h, stride_v), dlse: (pointer, stride_b, stride_t, stride_h), strides in "
       "elements; selection: 0 for none; see csrc/params.h");
 }

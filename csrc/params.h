@@ -128,14 +128,13 @@ struct BackwardParams {
   void* dq;                    // [B, T_q, H_kv * G, K] contiguous, of the dtype
   void* dk;                    // [B, T, H_kv, K] likewise
   void* dv;                    // [B, T, H_kv, V] likewise
-  bool deterministic;          // dk and dv repeat to the bit; dq always does
 };
 
 // Bytes of workspace that `backward` needs; pointers are not looked at.
-HTREE_CUDA_API std::int64_t backward_workspace(ForwardParams const& params, bool deterministic);
+HTREE_CUDA_API std::int64_t backward_workspace(ForwardParams const& params);
 
-// Gradients of `forward` on `stream` of the current device, which must be of capability 9.0. No host synchronisation, no
-// allocation. A selection that no forward returned gives unspecified numbers, and no access out of
+// Gradients of `forward` on `stream` of the current device, which must be of capability 9.0. Deterministic; no host
+// synchronisation, no allocation. A selection that no forward returned gives unspecified numbers, and no access out of
 // bounds. Throws std::invalid_argument on a malformed request and std::runtime_error on a CUDA error.
 HTREE_CUDA_API void backward(BackwardParams const& params, void* stream);
 

@@ -394,7 +394,7 @@ def run_forward(args: argparse.Namespace) -> list[dict]:
 # The kernels of the backward that multiply, by their names: below the first layer of a query, and in it.
 GRADIENT_KERNELS = {
     "queries": "gradient::Pass)0", "nodes": "gradient::Pass)1", "first queries": "gradient::Pass)2",
-    "first nodes": "gradient::Pass)3", "agreeing": "gradient::Pass)4",
+    "first nodes": "gradient::Pass)3",
 }  # fmt: skip
 
 
@@ -410,10 +410,7 @@ def run_backward(args: argparse.Namespace) -> list[dict]:
     """Peak memory is beyond what lives before a call: the gradients are part of it."""
     figures = []
     points = [(T, kind) for kind in args.inputs for T in args.lengths]
-    options = {
-        "compression_rate": args.compression_rate, "top_k_per_layer": args.top_k, "backend": args.backend,
-        "deterministic": args.deterministic,
-    }  # fmt: skip
+    options = {"compression_rate": args.compression_rate, "top_k_per_layer": args.top_k, "backend": args.backend}
     for i, (T, kind) in enumerate(points, 1):
         print(f"[{i}/{len(points)}] backward T = {T}, {kind} ...", file=sys.stderr, flush=True)
         shape = (args.batch, T, T, args.heads, args.kv_heads, args.dim, args.dim)
@@ -430,7 +427,7 @@ def run_backward(args: argparse.Namespace) -> list[dict]:
         result |= {
             "op": "backward", "inputs": kind, "T": T, "B": args.batch, "H": args.heads, "H_kv": args.kv_heads,
             "K": args.dim, "V": args.dim, "dtype": args.dtype, "compression_rate": args.compression_rate,
-            "top_k": args.top_k, "backend": args.backend, "deterministic": args.deterministic,
+            "top_k": args.top_k, "backend": args.backend,
             "gradient_bytes": sum(x.numel() * x.element_size() for x in inputs),
         }  # fmt: skip
         if args.dense_up_to >= T:
@@ -721,7 +718,6 @@ def _parser() -> argparse.ArgumentParser:
     b.add_argument("--compression-rate", type=int, default=16)
     b.add_argument("--top-k", type=int, default=512 if cuda else 16)
     b.add_argument("--dense-up-to", type=int, default=131072, help="longest T for the dense peer")
-    b.add_argument("--deterministic", action="store_true", help="gradients that repeat to the bit")
     lists = argparse.ArgumentParser(add_help=False)
     lists.add_argument("--queries", type=int, default=4096 if cuda else 32)
     lists.add_argument("--heads-list", type=_ints, default=[128, 64])

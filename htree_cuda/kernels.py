@@ -169,11 +169,9 @@ def forward(
     )
 
 
-def backward_workspace(q: Tensor, k: Tensor, v: Tensor, params, *, deterministic: bool) -> int:
+def backward_workspace(q: Tensor, k: Tensor, v: Tensor, params) -> int:
     """Bytes of workspace that `backward` needs for this call; params: reference.vectorised.TreeParams."""
-    return load().backward_workspace(
-        _forward_params(q, k, v, params), deterministic=deterministic, device=q.get_device()
-    )
+    return load().backward_workspace(_forward_params(q, k, v, params), device=q.get_device())
 
 
 def backward(
@@ -190,12 +188,9 @@ def backward(
     dv: Tensor,
     workspace: Tensor,
     params,
-    *,
-    deterministic: bool,
 ) -> None:
     """Fills dq, dk, dv (contiguous, of the shapes of q, k, v) from what `forward` wrote and the gradients of that;
-    dout [B, T_q, H, V] and dlse [B, T_q, H] have any strides. Unless deterministic, dk and dv may differ in their last
-    bits from call to call."""
+    dout [B, T_q, H, V] and dlse [B, T_q, H] have any strides."""
     load().backward(
         _forward_params(q, k, v, params),
         dout=(dout.data_ptr(), *dout.stride()),
@@ -206,7 +201,6 @@ def backward(
         dq=dq.data_ptr(),
         dk=dk.data_ptr(),
         dv=dv.data_ptr(),
-        deterministic=deterministic,
         workspace=workspace.data_ptr(),
         workspace_bytes=workspace.numel(),
         **_place(q),

@@ -163,12 +163,8 @@ def backward(dout, dlse, q, k, v, out, lse, selection, *, backend: str, determin
     checks.backward_kernel(q, k, v, out, lse, selection, params)
     dq, dk, dv = _empty_gradients(q, k, v)
     if dk.numel():
-        workspace = q.new_empty(
-            kernels.backward_workspace(q, k, v, params, deterministic=deterministic), dtype=torch.uint8
-        )
-        kernels.backward(
-            dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, workspace, params, deterministic=deterministic
-        )
+        workspace = q.new_empty(kernels.backward_workspace(q, k, v, params), dtype=torch.uint8)
+        kernels.backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, workspace, params)
     return dq, dk, dv
 
 

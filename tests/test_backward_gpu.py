@@ -43,7 +43,7 @@ def forward(q, k, v, **options):
     return htree_cuda.forward(q, k, v, return_lse=True, return_selection=True, **options)
 
 
-def gradients(q, k, v, dout, dlse, results=None, *, deterministic=False, **options):
+def gradients(q, k, v, dout, dlse, results=None, **options):
     """(dq, dk, dv) from the op, on the CPU, and the forward's results that they were made from, likewise."""
     tensors = [x.to(DEVICE) for x in (q, k, v, dout, dlse)]
     out, lse, selection = forward(*tensors[:3], **options) if results is None else [x.to(DEVICE) for x in results]
@@ -51,9 +51,7 @@ def gradients(q, k, v, dout, dlse, results=None, *, deterministic=False, **optio
         "q_start": None, "compression_rate": 16, "max_top_nodes": None, "scale": None, "rope_base": 10000.0,
         "strict_causal": True, "backend": "auto", **options,
     }  # fmt: skip
-    grads = torch.ops.htree_cuda.backward(
-        *tensors[3:], *tensors[:3], out, lse, selection, deterministic=deterministic, **tree
-    )
+    grads = torch.ops.htree_cuda.backward(*tensors[3:], *tensors[:3], out, lse, selection, **tree)
     return [x.cpu() for x in grads], [x.cpu() for x in (out, lse, selection)]
 
 
@@ -66,15 +64,13 @@ def tree_params(q, k, v, **options):
 
 
 def check(q, k, v, dout, dlse, **options):
-    """Gradients of the kernels, in either mode, against the definition; returns them and what the forward returned."""
+    """Gradients of the kernels against the definition; returns them and what the forward returned."""
     grads, results = gradients(q, k, v, dout, dlse, **options)
-    repeatable, _ = gradients(q, k, v, dout, dlse, results=results, deterministic=True, **options)
     exact = definition.backward(dout, dlse, q, k, v, results[2], **options)
     allowed = baseline.backward(dout, dlse, q, k, v, *results, **options)
-    for mine in (repeatable, grads):
-        for name, x, base, truth in zip(("dq", "dk", "dv"), mine, allowed, exact):
-            assert x.dtype == q.dtype and x.is_contiguous()
-            baseline.assert_within(name, x, base, truth)
+    for name, x, base, truth in zip(("dq", "dk", "dv"), grads, allowed, exact):
+        assert x.dtype == q.dtype and x.is_contiguous()
+        baseline.assert_within(name, x, base, truth)
     return grads, results
 
 
@@ -155,11 +151,9 @@ def test_top_k(top_k):
 def check_with_the_torch_backend(*tensors, **options):
     """For sizes beyond the definition: the same bf16 numbers, rounded elsewhere."""
     mine, results = gradients(*tensors, **options)
-    repeatable, _ = gradients(*tensors, results=results, deterministic=True, **options)
     theirs, _ = gradients(*tensors, results=results, backend="torch", **options)
-    for grads in (repeatable, mine):
-        for x, y in zip(grads, theirs):
-            assert (x.float() - y.float()).square().mean() < (0.01 * y.float()).square().mean()
+    for x, y in zip(mine, theirs):
+        assert (x.float() - y.float()).square().mean() < (0.01 * y.float()).square().mean()
 
 
 @pytest.mark.emulated
@@ -271,10 +265,10 @@ def test_later_tokens_have_no_effect():
 def test_nan_reaches_what_the_query_attends_and_nothing_else(which):
     q, k, v, dout, dlse = inputs(300, 60, G=2, seed=8)
     results = [x.cpu() for x in forward(*(x.to(DEVICE) for x in (q, k, v)), top_k_per_layer=16)]
-    clean, _ = gradients(q, k, v, dout, dlse, results=results, top_k_per_layer=16, deterministic=True)
+    clean, _ = gradients(q, k, v, dout, dlse, results=results, top_k_per_layer=16)
     bad = 20  # of head 1
     {"q": q, "dout": dout}[which][0, bad, 1, 5] = math.nan
-    (dq, dk, dv), _ = gradients(q, k, v, dout, dlse, results=results, top_k_per_layer=16, deterministic=True)
+    (dq, dk, dv), _ = gradients(q, k, v, dout, dlse, results=results, top_k_per_layer=16)
     assert dq[0, bad, 1].isnan().all()
     dq[0, bad, 1] = clean[0][0, bad, 1]
     same_bits([dq], [clean[0]])
@@ -288,7 +282,7 @@ def test_nan_reaches_what_the_query_attends_and_nothing_else(which):
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_nan_in_a_token_spares_the_queries_before_it(which):
     q, k, v, dout, dlse = inputs(300, 60, G=2, seed=9)
-    options = {"top_k_per_layer": 16, "q_start": 70, "deterministic": True}
+    options = {"top_k_per_layer": 16, "q_start": 70}
     clean, _ = gradients(q, k, v, dout, dlse, **options)
     bad = 100
     {"k": k, "v": v}[which][0, bad, 0, 3] = math.nan
@@ -311,11 +305,9 @@ def test_lists_that_no_forward_wrote(hostile):
         selection[:] = selection.flip(-1)
     else:
         selection.fill_({"padding": -1, "least": -(2**31), "largest": 2**31 - 1}[hostile])
-    first, _ = gradients(q, k, v, dout, dlse, results=results, top_k_per_layer=16, deterministic=True)
-    again, _ = gradients(q, k, v, dout, dlse, results=results, top_k_per_layer=16, deterministic=True)
+    first, _ = gradients(q, k, v, dout, dlse, results=results, top_k_per_layer=16)
+    again, _ = gradients(q, k, v, dout, dlse, results=results, top_k_per_layer=16)
     same_bits(first, again)
-    (dq, _, _), _ = gradients(q, k, v, dout, dlse, results=results, top_k_per_layer=16)
-    assert dq.shape == q.shape
 
 
 # ---- rows that agree -----------------------------------------------------------------------------------------------
@@ -361,49 +353,48 @@ def test_gradients_of_neighbours_differ_in_size():
 @pytest.mark.hardware
 def test_repeats_are_bitwise_equal():
     tensors = inputs(5000, 3000, H_kv=2, G=16, K=128, V=128)
-    first, results = gradients(*tensors, top_k_per_layer=32, deterministic=True)
+    first, results = gradients(*tensors, top_k_per_layer=32)
     for _ in range(100):
-        same_bits(gradients(*tensors, results=results, top_k_per_layer=32, deterministic=True)[0], first)
+        same_bits(gradients(*tensors, results=results, top_k_per_layer=32)[0], first)
 
 
 @pytest.mark.emulated
 def test_repeats_under_another_schedule():
     tensors = inputs(600, 24, H_kv=2, G=4, seed=2)
-    first, results = gradients(*tensors, top_k_per_layer=16, deterministic=True)
-    same_bits(gradients(*tensors, results=results, top_k_per_layer=16, deterministic=True)[0], first)
+    first, results = gradients(*tensors, top_k_per_layer=16)
+    same_bits(gradients(*tensors, results=results, top_k_per_layer=16)[0], first)
 
 
 @pytest.mark.emulated
 def test_strided_views():
     q, k, v, dout, dlse = inputs(270, 9, B=2, H_kv=2, G=3)
-    expected, results = gradients(q, k, v, dout, dlse, top_k_per_layer=16, deterministic=True)
+    expected, results = gradients(q, k, v, dout, dlse, top_k_per_layer=16)
     swapped = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout, dlse)]
-    same_bits(gradients(*swapped, results=results, top_k_per_layer=16, deterministic=True)[0], expected)
+    same_bits(gradients(*swapped, results=results, top_k_per_layer=16)[0], expected)
     odd = []
     for x in (q, k, v, dout):  # rows that begin at an odd element
         wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), math.nan, dtype=x.dtype, device=DEVICE)
         wide[..., 1:-2] = x.to(DEVICE)
         odd.append(wide[..., 1:-2])
-    same_bits(gradients(*odd, dlse, results=results, top_k_per_layer=16, deterministic=True)[0], expected)
+    same_bits(gradients(*odd, dlse, results=results, top_k_per_layer=16)[0], expected)
     one = torch.ones((), dtype=BF16).expand_as(dout)  # the gradient of a sum
-    whole = gradients(q, k, v, one.contiguous(), dlse, results=results, top_k_per_layer=16, deterministic=True)[0]
-    same_bits(gradients(q, k, v, one, dlse, results=results, top_k_per_layer=16, deterministic=True)[0], whole)
+    whole = gradients(q, k, v, one.contiguous(), dlse, results=results, top_k_per_layer=16)[0]
+    same_bits(gradients(q, k, v, one, dlse, results=results, top_k_per_layer=16)[0], whole)
 
 
 @pytest.mark.emulated
 def test_every_gradient_is_written():
     tensors = [x.to(DEVICE) for x in inputs(300, 7, B=2, H_kv=2, G=3)]
     q, k, v, dout, dlse = tensors
-    expected, _ = gradients(*tensors, top_k_per_layer=16, q_start=100, deterministic=True)
+    expected, _ = gradients(*tensors, top_k_per_layer=16, q_start=100)
     params = tree_params(q, k, v, q_start=100, top_k_per_layer=16)
     results = forward(q, k, v, top_k_per_layer=16, q_start=100)
     for byte in (0xFF, 0x7F):
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        size = kernels.backward_workspace(q, k, v, params, deterministic=True)
-        workspace = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+        workspace = torch.empty(kernels.backward_workspace(q, k, v, params), dtype=torch.uint8, device=DEVICE)
         for x in (*grads, workspace):
             x.view(torch.uint8).fill_(byte)
-        kernels.backward(dout, dlse, q, k, v, *results, *grads, workspace, params, deterministic=True)
+        kernels.backward(dout, dlse, q, k, v, *results, *grads, workspace, params)
         same_bits([x.cpu() for x in grads], expected)
 
 
@@ -421,10 +412,10 @@ def test_autograd():
     """Through the public function; out and lse both carry a gradient, and either may carry none."""
     q, k, v, dout, dlse = (x.to(DEVICE) for x in inputs(300, 9, H_kv=2, G=3))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = htree_cuda.forward(*leaves, top_k_per_layer=16, return_lse=True, deterministic=True)
+    out, lse = htree_cuda.forward(*leaves, top_k_per_layer=16, return_lse=True)
     mine = torch.autograd.grad((out, lse), leaves, (dout, dlse), retain_graph=True)
     parts = [torch.autograd.grad(x, leaves, g, retain_graph=True) for x, g in ((out, dout), (lse, dlse))]
-    expected, _ = gradients(*(x.detach() for x in leaves), dout, dlse, top_k_per_layer=16, deterministic=True)
+    expected, _ = gradients(*(x.detach() for x in leaves), dout, dlse, top_k_per_layer=16)
     same_bits([x.cpu() for x in mine], expected)
     for whole, one, other in zip(mine, *parts):
         assert (one.float() + other.float() - whole.float()).abs().max() <= 0.02 * whole.float().abs().max()
@@ -436,7 +427,7 @@ def test_graph_capture_and_replay():
     leaves = [x.requires_grad_() for x in tensors[:3]]
 
     def step():
-        out, lse = htree_cuda.forward(*leaves, top_k_per_layer=16, return_lse=True, deterministic=True)
+        out, lse = htree_cuda.forward(*leaves, top_k_per_layer=16, return_lse=True)
         return torch.autograd.grad((out, lse), leaves, tensors[3:])
 
     expected = step()
@@ -453,9 +444,7 @@ def test_graph_capture_and_replay():
 def test_memory_beyond_inputs_and_gradients(T):
     """At most q + out, at the heads of the benchmark; the op allocates gradients and workspace, nothing else."""
     q, k, v = (torch.empty(1, dtype=BF16, device=DEVICE).expand(1, T, heads, 128) for heads in (16, 1, 1))
-    for deterministic in (False, True):
-        workspace = kernels.backward_workspace(q, k, v, tree_params(q, k, v), deterministic=deterministic)
-        assert workspace <= 2 * T * 16 * (128 + 128)
+    assert kernels.backward_workspace(q, k, v, tree_params(q, k, v)) <= 2 * T * 16 * (128 + 128)
 
 
 @pytest.mark.parametrize(("T", "T_q", "K", "V", "dtype"), [(40, 40, 64, 64, BF16), (300, 14, 128, 64, FP16)])

@@ -48,23 +48,6 @@ struct Visits {
   std::uint32_t* layer[kMaxLayers];
 };
 
-// The sign of such a word: the row's block agrees there (`Agreement`), so that the nodes kernel leaves its visits to the
-// one for blocks.
-inline constexpr std::uint32_t kAgrees = 1u << 31;
-
-// Of a word, the parents whose ranks lie in [begin, end).
-__host__ __device__ inline std::uint32_t ranked_within(std::uint32_t word, int begin, int end) {
-  std::uint32_t within = word & ((1u << kGroupParents) - 1u);
-  int rank = static_cast<int>((word & ~kAgrees) >> kGroupParents);
-  if (begin <= rank && rank + kGroupParents <= end) return within;
-  for (int p = 0; p < kGroupParents; ++p) {
-    if ((word >> p & 1u) == 0) continue;
-    if (rank < begin || rank >= end) within &= ~(1u << p);
-    ++rank;
-  }
-  return within;
-}
-
 // Rows of a chunk whose first layer is `layer`.
 struct FirstRows {
   int begin;
@@ -117,17 +100,6 @@ __host__ __device__ constexpr std::int64_t node_tile_bytes(std::int64_t K, std::
 __host__ __device__ constexpr std::int64_t query_tile_bytes(std::int64_t K, std::int64_t V) {
   return kQueryTileHeader + (panels_bytes(K, V) > kTileRows * 4 * K ? panels_bytes(K, V) : kTileRows * 4 * K);
 }
-
-// A block of rows that agrees on the parents of a layer: P and dS of each of its pairs pass from the queries kernel, in
-// the order of (row, rank), to a kernel that adds up dk and dv of the block before it adds them to those of all rows.
-//   pair     P in the dtype, as four 8 x 8 matrices (children 0 .. 7 of heads 0 .. 7, of heads 8 .. 15, then the other
-//            children; a row is a head) | dS times what its head's row of q was divided by, in fp16 times a power of two,
-//            likewise | that power, eight times
-inline constexpr int kBlockRows = 44;  // whose q or dout fit shared memory
-inline constexpr int kBlockVisits = 4;  // of a parent, on average, from which on a block agrees
-inline constexpr int kPairScale = 2 * 16 * 16 * 2;
-inline constexpr int kPairBytes = kPairScale + 32;
-static_assert(kBlockRows % 4 == 0);
 
 // [B, n, heads, dim] by strides in elements.
 struct Source {
@@ -195,22 +167,6 @@ struct Index {
 // The reverse index: who visits which parent, as which rank. Whatever the lists hold, what is written are parents that
 // exist, ascending.
 void index_visits(Index const& args, cudaStream_t stream);
-
-struct Agreement {
-  Chunk chunk;
-  Tree tree;
-  int layers;            // of which there are visits
-  Visits visits;         // words of rows whose block agrees get kAgrees
-  unsigned char* agree;  // [layers, heads, ceil(rows / kBlockRows)]
-};
-
-// Which blocks of kBlockRows rows agree: those in which a parent that some row visits is visited by kBlockVisits rows or more,
-// on average.
-void find_agreement(Agreement const& args, cudaStream_t stream);
-
-// The turns of a position in the order in which lanes of m16n8k16 have columns of a B fragment:
-// columns[position][g][i] = (cos, sin) of pair 8 i + g, i < K / 16.
-void make_column_turns(half2* columns, float2 const* turns, std::int64_t positions, int K, cudaStream_t stream);
 
 // Gradients of the tokens: the sum over a token's ancestors, each divided by what it shares.
 struct Distribute {

@@ -73,9 +73,7 @@ def emulated(seed: int = 0, multiprocessors: int = 3, races: bool = True) -> Ite
 
     def workspace(name):
         size = getattr(compiled, name)
-        return lambda q, k, v, params, **options: (
-            size(kernels._forward_params(q, k, v, params), device=0, **options) + _ALIGNMENT
-        )
+        return lambda q, k, v, params: size(kernels._forward_params(q, k, v, params), device=0) + _ALIGNMENT
 
     try:
         for name in _LAUNCHERS:

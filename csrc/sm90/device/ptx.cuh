@@ -132,25 +132,8 @@ __device__ __forceinline__ void store_shared_4B(uint32_t address, uint32_t value
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ uint32_t load_shared_2B(uint32_t address) {
-  uint16_t value;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void store_shared_2B(uint32_t address, uint32_t value) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(value)) : "memory");
-}
-
 __device__ __forceinline__ void store_shared_8B(uint32_t address, uint2 value) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(value.x), "r"(value.y) : "memory");
-}
-
-// Adds to a word of shared memory, atomically; returns what it was.
-__device__ __forceinline__ int add_shared(uint32_t address, int x) {
-  int before;
-  asm volatile("atom.shared.add.s32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(x) : "memory");
-  return before;
 }
 
 // Not moved across other volatile accesses or barrier operations.
@@ -194,11 +177,6 @@ __device__ __forceinline__ void store_global_8B_if(bool wanted, float* address, 
       "}\n" ::"l"(address),
       "f"(value.x), "f"(value.y), "r"(static_cast<uint32_t>(wanted))
       : "memory");
-}
-
-// Adds to two neighbouring numbers, 8-byte aligned: each addition is atomic, their order is not determined.
-__device__ __forceinline__ void add_global_8B(float* address, float2 x) {
-  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(x.x), "f"(x.y) : "memory");
 }
 
 // ---- asynchronous copies -----------------------------------------------------------------------------------------

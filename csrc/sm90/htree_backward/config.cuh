@@ -25,11 +25,11 @@
 
 namespace htree_cuda::gradient {
 
-enum class Pass { kQueries, kNodes, kFirstQueries, kFirstNodes, kAgreeing };
+enum class Pass { kQueries, kNodes, kFirstQueries, kFirstNodes };
 
 // A slot of shared memory: an area that ends with the header, then the rows. Rows begin at multiples of 256 bytes, so
 // that swizzled addresses come from one exclusive or.
-template <class Element_, int kK_, int kV_, int kRowsOffset_, int kLeastHeader = kQueryHeader>
+template <class Element_, int kK_, int kV_, int kRowsOffset_>
 struct Operands {
   using Element = Element_;  // __nv_bfloat16 or __half
   static constexpr int kK = kK_;
@@ -46,8 +46,7 @@ struct Operands {
   static constexpr int kQueryBytes = kQueryHeader + kOperandBytes;
   static constexpr int kNodeOffset = kRowsOffset - kNodeHeader;  // of a node's copy in a slot
   static constexpr int kQueryOffset = kRowsOffset - kQueryHeader;
-  static_assert(kNodeBytes % 16 == 0 && kQueryBytes % 16 == 0 && kSlotBytes % 256 == 0 &&
-                kRowsOffset >= kLeastHeader);
+  static_assert(kNodeBytes % 16 == 0 && kQueryBytes % 16 == 0 && kSlotBytes % 256 == 0 && kQueryOffset >= 0);
 
   static constexpr int kMostShared = 232448;
 };
@@ -180,43 +179,6 @@ struct Config<Element, kK, kV, Pass::kFirstNodes> : FirstTiles<Element, kK, kV> 
   static_assert(kStages >= 3 && kSharedBytes <= Base::kMostShared);
 };
 
-// A block of rows that agrees: their q, or dout, lie in shared memory, and each warp adds up dk, or dv, of a parent at a time.
-// What belongs to a pair passes through slots of its own: dS, turns and the scale of dS, or P.
-inline constexpr int kUnitParents = 4;  // that a warp takes at once
-
-template <class Element, int kK, int kV>
-struct Config<Element, kK, kV, Pass::kAgreeing> : Operands<Element, kK, kV, 0, 0> {
-  using Base = Operands<Element, kK, kV, 0, 0>;
-  static constexpr Pass kPass = Pass::kAgreeing;
-  static constexpr int kWarps = 12;
-  static constexpr int kThreads = kWarps * 32;
-
-  static constexpr int kRowBytes = 16 * (kK > kV ? Base::kKeyRowBytes : Base::kValueRowBytes);  // of 16 heads
-  static constexpr int kTurnsBytes = 2 * kK;
-  static constexpr int kSlotBytes = kPairScale / 2 + kTurnsBytes + 16;
-  static constexpr int kSlots = 4;
-  static constexpr int kListBytes = 4 * kUnitParents * kBlockRows;
-  static constexpr int kAlignment = 256;
-  static constexpr int kControlBytes = 16;  // a barrier; the next units
-  static constexpr int kSharedBytes =
-      kAlignment + kBlockRows * kRowBytes + kWarps * (kSlots * kSlotBytes + kListBytes) + kControlBytes;
-  static_assert(kSharedBytes <= Base::kMostShared);
-};
-
-// What a launch of the queries kernel, and of that for blocks, takes of a chunk: some of the rows, layers and ranks, so that
-// the pairs in between have room.
-struct Step {
-  int first_row;     // a multiple of kBlockRows
-  int rows;          // of each head, a multiple of kGroupQueries
-  int layers_begin;
-  int layers_end;
-  int ranks_begin;
-  int ranks_end;
-  bool last;         // of its rows
-  int key_slices;    // of a block's units of parents: CTAs that share them, for dk and for dv
-  int value_slices;
-};
-
 // Everything a launch reads and writes.
 struct Args {
   Tree tree;
@@ -241,13 +203,6 @@ struct Args {
   int tile_units;
   int* next_tile_unit;               // the first that nobody has begun
   int* tile_done;                    // [heads, node_rows / 16] segments that were added to a parent's children
-
-  Step step;
-
-  // Blocks of rows that agree; null where none may.
-  unsigned char const* agree;        // [highest, heads, ceil(rows / kBlockRows)]
-  char* pairs;                       // [heads, step.rows, ranks of the step, kPairBytes]
-  half2 const* column_turns;         // [positions, 8, K / 16]
 
   // Queries.
   void* dq;                          // [B, T_q, H, K] contiguous

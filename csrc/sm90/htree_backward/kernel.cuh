@@ -1,8 +1,7 @@
-// Roles of the matrix kernels; the work is in queries.cuh, nodes.cuh, agreeing.cuh, first_queries.cuh and first_nodes.cuh.
+// Roles of the matrix kernels; the work is in queries.cuh, nodes.cuh, first_queries.cuh and first_nodes.cuh.
 #pragma once
 
 #include "../../common/overlap.cuh"
-#include "agreeing.cuh"
 #include "nodes.cuh"
 #include "queries.cuh"
 #include "first_nodes.cuh"
@@ -20,8 +19,6 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) htree_backward_kernel(const 
 
   if constexpr (Cfg::kPass == Pass::kNodes) {
     run_nodes<Cfg>(args, shared, warp);
-  } else if constexpr (Cfg::kPass == Pass::kAgreeing) {
-    run_agreeing<Cfg>(args, shared, warp);
   } else if constexpr (Cfg::kPass == Pass::kFirstQueries) {
     run_first_queries<Cfg>(args, shared, warp);
   } else if constexpr (Cfg::kPass == Pass::kFirstNodes) {

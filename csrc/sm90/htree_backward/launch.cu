@@ -28,14 +28,6 @@ namespace {
 constexpr std::int64_t kLeastChunkBytes = std::int64_t(64) << 20;
 constexpr std::int64_t kMostChunkBytes = std::int64_t(256) << 20;
 constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
-// Where gradients need not repeat to the bit, chunks take half of that, and pairs of blocks that agree as much again as half
-// of q and out, or these at least and at most. They pass some rows and some ranks at a time, no fewer ranks than that: else
-// nobody agrees.
-constexpr std::int64_t kLeastPairBytes = std::int64_t(8) << 20;
-constexpr std::int64_t kMostPairBytes = std::int64_t(512) << 20;
-constexpr std::int64_t kLeastRanks = 64;
-constexpr int kKeyItems = 168;  // two CTAs for each of 132 multiprocessors; dk takes longer than dv
-constexpr int kValueItems = 96;
 // Rows that the queries kernels take at once on 132 multiprocessors, eight a block: 3.3 rounds of blocks take the
 // time of four. On any device, since sums are cut where a chunk ends.
 constexpr std::int64_t kRoundRows = 132 * 8;
@@ -63,9 +55,6 @@ struct Plan {
   std::int64_t positions = 0;
   std::int64_t heads = 0;  // at once
   std::int64_t rows = 0;   // of a head at once
-  bool agreeing = false;   // whether blocks of rows may agree
-  std::int64_t step_rows = 0;  // of a head, and ranks, whose pairs there is room for
-  std::int64_t step_ranks = 0;
   std::int64_t zeroed_bytes = 0;  // from `next_unit` on, before every chunk
   int segments[kMaxLayers] = {};
   int segment_rows[kMaxLayers] = {};
@@ -91,11 +80,8 @@ struct Plan {
   int* next_tile_unit = nullptr;
   int* done = nullptr;
   int* tile_done = nullptr;
-  half2* column_turns = nullptr;
-  unsigned char* agree = nullptr;
-  char* pairs = nullptr;
 
-  Plan(ForwardParams const& p, bool deterministic, char* base) {
+  Plan(ForwardParams const& p, char* base) {
     shape(p);
     std::int64_t const all_heads = p.B * p.H_kv;
     std::int64_t const node_bytes = kNodeHeader + operand_bytes(p.K, p.V);
@@ -104,25 +90,15 @@ struct Plan {
     std::int64_t row_bytes = query_bytes + tile_bytes / kTileQueries;
     for (int l = 0; l < highest; ++l) row_bytes += 4 * tree.groups[l];
     std::int64_t const input_bytes = 2 * all_heads * p.T_q * p.G * (p.K + p.V);
+    std::int64_t const chunk_bytes = std::clamp(input_bytes / 2, kLeastChunkBytes, kMostChunkBytes);
     std::int64_t const head_bytes = node_rows / kSiblings * node_bytes + node_rows * (p.K + p.V) * 4;
-    auto const cut = [&](std::int64_t wanted_bytes) {
-      std::int64_t const chunk_bytes = std::clamp(wanted_bytes, kLeastChunkBytes, kMostChunkBytes);
-      rows = round_up(p.T_q, kRowStep);
-      heads = std::min({all_heads, kTreeBytes / head_bytes, chunk_bytes / (rows * row_bytes)});
-      if (heads < 1) {
-        heads = 1;
-        rows = std::min(rows, round_up(chunk_bytes / row_bytes + 1, kRoundRows));
-      }
-    };
-    if (!deterministic && highest > 0) {
-      cut(input_bytes / 4);
-      step_rows = std::min(rows, round_up(ceil_div(kRoundRows, heads), 2 * kBlockRows));
-      std::int64_t const pair_bytes = std::clamp(input_bytes / 2, kLeastPairBytes, kMostPairBytes);
-      std::int64_t const most_ranks = pair_bytes / (heads * step_rows * kPairBytes);
-      agreeing = most_ranks >= std::min(p.top_k, kLeastRanks);
-      if (agreeing) step_ranks = ceil_div(p.top_k, ceil_div(p.top_k, most_ranks));
+
+    rows = round_up(p.T_q, kRowStep);
+    heads = std::min({all_heads, kTreeBytes / head_bytes, chunk_bytes / (rows * row_bytes)});
+    if (heads < 1) {
+      heads = 1;
+      rows = std::min(rows, round_up(chunk_bytes / row_bytes + 1, kRoundRows));
     }
-    if (!agreeing) cut(input_bytes / 2);
     for (int l = 0; l < tree.layers; ++l) {
       std::int64_t const filling = kNodeUnits / (heads * tree.parents[l]);
       split(std::max(filling, ceil_div(rows, kMostSegmentRows)), segments[l], segment_rows[l]);
@@ -148,11 +124,6 @@ struct Plan {
     take(tile_done, base, heads * node_rows / kSiblings);
     for (int l = 0; l < highest; ++l) take(visits.layer[l], base, heads * rows * tree.groups[l]);
     zeroed_bytes = bytes - before;
-    if (agreeing) {
-      take(column_turns, base, positions * (p.K / 2));
-      take(agree, base, highest * heads * ceil_div(rows, std::int64_t(kBlockRows)));
-      take(pairs, base, heads * step_rows * step_ranks * kPairBytes);
-    }
   }
 
 private:
@@ -287,14 +258,6 @@ void index(ForwardParams const& p, Plan const& plan, Chunk const& chunk, cudaStr
   args.T_q = p.T_q;
   args.H_kv = static_cast<int>(p.H_kv);
   index_visits(args, stream);
-  if (!plan.agreeing) return;
-  Agreement agreement{};
-  agreement.chunk = chunk;
-  agreement.tree = plan.tree;
-  agreement.layers = plan.highest;
-  agreement.visits = plan.visits;
-  agreement.agree = plan.agree;
-  find_agreement(agreement, stream);
 }
 
 int as_blocks(std::int64_t blocks) {
@@ -310,60 +273,23 @@ int processors() {
   return count;
 }
 
-// All of a chunk below first layers at once, or, where blocks may agree, as many rows and ranks of a layer as there is
-// room for their pairs.
-template <class Run>
-void for_each_step(Args const& args, Plan const& plan, Run&& run) {
-  Args of_step = args;
-  Step& step = of_step.step;
-  if (args.agree == nullptr) {
-    step = {0, args.chunk.rows, 0, args.highest, 0, args.tree.top_k, true, 0, 0};
-    run(of_step);
-    return;
-  }
-  for (int row = 0; row < args.chunk.queries; row += step.rows) {
-    step.first_row = row;
-    step.rows = static_cast<int>(std::min(plan.step_rows, std::int64_t(args.chunk.rows - row)));
-    int const blocks = args.chunk.heads * ceil_div(step.rows, kBlockRows);
-    step.key_slices = ceil_div(kKeyItems, blocks);
-    step.value_slices = ceil_div(kValueItems, blocks);
-    for (int layer = args.highest - 1; layer >= 0; --layer) {
-      step.layers_begin = layer;
-      step.layers_end = layer + 1;
-      for (int rank = 0; rank < args.tree.top_k; rank = step.ranks_end) {
-        step.ranks_begin = rank;
-        step.ranks_end = static_cast<int>(std::min(rank + plan.step_ranks, std::int64_t(args.tree.top_k)));
-        step.last = layer == 0 && step.ranks_end == args.tree.top_k;
-        run(of_step);
-      }
-    }
-  }
-}
-
 template <class Element, int kK, int kV>
-void multiply_of(Args const& args, Plan const& plan, int heads, cudaStream_t stream) {
+void multiply_of(Args const& args, int heads, cudaStream_t stream) {
   int const blocks = as_blocks(std::int64_t(heads) * args.chunk.rows / kGroupQueries);
   launch<Config<Element, kK, kV, Pass::kFirstNodes>>(args, processors(), stream);
   launch<Config<Element, kK, kV, Pass::kFirstQueries>>(args, blocks, stream);  // over the tiles of queries
-  for_each_step(args, plan, [&](Args const& of_step) {
-    Step const& step = of_step.step;
-    launch<Config<Element, kK, kV, Pass::kQueries>>(of_step, as_blocks(std::int64_t(heads) * step.rows / kGroupQueries),
-                                                    stream);
-    int const slices = step.key_slices + step.value_slices;
-    if (slices == 0) return;
-    launch<Config<Element, kK, kV, Pass::kAgreeing>>(of_step, heads * ceil_div(step.rows, kBlockRows) * slices, stream);
-  });
+  launch<Config<Element, kK, kV, Pass::kQueries>>(args, blocks, stream);
   if (args.units > 0) launch<Config<Element, kK, kV, Pass::kNodes>>(args, processors(), stream);
 }
 
 template <class Element>
-void multiply(Args const& args, Plan const& plan, ForwardParams const& p, int heads, cudaStream_t stream) {
+void multiply(Args const& args, ForwardParams const& p, int heads, cudaStream_t stream) {
   if (p.K == 128) {
-    p.V == 128 ? multiply_of<Element, 128, 128>(args, plan, heads, stream)
-               : multiply_of<Element, 128, 64>(args, plan, heads, stream);
+    p.V == 128 ? multiply_of<Element, 128, 128>(args, heads, stream)
+               : multiply_of<Element, 128, 64>(args, heads, stream);
   } else {
-    p.V == 128 ? multiply_of<Element, 64, 128>(args, plan, heads, stream)
-               : multiply_of<Element, 64, 64>(args, plan, heads, stream);
+    p.V == 128 ? multiply_of<Element, 64, 128>(args, heads, stream)
+               : multiply_of<Element, 64, 64>(args, heads, stream);
   }
 }
 
@@ -411,13 +337,8 @@ void run_chunk(BackwardParams const& params, Plan const& plan, Chunk const& chun
     args.first_unit[l] = args.units;
     args.units = as_blocks(args.units + std::int64_t(chunk.heads) * plan.tree.parents[l] * plan.segments[l]);
   }
-  if (plan.agreeing && args.highest > 0) {
-    args.agree = plan.agree;
-    args.pairs = plan.pairs;
-    args.column_turns = plan.column_turns;
-  }
-  p.dtype == DType::kFloat16 ? multiply<__half>(args, plan, p, chunk.heads, stream)
-                             : multiply<__nv_bfloat16>(args, plan, p, chunk.heads, stream);
+  p.dtype == DType::kFloat16 ? multiply<__half>(args, p, chunk.heads, stream)
+                             : multiply<__nv_bfloat16>(args, p, chunk.heads, stream);
 }
 
 void finish(BackwardParams const& params, Plan const& plan, std::int64_t first_head, int heads, cudaStream_t stream) {
@@ -442,9 +363,9 @@ void finish(BackwardParams const& params, Plan const& plan, std::int64_t first_h
 }  // namespace
 }  // namespace gradient
 
-std::int64_t backward_workspace(ForwardParams const& p, bool deterministic) {
+std::int64_t backward_workspace(ForwardParams const& p) {
   tree_request::check(gradient::kOp, p);
-  return p.B * p.T_q == 0 ? 0 : gradient::Plan(p, deterministic, nullptr).bytes;
+  return p.B * p.T_q == 0 ? 0 : gradient::Plan(p, nullptr).bytes;
 }
 
 void backward(BackwardParams const& params, void* stream) {
@@ -458,13 +379,10 @@ void backward(BackwardParams const& params, void* stream) {
     HTREE_CUDA_CHECK(cudaMemsetAsync(params.dv, 0, all_heads * p.T * p.V * 2, s));
     return;
   }
-  Plan const plan(p, params.deterministic, static_cast<char*>(p.workspace));
+  Plan const plan(p, static_cast<char*>(p.workspace));
   tree_request::check_workspace(kOp, p, plan.bytes);
   packing::make_turns(plan.turns, plan.fragment_turns, {}, plan.positions, static_cast<int>(p.K), p.rope_base, nullptr,
                       s);
-  if (plan.agreeing) {
-    make_column_turns(plan.column_turns, plan.turns, plan.positions, static_cast<int>(p.K), s);
-  }
   pool(p, plan, s);
   for (std::int64_t head = 0; head < all_heads; head += plan.heads) {
     int const heads = static_cast<int>(std::min(plan.heads, all_heads - head));

@@ -124,11 +124,6 @@ private:
 
   static __device__ __forceinline__ uint32_t own_bit(Unit const& unit) { return 1u << (unit.parent % kGroupParents); }
 
-  // Those of rows whose block agrees are another kernel's (agreeing.cuh).
-  static __device__ __forceinline__ bool is_visit(uint32_t word, Unit const& unit) {
-    return (word & (own_bit(unit) | kAgrees)) == own_bit(unit);
-  }
-
   // Appends those of the next 32 rows that visit the parent.
   __device__ __forceinline__ void scan(Progress& progress) {
     Unit const& unit = progress.unit;
@@ -136,7 +131,7 @@ private:
     uint32_t const word = word_;
     progress.next += 32;
     word_ = word_of(unit, row + 32);
-    bool const visits = row < unit.end && is_visit(word, unit);
+    bool const visits = row < unit.end && (word & own_bit(unit)) != 0;
     unsigned const visitors = __ballot_sync(kFullWarp, visits);
     if (visits) {
       int const rank = static_cast<int>(word >> kGroupParents) + __popc(word & (own_bit(unit) - 1u));
@@ -159,7 +154,7 @@ private:
     for (int i = 0; i < 8; ++i) words[i] = word_of(unit, progress.next + 32 * i + lane_);
     uint32_t empty = 0;
 #pragma unroll
-    for (int i = 7; i >= 0; --i) empty = is_visit(words[i], unit) ? 0 : empty + 1;
+    for (int i = 7; i >= 0; --i) empty = (words[i] & own_bit(unit)) != 0 ? 0 : empty + 1;
     empty = __reduce_min_sync(kFullWarp, empty);
     if (empty == 0) return;
     progress.next += 32 * empty;

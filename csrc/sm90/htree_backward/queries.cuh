@@ -1,5 +1,5 @@
-// dq: a warp holds a query and walks its parents below its first layer, layer by layer; then it adds the share of what it
-// has walked before (first_queries.cuh; an earlier step).
+// dq: a warp holds a query and walks its parents below its first layer, layer by layer; then it adds that one's share,
+// which is there already (first_queries.cuh).
 //
 // A parent of rank j adds sum_c dS_c R^-1(k_c, n - 1 - 16 j) to dq, k_c being turned by its place c. So it is the keys
 // that turn, in packed fp16, once: for the scores, where q stays as it is, and transposed between registers for dq.
@@ -17,13 +17,13 @@ namespace htree_cuda::gradient {
 template <class Cfg>
 __device__ void produce_parents(Args const& args, Ring<Cfg> const& ring) {
   int const lane = threadIdx.x % 32;
-  int const blocks = args.step.rows / kGroupQueries;
+  int const blocks = args.chunk.rows / kGroupQueries;
   int const head = blockIdx.x / blocks;
-  int const first = args.step.first_row + blockIdx.x % blocks * kGroupQueries;
+  int const first = blockIdx.x % blocks * kGroupQueries;
   int const queries = min(args.chunk.queries - first, kGroupQueries);
   Sender<Cfg> sender(ring);
   int const highest = lane < queries ? first_layer(args.chunk.position(first + lane), args.tree.top_k) : 0;
-  for (int layer = args.step.layers_end - 1; layer >= args.step.layers_begin; --layer) {
+  for (int layer = args.highest - 1; layer >= 0; --layer) {
     unsigned const working = __ballot_sync(kFullWarp, layer < highest);
     // Parents are nodes of the layer above: none beyond the last query's rightmost.
     std::int64_t const reach = args.chunk.position(first + queries - 1) >> (kLog2Siblings * (layer + 1));
@@ -46,9 +46,8 @@ __device__ void produce_parents(Args const& args, Ring<Cfg> const& ring) {
 #pragma unroll
       for (int i = 0; i < kGroupQueries; ++i) {
         uint4 const& four = visited[i / 4];
-        uint32_t const word = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
-        uint32_t const mask =
-            working >> i & 1u ? ranked_within(word, args.step.ranks_begin, args.step.ranks_end) : 0;
+        uint32_t mask = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
+        if (!(working >> i & 1u)) mask = 0;
         // Four bits to the lowest bit of a byte each: 0x204081 puts bit b at 8 b.
         takers[0] |= ((mask & 0xfu) * 0x204081u & 0x01010101u) << i;
         takers[1] |= ((mask >> 4 & 0xfu) * 0x204081u & 0x01010101u) << i;
@@ -80,7 +79,6 @@ class Query {
 
   // Of weights, before any was seen. Probabilities, which are at most one or so, must not leave the range with it.
   static constexpr float kFirstScale = 0x1p112f;
-  static constexpr uint32_t kNoPair = ~0u;
 
 public:
   __device__ Query(Args const& args, Ring<Cfg> const& ring, int warp)
@@ -93,9 +91,9 @@ public:
         turns_(ptx::opaque(ring.turns_of(warp) + tq_ * 16)),
         new_turns_(ptx::opaque(ring.turns_of(warp) + threadIdx.x % (kK / 4) * 8)),
         table_(ptx::opaque(reinterpret_cast<uint2 const*>(args.fragment_turns) + threadIdx.x % (kK / 4))) {
-    int const blocks = args.step.rows / kGroupQueries;
+    int const blocks = args.chunk.rows / kGroupQueries;
     head_ = blockIdx.x / blocks;
-    row_ = args.step.first_row + blockIdx.x % blocks * kGroupQueries + warp;
+    row_ = blockIdx.x % blocks * kGroupQueries + warp;
     exists_ = row_ < args.chunk.queries;
     if (exists_) load();
     clear(dq_);
@@ -162,9 +160,7 @@ private:
 
   __device__ __forceinline__ void begin(int layer) {
     below_ = Below(args_, layer, head_);
-    position_ = candidates_below_first(args_.chunk.position(row_), layer, args_.tree.top_k) - 1 -
-                kSiblings * args_.step.ranks_begin;
-    pair_ = agrees(args_, layer, head_, row_) ? pair_at(args_, head_, row_) : kNoPair;
+    position_ = candidates_below_first(args_.chunk.position(row_), layer, args_.tree.top_k) - 1;
     store_turns(turns(position_));
   }
 
@@ -218,10 +214,6 @@ private:
     // At the bottom only a query's last parent has children behind it.
     bool const some = kBottom && position_ < kSiblings - 1;
     if (__any_sync(kFullWarp, leave(ds_[0], ds_[1], ds_[2], ds_[3]) || some)) fit(p, dp, inverse, closed);
-    if (pair_ != kNoPair) {
-      if constexpr (!kBottom) close(p, dp, closed);
-      keep(p, dp);
-    }
     store_turns(next_turns);
     position_ -= kSiblings;
   }
@@ -237,62 +229,10 @@ private:
     }
   }
 
-  // Those of closed children and what they are made of become zero.
-  __device__ __forceinline__ void close(float (&p)[2][4], float (&dp)[2][4], uint32_t closed) const {
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        bool const open = !(closed >> (8 * tile + 2 * tq_ + e % 2) & 1u);
-        p[tile][e] = open ? p[tile][e] : 0.0f;
-        dp[tile][e] = open ? dp[tile][e] : 0.0f;
-      }
-    }
-  }
-
-  // A pair of a block that agrees, as device/backward_steps.h says. Its weights have a power of two of their own: they meet
-  // those of other rows.
-  __device__ __forceinline__ void keep(float const (&p)[2][4], float const (&dp)[2][4]) {
-    float ds[2][4];
-    float largest = 0.0f;
-    char* const pair = args_.pairs + static_cast<std::int64_t>(pair_) * kPairBytes + threadIdx.x % 32 * 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float const inverse = inverse_of(weight_scale_[i]);
-      float const size = unit_[i] * kHeadroomFactor;
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        float const x = p[tile][2 * i] * inverse;
-        float const y = p[tile][2 * i + 1] * inverse;
-        store_matrix(pair, 2 * tile + i, Pairs<Element>::pack(x, y));
-        ds[tile][2 * i] = x * dp[tile][2 * i] * size;
-        ds[tile][2 * i + 1] = y * dp[tile][2 * i + 1] * size;
-        largest = fmaxf(largest, fmaxf(fabsf(ds[tile][2 * i]), fabsf(ds[tile][2 * i + 1])));
-      }
-    }
-    uint32_t const exponent = __reduce_max_sync(kFullWarp, __float_as_uint(largest)) >> 23;
-    float const scale = __uint_as_float(min(127 + 14 + 127 - exponent, 127u + 124u) << 23);
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        store_matrix(pair, 4 + 2 * tile + i,
-                     Pairs<__half>::pack(ds[tile][2 * i] * scale, ds[tile][2 * i + 1] * scale));
-      }
-    }
-    if (threadIdx.x % 32 < (kPairBytes - kPairScale) / 4) store_matrix(pair, 8, __float_as_uint(scale));
-    ++pair_;
-  }
-
-  static __device__ __forceinline__ void store_matrix(char* pair, int i, uint32_t word) {
-    *reinterpret_cast<uint32_t*>(pair + 128 * i) = word;
-  }
-
   // The weights again, from probabilities times the rows' scales: closed ones are zero, and those that leave the range make
-  // the scale fall, and that of the probabilities with it.
-  __device__ __forceinline__ void fit(float (&p)[2][4], float (&dp)[2][4], float2 const (&inverse)[2],
+  // the scale fall.
+  __device__ __forceinline__ void fit(float const (&p)[2][4], float const (&dp)[2][4], float2 const (&inverse)[2],
                                       uint32_t closed) {
-    close(p, dp, closed);
     float ds[2][4];
     float largest[2] = {};
 #pragma unroll
@@ -311,11 +251,6 @@ private:
       for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) dq_[tile][e] *= factor[e / 2];
-      }
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) p[tile][e] *= factor[e / 2];
       }
     });
 #pragma unroll
@@ -374,8 +309,9 @@ private:
     std::int64_t const query = bh / args_.H_kv * args_.T_q + args_.chunk.first_query + row_;
     std::int64_t const first = (query * args_.H_kv + bh % args_.H_kv) * args_.G;
     std::int64_t const row = static_cast<std::int64_t>(head_) * args_.chunk.rows + row_;
-    float* const shares =
-        reinterpret_cast<float*>(args_.query_tiles + row / kTileQueries * query_tile_bytes(kK, kV) + kQueryTileHeader) +
+    float const* const first_share =
+        reinterpret_cast<float const*>(args_.query_tiles + row / kTileQueries * query_tile_bytes(kK, kV) +
+                                       kQueryTileHeader) +
         row % kTileQueries * kMaxGroupHeads * kK + 2 * tq_;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -383,20 +319,11 @@ private:
       if (g >= args_.G) continue;
       float const inverse = inverse_of(weight_scale_[i]);
       uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<Element*>(args_.dq) + (first + g) * kK) + tq_;
-      float2 sums[kTiles];
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        sums[tile] = *reinterpret_cast<float2 const*>(shares + g * kK + 8 * tile);
-      }
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        float2& sum = sums[tile];
-        sum = {fmaf(dq_[tile][2 * i], inverse, sum.x), fmaf(dq_[tile][2 * i + 1], inverse, sum.y)};
-        if (args_.step.last) {
-          out[4 * tile] = Pairs<Element>::pack(sum.x * args_.scale, sum.y * args_.scale);
-        } else {
-          *reinterpret_cast<float2*>(shares + g * kK + 8 * tile) = sum;
-        }
+        float2 const share = __ldg(reinterpret_cast<float2 const*>(first_share + g * kK + 8 * tile));
+        out[4 * tile] = Pairs<Element>::pack(fmaf(dq_[tile][2 * i], inverse, share.x) * args_.scale,
+                                             fmaf(dq_[tile][2 * i + 1], inverse, share.y) * args_.scale);
       }
     }
   }
@@ -414,7 +341,6 @@ private:
   int row_;
   bool exists_;
   Below below_;
-  uint32_t pair_ = kNoPair;  // the number of the pair at hand, in a block that agrees
   int position_ = 0;  // of the query as the parent at hand sees it: n - 1 - 16 rank
   uint32_t q_[kK / 16][4];
   uint32_t dout_[kV / 16][4];

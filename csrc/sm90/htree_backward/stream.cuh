@@ -73,19 +73,6 @@ __device__ __forceinline__ std::uint32_t const* entry_of(Args const& args, int l
          (static_cast<std::int64_t>(head) * args.tree.groups[layer] + group) * args.chunk.rows + row;
 }
 
-// Whether a row's block agrees on the parents of a layer.
-__device__ __forceinline__ bool agrees(Args const& args, int layer, int head, int row) {
-  if (args.agree == nullptr) return false;
-  int const blocks = (args.chunk.rows + kBlockRows - 1) / kBlockRows;
-  return args.agree[(layer * args.chunk.heads + head) * blocks + row / kBlockRows] != 0;
-}
-
-// The number of the pair of a row of the step and its first rank.
-__device__ __forceinline__ uint32_t pair_at(Args const& args, int head, int row) {
-  Step const& step = args.step;
-  return static_cast<uint32_t>(head * step.rows + row - step.first_row) * (step.ranks_end - step.ranks_begin);
-}
-
 // Which children of a parent a row expanded, a bit each: those it visits as parents of the layer below. Bits from 16 on
 // mean nothing, nor do those of children that do not exist: they lie beyond every row.
 struct Below {

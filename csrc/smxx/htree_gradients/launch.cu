@@ -3,7 +3,6 @@
 #include <stdexcept>
 
 #include "../../common/math.h"
-#include "agreement.cuh"
 #include "pack.cuh"
 #include "sums.cuh"
 #include "visits.cuh"
@@ -58,17 +57,6 @@ void pack_queries(PackQueries const& args, DType dtype, cudaStream_t stream) {
 void index_visits(Index const& args, cudaStream_t stream) {
   std::int64_t const lists = std::int64_t(args.layers) * args.chunk.heads * args.chunk.rows;
   launch_overlapped(index_kernel, blocks_for(lists, kWarps), kThreads, 0, stream, args);
-}
-
-void find_agreement(Agreement const& args, cudaStream_t stream) {
-  std::int64_t const blocks = ceil_div(std::int64_t(args.chunk.rows), std::int64_t(kBlockRows));
-  launch_overlapped(agreement_kernel, blocks_for(args.layers * args.chunk.heads * blocks, kWarps), kThreads, 0, stream,
-                    args);
-}
-
-void make_column_turns(half2* columns, float2 const* turns, std::int64_t positions, int K, cudaStream_t stream) {
-  std::int64_t const pairs = positions * (K / 2);
-  launch_overlapped(column_turns_kernel, blocks_for(pairs, kThreads), kThreads, 0, stream, columns, turns, pairs, K);
 }
 
 void distribute(Distribute const& args, DType dtype, cudaStream_t stream) {

@@ -5,12 +5,10 @@ namespace htree_cuda::gradient {
 template void launch<Config<__half, 64, 64, Pass::kQueries>>(Args const&, int, cudaStream_t);
 template void launch<Config<__half, 64, 64, Pass::kFirstQueries>>(Args const&, int, cudaStream_t);
 template void launch<Config<__half, 64, 64, Pass::kNodes>>(Args const&, int, cudaStream_t);
-template void launch<Config<__half, 64, 64, Pass::kAgreeing>>(Args const&, int, cudaStream_t);
 template void launch<Config<__half, 64, 64, Pass::kFirstNodes>>(Args const&, int, cudaStream_t);
 template void launch<Config<__half, 64, 128, Pass::kQueries>>(Args const&, int, cudaStream_t);
 template void launch<Config<__half, 64, 128, Pass::kFirstQueries>>(Args const&, int, cudaStream_t);
 template void launch<Config<__half, 64, 128, Pass::kNodes>>(Args const&, int, cudaStream_t);
-template void launch<Config<__half, 64, 128, Pass::kAgreeing>>(Args const&, int, cudaStream_t);
 template void launch<Config<__half, 64, 128, Pass::kFirstNodes>>(Args const&, int, cudaStream_t);
 
 }  // namespace htree_cuda::gradient
