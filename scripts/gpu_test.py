@@ -151,7 +151,8 @@ def main(argv: list[str] | None = None) -> int:
     identity = {"content_hash": content_hash(), **machine()}
     ensure_built(benchmarks=True)
     failed = [job_name(job) for job, entry in run_jobs(mine, arguments.at_once) if not record(job, entry, identity)]
-    print(f"{len(mine) - len(failed)} of {len(mine)} jobs passed; report: {REPORT.relative_to(ROOT)}")
+    names = f"; failed: {', '.join(failed)}" if failed else ""  # in the last line: a log may be cut to its end
+    print(f"{len(mine) - len(failed)} of {len(mine)} jobs passed; report: {REPORT.relative_to(ROOT)}{names}")
     return 1 if failed else 0
 
 

@@ -18,6 +18,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "build_backend"), str(ROOT / "scripts")]
@@ -31,6 +32,7 @@ import gpu_timeline  # noqa: E402
 import gpu_variants  # noqa: E402
 import htree_cuda_build as build  # noqa: E402
 import htree_cuda_ninja as ninja  # noqa: E402
+import model_put_off  # noqa: E402
 
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".ci")
 
@@ -567,6 +569,31 @@ def test_gpu_jobs_all_run(at_once, monkeypatch):
     if at_once > 1:
         first = [gpu_test.job_name(job) for job in begun[: 2 * at_once]]  # threads may overtake each other
         assert "tests/test_forward_gpu.py" in first
+
+
+def test_gpu_jobs_that_failed_are_named_last(monkeypatch, capsys, tmp_path):
+    outcomes = {"memcheck": "failed: exit status 1"}
+    monkeypatch.setattr(
+        gpu_test, "run_job", lambda job: (job, {"outcome": outcomes.get(job[1], "passed"), "seconds": 1})
+    )
+    monkeypatch.setattr(gpu_test, "REPORT", gpu_test.ROOT / tmp_path / "report.json")
+    monkeypatch.setattr(gpu_test, "machine", lambda: {"gpu": "none"})
+    monkeypatch.setattr(gpu_test, "ensure_built", lambda benchmarks: None)
+    monkeypatch.setattr(gpu_test, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_test, "jobs", lambda sanitizer: [("sanitizer", "memcheck", "x"), ("pytest", "", "y")])
+    assert gpu_test.main([]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "1 of 2 jobs passed; report: report.json; failed: memcheck x"
+
+
+def test_model_of_what_is_put_off(capsys):
+    """The bound is the value of the wanted rank, among all where all are sampled; the program counts beyond it."""
+    x = torch.randperm(1024, generator=torch.Generator().manual_seed(0)).float()
+    assert model_put_off.bound(x, top_k=64, sample=1024, put_off=2.0) == 1023 - 128
+    model_put_off.main(["--top-k", "16", "--lengths", "8192", "--sample", "512", "--put-off", "4", "--queries", "4"])
+    rows = [row.split("|") for row in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[2].strip() for row in rows] == ["iid", "local"]
+    for row in rows:  # all are sampled, or half
+        assert 2 < float(row[5]) < 4.5 and row[6].strip() == "0 of 4"
 
 
 def test_reports_merge(tmp_path):
