@@ -38,6 +38,7 @@ EXPLAINED = {
     ("initcheck", "tests/test_attn_dist_gpu.py"): HALF_STORES,
     ("racecheck", "tests/test_attn_dist_gpu.py"): ONE_LANE,
     ("racecheck", "tests/test_backward_gpu.py"): ONE_LANE,
+    ("racecheck", "tests/test_forward_gpu.py"): ONE_LANE,
     ("racecheck", "tests/test_sparse_attention_kernel.py"): ONE_LANE,
 }
 

@@ -3,8 +3,9 @@
 // the layer above (`Walk::kBelow`, and where at least half of the parents are chosen `Walk::kDense`, of which all holds that
 // is said of kBelow but for turns).
 //
-//   CTA           12 consumer warps (3 warpgroups), one query each: consecutive queries of one (b, h_kv);
-//                 a producer warp in a fourth warpgroup, whose other warps idle
+//   CTA           12 consumer warps (3 warpgroups), one query each, kFirst with 8 heads and fewer two: consecutive queries of
+//                 one (b, h_kv);
+//                 in a fourth warpgroup a producer warp and one that names who takes what it sends; the others idle
 //   products      kBelow: mma.sync, a parent at a time; kFirst: WGMMA, a warpgroup its four queries against the four parents
 //                 of a stage. P of parents that a query does not take is zero
 //   slot          one parent: 16 keys (fp16, turned by their node or place), their scales, 16 values, as smxx/tree_pack
@@ -52,13 +53,21 @@ enum class Walk {
   kDense,
 };
 
-template <class Element_, int kK_, int kV_, Pass kPass_, Walk kWalk_>
+inline constexpr int kPairHeads = 8;  // at most, where two queries share the 16 rows of a warp
+
+template <class Element_, int kK_, int kV_, Pass kPass_, Walk kWalk_, int kQueries_ = 1>
 struct Config {
   using Element = Element_;  // of values: __nv_bfloat16 or __half; void where none are read
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
   static constexpr Pass kPass = kPass_;
   static constexpr Walk kWalk = kWalk_;
+  // Of a warp: two, neighbours, where its 16 rows hold the heads of both. A CTA has two blocks of queries then, half of the
+  // warps each.
+  static constexpr int kQueries = kQueries_;
+  static constexpr bool kPairs = kQueries == 2;
+  static_assert(kQueries == 1 || (kPairs && kWalk == Walk::kFirst));
+  using OfPairs = Config<Element_, kK_, kV_, kPass_, kWalk_, 2>;
   static constexpr bool kIsBelow = kWalk != Walk::kFirst;
   static constexpr bool kReadsValues = kPass == Pass::kValues;
   static constexpr int kWalks = kPass == Pass::kChoice ? 2 : 1;
@@ -144,7 +153,10 @@ struct Config {
 
 // What is another for queries that walk in another way.
 struct WalkArgs {
-  std::uint32_t end_block;               // CTA i works on block end_block - i
+  std::uint32_t end_block;               // CTA i works on block end_block - i; kPairs: on that pair of them
+  std::int32_t from;                     // kPairs: of blocks from .. to - 1, see block_of_pair
+  std::int32_t to;
+  std::int32_t of_first_head;            // kPairs: so many of them are of the same head as the first
   char const* packed;                    // the layer: [B, H_kv, parents] blocks of block_bytes, as the walk wants them
   std::int64_t parents_per_head;
   rope::TurnColumns const* begin_turns;  // [begins, 8, K / 32], with which a query begins anew; kBelow

@@ -1,5 +1,5 @@
-// What every consumer warp of the layer kernel does with its query, whichever way it walks: load it, account for the
-// scores of a parent, and write the result.
+// What every consumer warp of the layer kernel does with its query, whichever way it walks: account for the scores of a
+// parent, and write the result.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,206 +8,64 @@
 #include <type_traits>
 
 #include "../device/pairs.cuh"
-#include "mainloop.cuh"
+#include "query.cuh"
 
 namespace htree_cuda::layer {
 
 // What an infinite input reached is NaN, whatever its sign and weight.
 __device__ __forceinline__ float infinite_to_nan(float x) { return fmaf(x, 0.0f, x); }
 
-// One query: 16 heads (rows lane / 4 and lane / 4 + 8 in this thread) and the parents it takes. A score is `raw`
-// (device/rope.cuh), and so is the maximum relative to which it is exponentiated: the difference of the maximum and itself is
-// exactly zero however large it is, where that of products rounded apart is not. What is rounded is a matter of 2^-13 at most
+// Whatever is decided or computed for a row follows from its own query. A score is `raw` (device/rope.cuh), and so is the
+// maximum relative to which it is exponentiated: the difference of the maximum and itself is exactly zero however large it is, where that of products rounded apart is not. What is rounded is a matter of 2^-13 at most
 // while |max * unit| <= kNear, though, and then one instruction makes an exponent of a product, relative to `reference_`. Beyond
 // that the reference is a NaN; so is the scale of keys that do not share one. Exponents that are NaN ask, as those that
 // exceed the reference by too much do, to be computed again from raw scores: in the same way, which gives uneven keys the bits
 // that they would have as even ones, since the siblings that make them uneven may be later tokens; and if those ask too, from
 // differences of raw scores.
 template <class Cfg>
-class Consumer {
+class Consumer : public Query<Cfg> {
 protected:
+  using Base = Query<Cfg>;
   using Element = typename Cfg::Element;
-  static constexpr int kK = Cfg::kK;
-  static constexpr int kV = Cfg::kV;
-  static constexpr int kSteps = kK / 16;      // k-steps of QK
-  static constexpr int kHalf = kK / 32;       // of them, in the order of memory, with the first elements of pairs
-  static constexpr int kValueTiles = Cfg::kReadsValues ? kV / 8 : 1;
-  static constexpr bool kBelow = Cfg::kIsBelow;
-  // A running maximum is raised when an exponential would exceed 2^kSlack: rescaling is rare.
-  static constexpr float kSlack = 8.0f;
-  static constexpr float kNear = 4096.0f;
-  static constexpr float kLargest = 3.402823466e38f;
-  // The maximum before the first leaf: whatever score comes raises it, and what is summed up to then is zero.
-  static constexpr float kNoLeaf = -kLargest;
-  static constexpr float kInfinity = __builtin_huge_valf();
+  using Base::active;
+  using Base::active_;
+  using Base::args_;
+  using Base::each_far_;
+  using Base::far;
+  using Base::far_;
+  using Base::first_head;
+  using Base::g_;
+  using Base::has_head;
+  using Base::head;
+  using Base::head_of;
+  using Base::kInfinity;
+  using Base::kLargest;
+  using Base::kNoLeaf;
+  using Base::kPairs;
+  using Base::kSlack;
+  using Base::kV;
+  using Base::kValueTiles;
+  using Base::lane_;
+  using Base::log_sum_;
+  using Base::max_;
+  using Base::not_a_number;
+  using Base::o_;
+  using Base::own_block;
+  using Base::position;
+  using Base::query;
+  using Base::refer;
+  using Base::reference_;
+  using Base::right_;
+  using Base::rightmost;
+  using Base::row;
+  using Base::split;
+  using Base::state_row;
+  using Base::sum_;
+  using Base::tq_;
+  using Base::unit_;
+  using Base::warp_;
 
-  __device__ explicit Consumer(Args const& args)
-      : args_(args),
-        lane_(threadIdx.x % 32),
-        g_(lane_ / 4),
-        tq_(lane_ % 4),
-        warp_(__shfl_sync(kFullWarp, threadIdx.x / 32, 0)) {
-    QueryBlock const block(args.blocks, block_index<Cfg>(args));
-    QueryWords words;
-    fetch_query(block, words);  // under way while all else is found out
-    groups_ = (stream_count<Cfg>(args, block) + Cfg::kStageSlots - 1) / Cfg::kStageSlots;
-    active_ = block.first + query() < args.blocks.T_q && works<Cfg>(args, args.blocks.q_start + block.first + query());
-    begin_walk(block);
-    if (active_) {
-      float2 state[2];
-      fetch_state(state);
-      turn_query(words);
-      begin_state(state);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kSteps * 4; ++i) q_[i / 4][i % 4] = half2{};
-    }
-  }
-
-  // Before the first parent.
-  __device__ __forceinline__ void begin_walk(QueryBlock const& block) {
-    std::int64_t const t = args_.blocks.q_start + block.first + query();
-    position_ = active_ ? candidates_of<Cfg>(args_, t) - 1 : -1;
-    cursor_ = static_cast<int>(row() * (args_.width / kSiblings));
-  }
-
-  // kBelow, before the first parent again, where the query is active.
-  __device__ __forceinline__ void repeat_walk() {
-    position_ = (args_.top_k - 1) * kSiblings + rightmost();
-    cursor_ = static_cast<int>(row() * (args_.width / kSiblings));
-  }
-
-  // One query over all consumers of the block.
-  __device__ __forceinline__ bool split() const { return args_.split; }
-  __device__ __forceinline__ bool takes(int rank) const { return consumer_of(args_, rank) == static_cast<int>(warp_); }
-  __device__ __forceinline__ uint32_t query() const { return split() ? 0 : warp_; }
-  __device__ __forceinline__ int head_row(int i) const { return g_ + 8 * i; }
-  __device__ __forceinline__ std::int64_t row() const {
-    return static_cast<int>(block_index<Cfg>(args_)) * kBlockQueries + query();
-  }
-  __device__ __forceinline__ std::int64_t state_row() const {
-    return static_cast<int>(block_index<Cfg>(args_)) * kBlockQueries + warp_;
-  }
-
-  // q in A fragments: the pair of elements 16 kk + 8 part + 2 tq of row i is words[i][kk][part].
-  using QueryWords = uint32_t[2][kSteps][2];
-
-  // Rows of heads beyond G are zero.
-  __device__ __forceinline__ void fetch_query(QueryBlock const& block, QueryWords& words) const {
-    std::int64_t const b = block.bh / args_.H_kv;
-    std::int64_t const h_kv = block.bh % args_.H_kv;
-    std::uint16_t const* const base = static_cast<std::uint16_t const*>(args_.q) + b * args_.q_stride_b +
-                                      (block.first + query()) * args_.q_stride_t +
-                                      h_kv * args_.G * args_.q_stride_h + 2 * tq_;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      std::uint16_t const* const head = base + head_row(i) * args_.q_stride_h;
-#pragma unroll
-      for (int part = 0; part < 2 * kSteps; ++part) words[i][part / 2][part % 2] = 0;
-      if (head_row(i) >= args_.G || block.first + query() >= args_.blocks.T_q) continue;
-      if (args_.q_pairs) {
-#pragma unroll
-        for (int part = 0; part < 2 * kSteps; ++part) {
-          words[i][part / 2][part % 2] = __ldg(reinterpret_cast<uint32_t const*>(head + 8 * part));
-        }
-      } else {
-#pragma unroll
-        for (int part = 0; part < 2 * kSteps; ++part) {
-          uint32_t const low = __ldg(head + 8 * part);
-          words[i][part / 2][part % 2] = low | static_cast<uint32_t>(__ldg(head + 8 * part + 1)) << 16;
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void turn_query(QueryWords const& words) {
-    if constexpr (!std::is_void_v<Element>) {
-      turn_query_of<Element>(words);
-    } else if (args_.q_half) {
-      turn_query_of<__half>(words);
-    } else {
-      turn_query_of<__nv_bfloat16>(words);
-    }
-  }
-
-  // What was fetched, normalised to fp16. Walk::kFirst: turned by n - 1, in float32 and rounded once.
-  template <class Type>
-  __device__ __forceinline__ void turn_query_of(QueryWords const& words) {
-    float4 turns[kHalf][2];
-    if constexpr (!kBelow) {  // on their way while the query is
-#pragma unroll
-      for (int i = 0; i < 2 * kHalf; ++i) {
-        float2 const* const pair = args_.turns + position_ * (kK / 2) + 8 * i + 2 * tq_;
-        turns[i / 2][i % 2] = __ldg(reinterpret_cast<float4 const*>(pair));
-      }
-    }
-    float factor[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32_t largest = 0;  // of magnitudes, which compare as their bits do
-#pragma unroll
-      for (int part = 0; part < 2 * kSteps; ++part) {
-        largest = __vmaxu2(largest, words[i][part / 2][part % 2] & 0x7fff7fffu);
-      }
-      float2 const two = Pairs<Type>::unpack(largest);
-      rope::QueryScale const scale = rope::query_scale(quad_max(fmaxf(two.x, two.y)), args_.scale);
-      unit_[i] = scale.unit;
-      factor[i] = scale.factor;
-    }
-#pragma unroll
-    for (int kk = 0; kk < kHalf; ++kk) {
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        float4 const& turn = turns[kk][part];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float2 lo = Pairs<Type>::unpack(words[i][kk][part]);
-          float2 hi = Pairs<Type>::unpack(words[i][kk + kHalf][part]);
-          lo.x *= factor[i], lo.y *= factor[i], hi.x *= factor[i], hi.y *= factor[i];
-          if constexpr (!kBelow) {
-            float2 const x = lo;
-            float2 const y = hi;
-            lo = {x.x * turn.x - y.x * turn.y, x.y * turn.z - y.y * turn.w};
-            hi = {x.x * turn.y + y.x * turn.x, x.y * turn.w + y.y * turn.z};
-          }
-          int const even = rope::tile_of(2 * kk + part, 0), odd = rope::tile_of(2 * kk + part, 1);
-          q_[even / 2][even % 2 * 2 + i] = __floats2half2_rn(lo.x, hi.x);
-          q_[odd / 2][odd % 2 * 2 + i] = __floats2half2_rn(lo.y, hi.y);
-        }
-      }
-    }
-  }
-
-  // What the layer above left, on its way while the query is: O, and maximum and sum. Zeros where Walk::kFirst begins.
-  __device__ __forceinline__ void fetch_state(float2 (&state)[2]) {
-    if constexpr (Cfg::kPass == Pass::kValues) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        state[i] = kBelow ? args_.state_sum[state_row() * 16 + head_row(i)] : float2{kNoLeaf, 0.0f};
-      }
-#pragma unroll
-      for (int tile = 0; tile < kValueTiles; ++tile) {
-        float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
-        if constexpr (kBelow) o = args_.state_out[(state_row() * kValueTiles + tile) * 32 + lane_];
-        o_[tile][0] = o.x, o_[tile][1] = o.y, o_[tile][2] = o.z, o_[tile][3] = o.w;
-      }
-    }
-  }
-
-  __device__ __forceinline__ void begin_state(float2 const (&state)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      max_[i] = kNoLeaf;
-      sum_[i] = 0.0f;
-      right_[i] = 0.0f;
-      reference_[i] = not_a_number();
-      if constexpr (Cfg::kPass == Pass::kValues && kBelow) {
-        max_[i] = state[i].x;
-        refer(i);
-        sum_[i] = tq_ == 0 ? state[i].y : 0.0f;
-      }
-    }
-  }
+  __device__ explicit Consumer(Args const& args) : Base(args) {}
 
   // Raises row i's maximum to `largest` and returns what its sums are multiplied by.
   __device__ __forceinline__ float raise(int i, float largest) {
@@ -215,14 +73,6 @@ protected:
     max_[i] = largest;
     refer(i);
     return factor;
-  }
-
-  static __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
-
-  // Row i's reference where what is added to the maximum is the logarithm of a sum.
-  __device__ __forceinline__ void refer(int i, float log_sum = 0.0f) {
-    float const exponent = fmaf(max_[i], unit_[i], log_sum);
-    reference_[i] = fabsf(exponent) <= kNear ? exponent : not_a_number();
   }
 
   // What products with keys are multiplied by, for either row, where one scale serves all of a parent.
@@ -300,9 +150,6 @@ protected:
     return largest;
   }
 
-  // The rightmost candidate's place among its siblings, in the last parent.
-  __device__ __forceinline__ int rightmost() const { return position_ & (kSiblings - 1); }
-
   // Children behind the rightmost candidate, in the last parent.
   static __device__ __forceinline__ uint32_t behind(int rightmost) { return 0xffffu & ~((2u << rightmost) - 1u); }
 
@@ -320,6 +167,24 @@ protected:
       mask(raw, 0xffffu & ~((1u << child) - 1u));
     }
     normalise<1>(raw);
+  }
+
+  // Of row i alone.
+  __device__ __forceinline__ void add_row_to_normaliser(float const (&raw)[2][4], int i, bool last) {
+    float x[4] = {raw[0][2 * i], raw[0][2 * i + 1], raw[1][2 * i], raw[1][2 * i + 1]};
+    if (last) {
+      int const child = rightmost(i);
+      float const right = child < 8 ? (child % 2 ? x[1] : x[0]) : (child % 2 ? x[3] : x[2]);
+      right_[i] = child % 8 / 2 == tq_ ? right : 0.0f;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (8 * (e / 2) + 2 * tq_ + e % 2 >= child) x[e] = -kInfinity;
+      }
+    }
+    float const largest = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+    if (exponent(i, largest) > kSlack) sum_[i] *= raise(i, largest);
+    sum_[i] += ptx::exp2_movable(exponent(i, x[0])) + ptx::exp2_movable(exponent(i, x[1]));
+    sum_[i] += ptx::exp2_movable(exponent(i, x[2])) + ptx::exp2_movable(exponent(i, x[3]));
   }
 
   // Maxima and running sums are of this thread's columns alone; merged in the end.
@@ -427,11 +292,11 @@ protected:
 
   // The ring holds zeros for values that are not finite. Once all is summed, those that the query took become NaN: the
   // parents whose scales have that sign are looked up again, and their values read where they came from.
-  __device__ __forceinline__ void spoil(std::int64_t parent, int rank) {
-    QueryBlock const block(args_.blocks, block_index<Cfg>(args_));
-    int const last = candidates_of<Cfg>(args_, args_.blocks.q_start + block.first + query()) - 1;
+  __device__ __forceinline__ void spoil(std::int64_t parent, int rank, int query_of = 0) {
+    QueryBlock const block = own_block();
+    int const last = candidates_of<Cfg>(args_, args_.blocks.q_start + block.first + query(query_of)) - 1;
     uint32_t dead = rank == last / kSiblings ? behind(last % kSiblings) : 0u;
-    if (args_.layer > 0) dead = args_.closed[row() * (args_.width / kSiblings) + rank];
+    if (args_.layer > 0) dead = args_.closed[row(query_of) * (args_.width / kSiblings) + rank];
     packing::Source const& values = args_.values;
     Element const* const rows = static_cast<Element const*>(values.in) + block.bh / args_.H_kv * values.stride_b +
                                 parent * kSiblings * values.stride_n + block.bh % args_.H_kv * values.stride_h + 2 * tq_;
@@ -442,15 +307,12 @@ protected:
       for (int tile = 0; tile < kValueTiles; ++tile) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (!isfinite(static_cast<float>(row[8 * tile + e]))) o_[tile][e] = o_[tile][2 + e] = __int_as_float(0x7fffffff);
+          if (isfinite(static_cast<float>(row[8 * tile + e]))) continue;
+          if (!kPairs || query_of == 0) o_[tile][e] = not_a_number();
+          if (!kPairs || query_of == 1) o_[tile][2 + e] = not_a_number();
         }
       }
     }
-  }
-
-  __device__ __forceinline__ char const* packed_parents() const {
-    return own<Cfg>(args_).packed +
-           QueryBlock(args_.blocks, block_index<Cfg>(args_)).bh * own<Cfg>(args_).parents_per_head * args_.block_bytes;
   }
 
   __device__ __forceinline__ void finish_values(Ring<Cfg> const& ring) {
@@ -479,7 +341,7 @@ protected:
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint4 const mine = {__float_as_uint(max_[i]), __float_as_uint(sum_[i]), __float_as_uint(right_[i]), 0u};
-        ptx::store_shared_16B(ring.stages + Cfg::kMergeHeadOffset + (warp_ * 16 + head_row(i)) * 16, mine);
+        ptx::store_shared_16B(ring.stages + Cfg::kMergeHeadOffset + (warp_ * 16 + head(i)) * 16, mine);
       }
     }
     sync_consumers();
@@ -490,7 +352,7 @@ protected:
       float right = 0.0f;
 #pragma unroll 1
       for (int w = 0; w < Cfg::kConsumers; ++w) {
-        uint4 const other = ptx::load_shared_16B(ring.stages + Cfg::kMergeHeadOffset + (w * 16 + head_row(i)) * 16);
+        uint4 const other = ptx::load_shared_16B(ring.stages + Cfg::kMergeHeadOffset + (w * 16 + head(i)) * 16);
         float const raised = fmaxf(largest, __uint_as_float(other.x));
         sum = sum * ptx::exp2_movable((largest - raised) * unit_[i]) +
               __uint_as_float(other.y) * ptx::exp2_movable((__uint_as_float(other.x) - raised) * unit_[i]);
@@ -520,7 +382,7 @@ protected:
     }
     if (split()) merge_heads(ring);
     float excess[2];
-    float shift = kLargest;
+    float shift[2] = {kLargest, kLargest};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       log_sum_[i] = log2f(sum_[i]);
@@ -530,28 +392,40 @@ protected:
         float const right = fmaf(right_[i] - max_[i], unit_[i], -log_sum_[i]);
         float const raised = fmaxf(right, 0.0f) + log2f(1.0f + ptx::exp2_approx(-fabsf(right)));
         excess[i] = raised > kLargest ? kLargest : raised;  // infinity - infinity is NaN
-        if (head_row(i) < args_.G) shift = fminf(shift, excess[i]);
+        if (head(i) < args_.G) shift[i] = excess[i];
       }
     }
     // With the rightmost candidate in the normaliser all other importance may vanish: one power of two for all heads
     // keeps the largest above 2^-13.
+    if constexpr (!kPairs) shift[0] = shift[1] = fminf(shift[0], shift[1]);
 #pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2) shift = fminf(shift, __shfl_xor_sync(kFullWarp, shift, lanes));
+    for (int i = 0; i < Cfg::kQueries; ++i) {
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) shift[i] = fminf(shift[i], __shfl_xor_sync(kFullWarp, shift[i], lanes));
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (!args_.strict_causal) log_sum_[i] += excess[i] - shift;
+      if (!args_.strict_causal) log_sum_[i] += excess[i] - shift[kPairs ? i : 0];
       refer(i, log_sum_[i]);
-      if (head_row(i) >= args_.G) reference_[i] = log_sum_[i] = kInfinity;
+      if (head(i) >= args_.G) reference_[i] = log_sum_[i] = kInfinity;
     }
-    far_ = __any_sync(kFullWarp, isnan(reference_[0]) || isnan(reference_[1]));
+    if constexpr (kPairs) {
+      unsigned const far[2] = {__ballot_sync(kFullWarp, isnan(reference_[0])), __ballot_sync(kFullWarp, isnan(reference_[1]))};
+      each_far_ = {far[0] != 0, far[1] != 0};
+      far_ = (far[0] | far[1]) != 0;
+    } else {
+      far_ = __any_sync(kFullWarp, isnan(reference_[0]) || isnan(reference_[1]));
+    }
   }
 
   __device__ __forceinline__ void write_state() {
+    if constexpr (kPairs) {
+      write_states();
+      return;
+    }
     if (tq_ == 0) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        args_.state_sum[state_row() * 16 + head_row(i)] = {max_[i], sum_[i]};
-      }
+      for (int i = 0; i < 2; ++i) args_.state_sum[state_row() * 16 + head(i)] = {max_[i], sum_[i]};
     }
 #pragma unroll
     for (int tile = 0; tile < kValueTiles; ++tile) {
@@ -560,21 +434,28 @@ protected:
     }
   }
 
-  // The query's first head in the outputs. Where the query is, is looked up again: it would occupy registers throughout
-  // the loop.
-  __device__ __forceinline__ std::int64_t first_head() const {
-    QueryBlock const block(args_.blocks, block_index<Cfg>(args_));
-    std::int64_t const b = block.bh / args_.H_kv;
-    std::int64_t const h_kv = block.bh % args_.H_kv;
-    return ((b * args_.blocks.T_q + block.first + query()) * args_.H_kv + h_kv) * args_.G;
+  // Of a pair, as layers below read them: rows 8 to 15 of either query are heads that do not exist, with scores of zero.
+  __device__ __forceinline__ void write_states() const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!active(i)) continue;
+      if (tq_ == 0) {
+        args_.state_sum[state_row(i) * 16 + g_] = {max_[i], sum_[i]};
+        args_.state_sum[state_row(i) * 16 + 8 + g_] = {0.0f, 1.0f};
+      }
+#pragma unroll
+      for (int tile = 0; tile < kValueTiles; ++tile) {
+        args_.state_out[(state_row(i) * kValueTiles + tile) * 32 + lane_] = {o_[tile][2 * i], o_[tile][2 * i + 1], 0.0f, 0.0f};
+      }
+    }
   }
 
   __device__ __forceinline__ void write_tile(std::int64_t first, int tile, float const (&o)[4]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (head_row(i) >= args_.G) continue;
+      if (!has_head(i)) continue;
       float const inverse = 1.0f / sum_[i];
-      uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<Element*>(args_.out) + (first + head_row(i)) * kV);
+      uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<Element*>(args_.out) + head_of(first, i) * kV);
       out[4 * tile + tq_] =
           Pairs<Element>::pack(infinite_to_nan(o[2 * i] * inverse), infinite_to_nan(o[2 * i + 1] * inverse));
     }
@@ -585,8 +466,8 @@ protected:
     if (tq_ != 0) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (head_row(i) >= args_.G) continue;
-      args_.lse[first + head_row(i)] = infinite_to_nan(fmaf(max_[i], unit_[i] * kLogTwo, log2f(sum_[i]) * kLogTwo));
+      if (!has_head(i)) continue;
+      args_.lse[head_of(first, i)] = infinite_to_nan(fmaf(max_[i], unit_[i] * kLogTwo, log2f(sum_[i]) * kLogTwo));
     }
   }
 
@@ -623,25 +504,6 @@ protected:
     }
     if (threadIdx.x < 32) write_lse(first);
   }
-
-  Args const& args_;
-  int const lane_;
-  int const g_;
-  int const tq_;
-  uint32_t const warp_;
-  int groups_;    // of parents that pass by
-  bool active_;   // the query exists, and walks this layer in this way
-  int position_;  // of the query as the parent at hand sees it: n - 1 - 16 rank; below 16 in the last parent, and negative behind it
-  int cursor_;    // of that parent among all of the rows of importance or closed masks
-  half2 q_[kSteps][4];
-  float unit_[2];
-  float max_[2];      // running maximum, raw; for importance: the normaliser's
-  float reference_[2];  // max * unit, for importance and log_sum; NaN where that is too far from zero
-  bool far_ = false;  // importance: some head's reference is
-  float sum_[2];      // of the exponentials
-  float log_sum_[2];  // of the normaliser: lse_g * log2(e) = max * unit + log_sum
-  float right_[2];    // for the normaliser: the rightmost candidate's score
-  float o_[kValueTiles][4];
 };
 
 }  // namespace htree_cuda::layer

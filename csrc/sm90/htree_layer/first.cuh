@@ -3,6 +3,9 @@
 // same parents, so nothing is read twice. What is between the two products belongs to a warp and its query alone, and passes
 // under the products of the other warpgroups; scores of parents that the query does not take are ignored, and their P is
 // zero. In values passes the queries wait in shared memory: beside O and the scores there are no registers for them.
+//
+// kPairs: a warp has two queries of 8 heads at most, a warpgroup eight. A row belongs to one of them, and so do the votes,
+// masks and sums that follow: a query's bits do not depend on which other one shares its warp.
 #pragma once
 
 #include <type_traits>
@@ -19,6 +22,7 @@ class FirstConsumer : public Consumer<Cfg> {
   using Base::args_;
   using Base::cursor_;
   using Base::groups_;
+  using Base::kPairs;
   using Base::kSteps;
   using Base::kValueTiles;
   using Base::lane_;
@@ -35,6 +39,7 @@ class FirstConsumer : public Consumer<Cfg> {
   static constexpr int kParents = Cfg::kStageSlots;
   static constexpr int kWords = kParents / 2;  // of 16 bits for each parent
   static constexpr int kGroupsFetched = 32 / kWords;  // whose closed candidates a warp asks for at once
+  static constexpr int kQueries = Cfg::kQueries;
   static_assert(kParents * kSiblings == 64 && wgmma::kAccumulators == 8 * kParents && wgmma::kDepth == kSiblings);
 
 public:
@@ -63,7 +68,7 @@ private:
     RingPosition<Cfg::kStages> at;
     score_all<Sums::kNormaliser>(ring, at);
     if (active_) Base::finish_normaliser(ring);
-    Base::begin_walk(QueryBlock(args_.blocks, block_index<Cfg>(args_)));
+    Base::begin_walk(Base::own_block());
     score_all<Sums::kImportance>(ring, at);
   }
 
@@ -79,9 +84,12 @@ private:
       load_scales(scales, begun.stage);
       wgmma::wait<0>();
       wgmma::pin(products(begun.raw));
-      consider<kSums>(begun, scales);
-      position_ -= kParents * kSiblings;
-      cursor_ += kParents;
+      if constexpr (kPairs) {
+        consider_pair<kSums>(begun, scales);
+      } else {
+        consider<kSums>(begun, scales);
+      }
+      Base::pass(kParents);
     }
   }
 
@@ -93,13 +101,18 @@ private:
     // The stage whose values are multiplied; before there are scores, those of the first by a P of zeros.
     uint32_t held = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
     uint32_t p[kParents][4] = {};
-    uint32_t closed = 0;  // candidates that are no leaves, of the groups at hand: fetch_closed
-    uint32_t next_closed = fetch_closed(0);
+    uint32_t closed[kQueries];  // candidates that are no leaves, of the groups at hand: fetch_closed
+    uint32_t next_closed[kQueries];
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) next_closed[i] = fetch_closed(i, 0);
 #pragma unroll 1
     for (int group = 0; group < groups_; ++group) {
       if (group % kGroupsFetched == 0) {
-        closed = next_closed;
-        next_closed = fetch_closed(kGroupsFetched * kParents);
+#pragma unroll
+        for (int i = 0; i < kQueries; ++i) {
+          closed[i] = next_closed[i];
+          next_closed[i] = fetch_closed(i, kGroupsFetched * kParents);
+        }
       }
       Begun begun;
       begin(begun, ring, at);
@@ -107,17 +120,23 @@ private:
       multiply_values(p, held);
       float scales[kParents];
       load_scales(scales, begun.stage);
-      uint32_t dead[kWords];
-      find_dead(begun.stage, closed, group % kGroupsFetched * kWords, dead);
-      position_ -= kParents * kSiblings;
-      cursor_ += kParents;
+      uint32_t dead[kQueries][kWords];
+#pragma unroll
+      for (int i = 0; i < kQueries; ++i) {
+        find_dead(i, begun.stage, closed[i], group % kGroupsFetched * kWords, dead[i]);
+      }
+      Base::pass(kParents);
       wgmma::wait<0>();
       wgmma::pin(products(begun.raw));
       wgmma::pin(out());
       wgmma::pin(reinterpret_cast<uint32_t(&)[4 * kParents]>(p));
       if (group > 0) release(held);
       held = begun.stage;
-      exponentiate(begun, scales, dead, p);
+      if constexpr (kPairs) {
+        exponentiate_pair(begun, scales, dead, p);
+      } else {
+        exponentiate(begun, scales, dead[0], p);
+      }
     }
     multiply_values(p, held);
     wgmma::wait<0>();
@@ -151,12 +170,13 @@ private:
 
   // Of kGroupsFetched groups from the parent so many further on, those up to the query's own; the others are not written.
   // Lane i has those of parents 2 i and the next.
-  __device__ __forceinline__ uint32_t fetch_closed(int parents) const {
-    if (!active_ || args_.layer == 0) return 0;
+  __device__ __forceinline__ uint32_t fetch_closed(int query, int parents) const {
+    if (!Base::active(query) || args_.layer == 0) return 0;
     int const parent = parents + 2 * lane_;
-    std::uint16_t const* const closed = args_.closed + cursor_ + parent;
-    if (position_ >= (parent + 1) * kSiblings) return *reinterpret_cast<uint32_t const*>(closed);
-    return position_ >= parent * kSiblings ? *closed : 0u;
+    int const position = Base::position(query);
+    std::uint16_t const* const closed = args_.closed + Base::cursor(query) + parent;
+    if (position >= (parent + 1) * kSiblings) return *reinterpret_cast<uint32_t const*>(closed);
+    return position >= parent * kSiblings ? *closed : 0u;
   }
 
   // Where the queries of this warpgroup are.
@@ -186,13 +206,15 @@ private:
   }
 
   // Whether the query takes a parent of the group at hand: those up to its own, unless others share the query.
-  __device__ __forceinline__ bool takes(uint32_t stage, int slot) const {
-    if (Base::split()) return ptx::load_shared_4B(Ring<Cfg>::mask(stage, warp_)) >> slot & 1u;
-    return position_ >= slot * kSiblings;
+  __device__ __forceinline__ bool takes(uint32_t stage, int slot, int query = 0) const {
+    if (!kPairs && Base::split()) return ptx::load_shared_4B(Ring<Cfg>::mask(stage, warp_)) >> slot & 1u;
+    return Base::position(query) >= slot * kSiblings;
   }
 
   // It takes all of the group, and has more behind it.
-  __device__ __forceinline__ bool whole() const { return !Base::split() && position_ >= kParents * kSiblings; }
+  __device__ __forceinline__ bool whole(int query = 0) const {
+    return (kPairs || !Base::split()) && Base::position(query) >= kParents * kSiblings;
+  }
 
   // Begins the scores; the queries in shared memory.
   __device__ __forceinline__ void multiply_keys(Begun& begun, wgmma::Descriptor const& queries) const {
@@ -263,6 +285,110 @@ private:
     }
   }
 
+  // The same of a pair.
+  template <Sums kSums>
+  __device__ __forceinline__ void consider_pair(Begun& begun, float const (&scales)[kParents]) {
+    if constexpr (kSums == Sums::kImportance) {
+      weigh_pair(begun, scales);
+    } else if (whole(0) && whole(1)) {
+      normalise_rows<true, true>(begun, scales);
+      release(begun.stage);
+    } else {
+      normalise_ends(begun, scales);
+      release(begun.stage);
+    }
+  }
+
+  // Scores of row i, by the scales that keys have for themselves.
+  __device__ __forceinline__ void apply_own(int i, uint32_t scales, float (&raw)[2][4]) const {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      float2 const scale = ptx::load_shared_8B(scales + tile * 32 + tq_ * 8);
+      raw[tile][2 * i] *= rope::own_scale(scale.x);
+      raw[tile][2 * i + 1] *= rope::own_scale(scale.y);
+    }
+  }
+
+  // What `normalise` does, for either row or both.
+  template <bool kFirstRow, bool kSecondRow>
+  __device__ __forceinline__ void normalise_rows(Begun& begun, float const (&scales)[kParents]) {
+    auto& raw = begun.raw;
+    float sum[2] = {};
+#pragma unroll
+    for (int slot = 0; slot < kParents; ++slot) {
+      float x[2][4];
+      exponentials(of_parent(raw, slot), scales[slot], 0, x);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) sum[i] += (x[0][2 * i] + x[0][2 * i + 1]) + (x[1][2 * i] + x[1][2 * i + 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i == 0 ? !kFirstRow : !kSecondRow) continue;
+      if (asks(sum[i])) {
+#pragma unroll
+        for (int slot = 0; slot < kParents; ++slot) apply_own(i, scales_of(begun.stage, slot), of_parent(raw, slot));
+        sum[i] = sum_up_row(raw, i, [&](float x) { return Base::near_exponent(i, x); });
+        if (asks(sum[i])) {
+          sum_[i] *= Base::raise(i, fmaxf(max_[i], Base::template row_max<kParents>(raw, i)));
+          sum[i] = sum_up_row(raw, i, [&](float x) { return Base::exponent(i, x); });
+        }
+      }
+      sum_[i] += sum[i];
+    }
+  }
+
+  // A group that some query does not take as a whole, or ends in.
+  __device__ __forceinline__ void normalise_ends(Begun& begun, float const (&scales)[kParents]) {
+    if (whole(0)) normalise_rows<true, false>(begun, scales);
+    if (whole(1)) normalise_rows<false, true>(begun, scales);
+    if (!whole(0)) add_end(0, begun);
+    if (!whole(1)) add_end(1, begun);
+  }
+
+  // What `consider` does then, for row i.
+  __device__ __forceinline__ void add_end(int i, Begun& begun) {
+#pragma unroll
+    for (int slot = 0; slot < kParents; ++slot) {
+      auto& raw = of_parent(begun.raw, slot);
+      apply_own(i, scales_of(begun.stage, slot), raw);
+      if (takes(begun.stage, slot, i)) Base::add_row_to_normaliser(raw, i, Base::position(i) < (slot + 1) * kSiblings);
+    }
+  }
+
+  // Importance of a group, of either query.
+  __device__ __forceinline__ void weigh_pair(Begun& begun, float const (&scales)[kParents]) {
+    auto& raw = begun.raw;
+    float shared[kParents];
+#pragma unroll
+    for (int slot = 0; slot < kParents; ++slot) shared[slot] = scales[slot];
+    if (isnan(scales[0] + scales[1] + scales[2] + scales[3])) {
+#pragma unroll
+      for (int slot = 0; slot < kParents; ++slot) Base::settle(shared[slot], scales_of(begun.stage, slot), of_parent(raw, slot));
+    }
+    release(begun.stage);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float sums[2 * kParents][2];
+#pragma unroll
+      for (int tile = 0; tile < 2 * kParents; ++tile) {
+        float const scale = shared[tile / 2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float const product = raw[tile][2 * i + e];
+          sums[tile][e] = ptx::exp2_movable(
+              Base::far(i) ? Base::importance_exponent(i, product * fabsf(scale))
+                           : Base::exponent_of_product(i, product, Base::finite_factors(scale)));
+        }
+      }
+      halve<4>(sums, 16);
+      halve<2>(sums, 8);
+      halve<1>(sums, 4);
+      ptx::store_global_8B_if(Base::position(i) >= lane_ / 8 * kSiblings,
+                              args_.importance + static_cast<std::int64_t>(Base::cursor(i)) * kSiblings + 2 * lane_,
+                              {sums[0][0], sums[0][1]});
+    }
+  }
+
   // Of twice kTiles tiles those that are this lane's, the upper ones where `lanes` is set in its number, summed with
   // those of the lane that keeps the others.
   template <int kTiles>
@@ -330,6 +456,17 @@ private:
     }
   }
 
+  // Of row i alone.
+  static __device__ __forceinline__ void mask_row(int i, float (&raw)[2][4], uint32_t dead) {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (dead >> (8 * tile + e) & 1u) raw[tile][2 * i + e] = -Base::kInfinity;
+      }
+    }
+  }
+
   // Exponentials of a parent's children, not of those that are `dead`.
   __device__ __forceinline__ void exponentials(float const (&raw)[2][4], float scale, uint32_t dead,
                                                float (&x)[2][4]) const {
@@ -351,19 +488,24 @@ private:
   static constexpr float kMost = 256.0f;  // 2^kSlack
 
   static __device__ __forceinline__ bool asks(float const (&sum)[2]) { return !(sum[0] <= kMost && sum[1] <= kMost); }
+  static __device__ __forceinline__ bool asks(float sum) { return !(sum <= kMost); }
 
   // Sums of the exponentials of exponent(row, raw score).
   template <class Exponent>
   static __device__ __forceinline__ void sum_up(float const (&raw)[2 * kParents][4], float (&sum)[2],
                                                 Exponent const& exponent) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      sum[i] = 0.0f;
+    for (int i = 0; i < 2; ++i) sum[i] = sum_up_row(raw, i, [&](float x) { return exponent(i, x); });
+  }
+
+  template <class Exponent>
+  static __device__ __forceinline__ float sum_up_row(float const (&raw)[2 * kParents][4], int i, Exponent const& exponent) {
+    float sum = 0.0f;
 #pragma unroll
-      for (int tile = 0; tile < 2 * kParents; ++tile) {
-        sum[i] += ptx::exp2_movable(exponent(i, raw[tile][2 * i])) + ptx::exp2_movable(exponent(i, raw[tile][2 * i + 1]));
-      }
+    for (int tile = 0; tile < 2 * kParents; ++tile) {
+      sum += ptx::exp2_movable(exponent(raw[tile][2 * i])) + ptx::exp2_movable(exponent(raw[tile][2 * i + 1]));
     }
+    return sum;
   }
 
   // The scores of a whole group in the normaliser; maxima and sums are of this thread's columns alone.
@@ -393,14 +535,15 @@ private:
 
   // Candidates that take no part in P, in the order of this thread's columns: bit 16 (slot % 2) + 8 tile + e of word
   // slot / 2. `closed`: what fetch_closed found, those of this group from lane `first` on.
-  __device__ __forceinline__ void find_dead(uint32_t stage, uint32_t closed, int first, uint32_t (&dead)[kWords]) const {
+  __device__ __forceinline__ void find_dead(int query, uint32_t stage, uint32_t closed, int first,
+                                            uint32_t (&dead)[kWords]) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) dead[i] = __shfl_sync(kFullWarp, closed, first + i);
-    if (!whole()) {
+    if (!whole(query)) {
 #pragma unroll
       for (int slot = 0; slot < kParents; ++slot) {
-        bool const last = args_.layer == 0 && position_ < (slot + 1) * kSiblings;
-        uint32_t const more = !takes(stage, slot) ? 0xffffu : last ? Base::behind(Base::rightmost()) : 0u;
+        bool const last = args_.layer == 0 && Base::position(query) < (slot + 1) * kSiblings;
+        uint32_t const more = !takes(stage, slot, query) ? 0xffffu : last ? Base::behind(Base::rightmost(query)) : 0u;
         dead[slot / 2] |= more << (slot % 2 * kSiblings);
       }
     }
@@ -445,6 +588,77 @@ private:
     for (int i = 0; i < 2; ++i) sum_[i] += sum[i];
   }
 
+  // The same of a pair: each has its own votes and masks.
+  __device__ __forceinline__ void exponentiate_pair(Begun& begun, float const (&scales)[kParents], uint32_t (&dead)[2][kWords],
+                                                    uint32_t (&p)[kParents][4]) {
+    using Element = typename Cfg::Element;
+    auto& raw = begun.raw;
+    float sum[2] = {};
+#pragma unroll
+    for (int slot = 0; slot < kParents; ++slot) {
+      Factors const factors = Base::factors(scales[slot]);
+      float x[2][4];
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[tile][e] = Base::exponent_of_product(e / 2, raw[2 * slot + tile][e], factors);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        mask_row(i, x, dead[i][slot / 2] >> slot % 2 * kSiblings);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e / 2][2 * i + e % 2] = ptx::exp2_movable(x[e / 2][2 * i + e % 2]);
+        sum[i] += (x[0][2 * i] + x[0][2 * i + 1]) + (x[1][2 * i] + x[1][2 * i + 1]);
+        p[slot][i] = Pairs<Element>::pack(x[0][2 * i], x[0][2 * i + 1]);
+        p[slot][2 + i] = Pairs<Element>::pack(x[1][2 * i], x[1][2 * i + 1]);
+      }
+    }
+    if (__any_sync(kFullWarp, asks(sum))) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (!__any_sync(kFullWarp, asks(sum[i]))) continue;
+#pragma unroll
+        for (auto& word : dead[i]) word = __shfl_sync(kFullWarp, word, lane_);
+#pragma unroll
+        for (int slot = 0; slot < kParents; ++slot) {
+          apply_own(i, scales_of(begun.stage, slot), of_parent(raw, slot));
+          mask_row(i, of_parent(raw, slot), dead[i][slot / 2] >> slot % 2 * kSiblings);
+        }
+        sum[i] = exponentiate_row(raw, i, p, [&](float x) { return Base::near_exponent(i, x); });
+        if (!__any_sync(kFullWarp, asks(sum[i]))) continue;
+        float const largest = quad_max(Base::template row_max<kParents>(raw, i));
+        float const factor = Base::raise(i, fmaxf(max_[i], largest));
+        sum_[i] *= factor;
+#pragma unroll
+        for (int tile = 0; tile < kValueTiles; ++tile) {
+          o_[tile][2 * i] *= factor;
+          o_[tile][2 * i + 1] *= factor;
+        }
+        sum[i] = exponentiate_row(raw, i, p, [&](float x) { return Base::exponent(i, x); });
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sum_[i] += sum[i];
+  }
+
+  // Row i of Base::exponentiate.
+  template <class Exponent>
+  __device__ __forceinline__ float exponentiate_row(float const (&raw)[2 * kParents][4], int i, uint32_t (&p)[kParents][4],
+                                                    Exponent const& exponent) const {
+    using Element = typename Cfg::Element;
+    float sum = 0.0f;
+#pragma unroll
+    for (int slot = 0; slot < kParents; ++slot) {
+      float x[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] = ptx::exp2_movable(exponent(raw[2 * slot + e / 2][2 * i + e % 2]));
+      sum += (x[0] + x[1]) + (x[2] + x[3]);
+      p[slot][i] = Pairs<Element>::pack(x[0], x[1]);
+      p[slot][2 + i] = Pairs<Element>::pack(x[2], x[3]);
+    }
+    return sum;
+  }
+
   __device__ __forceinline__ void raise_maxima(float const (&raw)[2 * kParents][4], uint32_t (&p)[kParents][4],
                                                float (&sum)[2]) {
 #pragma unroll
@@ -464,13 +678,17 @@ private:
 
   // See Base::spoil.
   __device__ __forceinline__ void spoil() {
-    QueryBlock const block(args_.blocks, block_index<Cfg>(args_));
-    int const count = parents_of<Cfg>(args_, block, Base::query());
+    QueryBlock const block = Base::own_block();
 #pragma unroll 1
-    for (int parent = 0; parent < count; ++parent) {
-      if (Base::split() && !Base::takes(parent)) continue;
-      char const* const tile = Base::packed_parents() + parent / kParents * kParents * args_.block_bytes;
-      if (reinterpret_cast<int const*>(tile)[parent % kParents * kSiblings] < 0) Base::spoil(parent, parent);
+    for (int query = 0; query < kQueries; ++query) {
+      if (kPairs && !Base::active(query)) continue;
+      int const count = parents_of<Cfg>(args_, block, Base::query(query));
+#pragma unroll 1
+      for (int parent = 0; parent < count; ++parent) {
+        if (!kPairs && Base::split() && !Base::takes(parent)) continue;
+        char const* const tile = Base::packed_parents() + parent / kParents * kParents * args_.block_bytes;
+        if (reinterpret_cast<int const*>(tile)[parent % kParents * kSiblings] < 0) Base::spoil(parent, parent, query);
+      }
     }
   }
 };

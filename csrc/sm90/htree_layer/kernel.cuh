@@ -1,4 +1,4 @@
-// Roles of the layer kernel; the work is in mainloop.cuh (ring, producer), consumer.cuh,
+// Roles of the layer kernel; the work is in mainloop.cuh (ring, producer), query.cuh, consumer.cuh,
 // first.cuh (queries in their first layer), turning.cuh, below.cuh and choice.cuh (the others).
 #pragma once
 
@@ -19,7 +19,7 @@ __device__ __forceinline__ void run_block(Args const& args, char* shared_memory)
   int const warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
 
   if (threadIdx.x == 0) {
-    ring.barriers.init(1, Cfg::kConsumers);
+    ring.barriers.init(2, Cfg::kConsumers);
     barriers::mbarrier_init_fence();
   }
   __syncthreads();
@@ -28,6 +28,7 @@ __device__ __forceinline__ void run_block(Args const& args, char* shared_memory)
   if (warp >= Cfg::kConsumers) {
     ptx::lower_registers<Cfg::kProducerRegisters>();
     if (warp == Cfg::kConsumers) produce<Cfg>(args, ring);
+    if (warp == Cfg::kConsumers + 1) name_takers<Cfg>(args, ring);
   } else {
     ptx::raise_registers<Cfg::kConsumerRegisters>();
     if constexpr (Cfg::kWalk == Walk::kFirst) {

@@ -222,12 +222,10 @@ struct Plan {
     take_chunk(p, nullptr);
     std::int64_t const room = std::max<std::int64_t>(chunk_bytes(p) / (bytes - tree_bytes), 1);
     chunk_blocks = std::min(blocks, room);
-    std::int64_t const processors = multiprocessors();
-    if (chunk_blocks < blocks && chunk_blocks > processors) chunk_blocks -= chunk_blocks % processors;  // whole waves
+    std::int64_t const wave = multiprocessors() * (layer::walks_by_pairs(p.G, p.T_q) ? 2 : 1);
+    if (chunk_blocks < blocks && chunk_blocks > wave) chunk_blocks -= chunk_blocks % wave;  // whole waves
     // What whole waves leave over comes first where a sequence begins: there it has the least to do.
-    if (blocks > processors && chunk_blocks >= processors && p.q_start < processors * kBlockQueries) {
-      lead_blocks = blocks % processors;
-    }
+    if (blocks > wave && chunk_blocks >= wave && p.q_start < wave * kBlockQueries) lead_blocks = blocks % wave;
     bytes = tree_bytes;
     take_chunk(p, base);
   }

@@ -9,16 +9,32 @@
 
 namespace htree_cuda::layer {
 
+// Says which blocks the CTAs of a walk have, which come behind `earlier` others; returns how many CTAs these are.
 template <class Cfg>
-std::uint32_t& end_block(Args& args) {
-  return args.walks[static_cast<int>(Cfg::kWalk)].end_block;
+int deal_blocks(Args& args, Some const& some, int earlier = 0) {
+  WalkArgs& own = args.walks[static_cast<int>(Cfg::kWalk)];
+  if constexpr (Cfg::kPairs) {
+    int const per_head = static_cast<int>(args.blocks.per_head);
+    int const in_head = static_cast<int>((args.blocks.begin + static_cast<std::uint32_t>(some.begin)) % args.blocks.per_head);
+    own.from = some.begin;
+    own.to = some.begin + some.count;
+    own.of_first_head = std::min(some.count, per_head - in_head);
+    int const others = some.count - own.of_first_head;
+    int const pairs =
+        (own.of_first_head + 1) / 2 + others / per_head * ((per_head + 1) / 2) + (others % per_head + 1) / 2;
+    own.end_block = earlier + pairs - 1;
+    return pairs;
+  } else {
+    own.end_block = earlier + some.begin + some.count - 1;
+    return some.count;
+  }
 }
 
 template <class Cfg>
 void launch_one(Args args, Some const& some, cudaStream_t stream) {
   if (some.count == 0) return;
-  end_block<Cfg>(args) = some.begin + some.count - 1;
-  launch_overlapped(htree_layer_kernel<Cfg>, some.count, Cfg::kThreads, Cfg::kSharedBytes, stream, args);
+  int const ctas = deal_blocks<Cfg>(args, some);
+  launch_overlapped(htree_layer_kernel<Cfg>, ctas, Cfg::kThreads, Cfg::kSharedBytes, stream, args);
 }
 
 // Later queries, which walk more, begin first.
@@ -26,20 +42,29 @@ template <class Later, class Earlier>
 void launch_two(Args args, Some const& later, Some const& earlier, cudaStream_t stream) {
   if (earlier.count == 0) return launch_one<Later>(args, later, stream);
   if (later.count == 0) return launch_one<Earlier>(args, earlier, stream);
-  end_block<Later>(args) = later.begin + later.count - 1;
-  end_block<Earlier>(args) = later.count + earlier.begin + earlier.count - 1;
-  launch_overlapped(htree_layer_kernel_of_two<Later, Earlier>, later.count + earlier.count, Later::kThreads,
+  int const first = deal_blocks<Later>(args, later);
+  int const rest = deal_blocks<Earlier>(args, earlier, first);
+  launch_overlapped(htree_layer_kernel_of_two<Later, Earlier>, first + rest, Later::kThreads,
                     std::max<int>(Later::kSharedBytes, Earlier::kSharedBytes), stream, args,
-                    static_cast<std::uint32_t>(later.count));
+                    static_cast<std::uint32_t>(first));
 }
 
 template <class Below, class Dense, class First>
-void launch(Args const& args, Blocks const& blocks, cudaStream_t stream) {
+void launch_ways(Args const& args, Blocks const& blocks, cudaStream_t stream) {
   if (blocks.dense.count == 0) return launch_two<Below, First>(args, blocks.below, blocks.first, stream);
   if constexpr (!std::is_void_v<Dense>) {
     if (blocks.below.count == 0) return launch_two<Dense, First>(args, blocks.dense, blocks.first, stream);
     launch_two<Below, Dense>(args, blocks.below, blocks.dense, stream);
     launch_one<First>(args, blocks.first, stream);
+  }
+}
+
+template <class Below, class Dense, class First>
+void launch(Args const& args, Blocks const& blocks, cudaStream_t stream) {
+  if (walks_by_pairs(args.G, args.blocks.T_q)) {
+    launch_ways<Below, Dense, typename First::OfPairs>(args, blocks, stream);
+  } else {
+    launch_ways<Below, Dense, First>(args, blocks, stream);
   }
 }
 

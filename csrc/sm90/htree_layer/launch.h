@@ -19,6 +19,10 @@ struct Blocks {
   Some first;
 };
 
+// Whether a CTA of Walk::kFirst has two blocks of queries: with few heads two queries share a warp, but where one has all
+// warps of its block.
+inline bool walks_by_pairs(std::int64_t G, std::int64_t T_q) { return G <= kPairHeads && T_q > 1; }
+
 // One pass over the layer of `args`, for all of them.
 void run_pass(Pass pass, Args const& args, Blocks const& blocks, DType dtype, int K, int V, cudaStream_t stream);
 

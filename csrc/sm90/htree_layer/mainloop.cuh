@@ -1,10 +1,10 @@
 // Both ends of the ring of the layer kernel.
 //
 //   barrier        arrives                        waits           makes visible / frees
-//   full[stage]    producer, once, and the bytes   12 consumers    its parents; kBelow, and where a query is split: their
-//                                                                  masks; values, kBelow: and those of the stage behind;
+//   full[stage]    producer, once, and the bytes;  12 consumers    its parents; kBelow, and where a query is split: their
+//                  who names takers, once                          masks; values, kBelow: and those of the stage behind;
 //                                                                  kDense: bytes a slot instead, of both stages
-//   empty[stage]   each consumer warp, once;       producer        the stage may be overwritten
+//   empty[stage]   each consumer warp, once;       both            the stage may be overwritten
 //                  values: after a later stage
 //                  has begun, see below.cuh and
 //                  first.cuh
@@ -42,6 +42,44 @@ __device__ __forceinline__ WalkArgs const& own(Args const& args) {
 template <class Cfg>
 __device__ __forceinline__ uint32_t block_index(Args const& args) {
   return own<Cfg>(args).end_block - ptx::block_index();
+}
+
+// kPairs: of the two blocks of this CTA, one; -1 where a head has no second one. Pairs are of one head: from the first block of
+// the walk on, and then from the first of every head.
+template <class Cfg>
+__device__ __forceinline__ int block_of_pair(Args const& args, int which) {
+  WalkArgs const& walk = own<Cfg>(args);
+  int const per_head = static_cast<int>(args.blocks.per_head);
+  int pair = static_cast<int>(block_index<Cfg>(args));
+  int first = walk.from;
+  int count = walk.of_first_head;
+  int const before = (count + 1) / 2;
+  if (pair >= before) {
+    int const pairs = (per_head + 1) / 2;
+    int const heads = (pair - before) / pairs;
+    pair -= before + heads * pairs;
+    first += count + heads * per_head;
+    count = min(per_head, walk.to - first);
+  }
+  return 2 * pair + which < count ? first + 2 * pair + which : -1;
+}
+
+// The block of the launch that a consumer warp has a query of, if any; of the two of a CTA one at least exists.
+template <class Cfg>
+__device__ __forceinline__ int block_of_warp(Args const& args, int warp) {
+  if constexpr (Cfg::kPairs) {
+    return block_of_pair<Cfg>(args, warp / (Cfg::kConsumers / 2));
+  } else {
+    return static_cast<int>(block_index<Cfg>(args));
+  }
+}
+
+// One that exists: what is said of it but for its queries holds for all of the CTA.
+template <class Cfg>
+__device__ __forceinline__ QueryBlock some_block(Args const& args) {
+  int block = block_of_warp<Cfg>(args, 0);
+  if (Cfg::kPairs && block < 0) block = block_of_warp<Cfg>(args, Cfg::kConsumers - 1);
+  return QueryBlock(args.blocks, block);
 }
 
 template <class Cfg>
@@ -93,8 +131,9 @@ __device__ __forceinline__ int parents_of(Args const& args, QueryBlock const& bl
 
 // Parents that the block streams: the last of its queries that walk has the most.
 template <class Cfg>
-__device__ __forceinline__ int stream_count(Args const& args, QueryBlock const& block) {
+__device__ __forceinline__ int stream_count(Args const& args) {
   if constexpr (Cfg::kIsBelow) {
+    QueryBlock const block(args.blocks, block_index<Cfg>(args));
     // Queries of a way are neighbours, more than a block of them. One that has none may be here where a launch is of several
     // heads.
     std::int64_t const t = args.blocks.q_start + block.first;
@@ -103,7 +142,13 @@ __device__ __forceinline__ int stream_count(Args const& args, QueryBlock const& 
   } else {
     int count = 0;
 #pragma unroll 1
-    for (int i = kBlockQueries - 1; i >= 0 && count == 0; --i) count = parents_of<Cfg>(args, block, i);
+    for (int which = Cfg::kQueries - 1; which >= 0; --which) {
+      int const index = block_of_warp<Cfg>(args, which * (Cfg::kConsumers - 1));
+      if (Cfg::kPairs && index < 0) continue;
+      QueryBlock const block(args.blocks, index);
+#pragma unroll 1
+      for (int i = kBlockQueries - 1; i >= 0 && count == 0; --i) count = parents_of<Cfg>(args, block, i);
+    }
     return count;
   }
 }
@@ -113,31 +158,69 @@ __device__ __forceinline__ int consumer_of(Args const& args, int rank) {
   return rank / args.turn_period % kBlockQueries;
 }
 
+// Entries of a block's list, 32 at a time: lane i holds entry i of them, and of the next ones, which are on their way.
+template <class Cfg>
+struct Listed {
+  int node = 0;
+  unsigned mask = 0;  // kFirst: 0, a query knows by itself how many parents it takes
+
+  __device__ __forceinline__ void fetch(Args const& args, int count, int entry) {
+    mask = 0;
+    node = entry;
+    if (Cfg::kIsBelow && entry < count) {
+      uint32_t const list = block_index<Cfg>(args) * static_cast<uint32_t>(kBlockQueries * args.top_k);
+      uint32_t const at = ptx::opaque(list + static_cast<uint32_t>(entry));  // two addresses that move on are too many
+      node = own<Cfg>(args).union_nodes[at];
+      mask = args.union_masks[at];
+    }
+    if (args.split) mask = entry < count ? 1u << consumer_of(args, entry) : 0u;
+  }
+};
+
+// A warp that copies parents to their stages.
 template <class Cfg>
 __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
-  QueryBlock const block(args.blocks, block_index<Cfg>(args));
   int const lane = threadIdx.x % 32;
-  int const count = stream_count<Cfg>(args, block);
-  uint32_t const list = block_index<Cfg>(args) * static_cast<uint32_t>(kBlockQueries * args.top_k);
-  char const* const packed = own<Cfg>(args).packed + block.bh * own<Cfg>(args).parents_per_head * args.block_bytes;
-
-  // Lane i holds entry i of the next 32.
-  int next_node = 0;
-  unsigned next_mask = 0;
-  auto const fetch = [&](int entry) {
-    next_mask = 0;  // kFirst: a query knows by itself how many parents it takes
-    next_node = entry;
-    if (Cfg::kIsBelow && entry < count) {
-      uint32_t const at = ptx::opaque(list + static_cast<uint32_t>(entry));  // two addresses that move on are too many
-      next_node = own<Cfg>(args).union_nodes[at];
-      next_mask = args.union_masks[at];
+  int const count = stream_count<Cfg>(args);
+  char const* const packed = own<Cfg>(args).packed + some_block<Cfg>(args).bh * own<Cfg>(args).parents_per_head * args.block_bytes;
+  RingPosition<Cfg::kStages> at;
+#pragma unroll 1
+  for (int walk = 0; walk < Cfg::kWalks; ++walk) {
+    Listed<Cfg> next;
+    next.fetch(args, count, lane);
+    for (int base = 0; base < count; base += 32) {
+      char const* const from = packed + next.node * args.block_bytes;
+      bool const exists = base + lane < count;
+      next.fetch(args, count, base + 32 + lane);
+#pragma unroll 1
+      for (int group = 0; group < 32 / Cfg::kStageSlots && base + group * Cfg::kStageSlots < count; ++group) {
+        int const slots = min(count - base - group * Cfg::kStageSlots, Cfg::kStageSlots);
+        int const copies = (slots + Cfg::kCopySlots - 1) / Cfg::kCopySlots;  // a tile is whole in global memory
+        int const slot = lane % Cfg::kStageSlots;
+        ring.barriers.wait_empty(at, "htree_layer producer: empty");
+        uint32_t const full = ring.barriers.full_at(at.slot);
+        __syncwarp();
+        if (lane == 0) barriers::mbarrier_arrive_expect_bytes(full, copies * Cfg::kCopyBytes);
+        __syncwarp();
+        if (lane / Cfg::kStageSlots == group && exists && slot % Cfg::kCopySlots == 0) {
+          ptx::bulk_load(ring.stage(at.slot) + slot / Cfg::kCopySlots * Cfg::kSlotBytes + Cfg::kScaleOffset, from,
+                         Cfg::kCopyBytes, full);
+        }
+        at = at.ahead(1);
+      }
     }
-    if (args.split) next_mask = entry < count ? 1u << consumer_of(args, entry) : 0u;
-  };
+  }
+}
 
-  // The word of query `lane` for a stage, the first slot of which has entry `first`.
+// Another one that says who takes them, so that copies need not wait until that is known.
+template <class Cfg>
+__device__ void name_takers(Args const& args, Ring<Cfg> const& ring) {
+  int const lane = threadIdx.x % 32;
+  int const count = stream_count<Cfg>(args);
+
+  // The word of query `lane` for a stage, `group` of the 32 entries at hand.
   int expected = 0;  // kDense: the parent without a gap
-  auto const taken = [&](unsigned mask, int node, int group, int first) {
+  auto const taken = [&](unsigned mask, int node, int group) {
     uint32_t word = 0;
     int shift = 0;
 #pragma unroll
@@ -160,37 +243,31 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
 #pragma unroll 1
   for (int walk = 0; walk < Cfg::kWalks; ++walk) {
     expected = 0;
-    uint32_t next = 0;
-    fetch(lane);
+    uint32_t next_word = 0;
+    Listed<Cfg> next;
+    next.fetch(args, count, lane);
     for (int base = 0; base < count; base += 32) {
-      int const node = next_node;
-      unsigned const mask = next_mask;
-      bool const exists = base + lane < count;
-      fetch(base + 32 + lane);
+      int const node = next.node;
+      unsigned const mask = next.mask;
+      next.fetch(args, count, base + 32 + lane);
 #pragma unroll 1
       for (int group = 0; group < 32 / Cfg::kStageSlots && base + group * Cfg::kStageSlots < count; ++group) {
-        ring.barriers.wait_empty(at, "htree_layer producer: empty");
-        bool const mine = lane / Cfg::kStageSlots == group;
-        int const slot = lane % Cfg::kStageSlots;
-        int const first = base + group * Cfg::kStageSlots;
-        uint32_t const own = Cfg::kNamesNext && first > 0 ? next : taken(mask, node, group, first);
-        if (lane < Cfg::kConsumers) ptx::store_shared_4B(ring.mask(ring.stage(at.slot), lane), own);
+        uint32_t const word = Cfg::kNamesNext && base + group > 0 ? next_word : taken(mask, node, group);
         if constexpr (Cfg::kNamesNext) {
           bool const last = group == 32 / Cfg::kStageSlots - 1;
-          next = taken(last ? next_mask : mask, last ? next_node : node, last ? 0 : group + 1, first + Cfg::kStageSlots);
-          if (lane < Cfg::kConsumers) ptx::store_shared_4B(ring.next_mask(ring.stage(at.slot), lane), next);
+          next_word = taken(last ? next.mask : mask, last ? next.node : node, last ? 0 : group + 1);
         }
-        if (Cfg::kWalk == Walk::kDense && mine) ptx::store_shared_4B(ring.parent(ring.stage(at.slot), slot), node);
-        int const slots = min(count - base - group * Cfg::kStageSlots, Cfg::kStageSlots);
-        int const copies = (slots + Cfg::kCopySlots - 1) / Cfg::kCopySlots;  // a tile is whole in global memory
-        __syncwarp();
-        if (lane == 0) barriers::mbarrier_arrive_expect_bytes(ring.barriers.full_at(at.slot), copies * Cfg::kCopyBytes);
-        __syncwarp();
-        if (mine && exists && slot % Cfg::kCopySlots == 0) {
-          int const copy = slot / Cfg::kCopySlots;
-          ptx::bulk_load(ring.stage(at.slot) + copy * Cfg::kSlotBytes + Cfg::kScaleOffset,
-                         packed + node * args.block_bytes, Cfg::kCopyBytes, ring.barriers.full_at(at.slot));
+        ring.barriers.wait_empty(at, "htree_layer producer: empty");
+        uint32_t const stage = ring.stage(at.slot);
+        if (lane < Cfg::kConsumers) {
+          ptx::store_shared_4B(ring.mask(stage, lane), word);
+          if constexpr (Cfg::kNamesNext) ptx::store_shared_4B(ring.next_mask(stage, lane), next_word);
         }
+        if (Cfg::kWalk == Walk::kDense && lane / Cfg::kStageSlots == group) {
+          ptx::store_shared_4B(ring.parent(stage, lane % Cfg::kStageSlots), node);
+        }
+        __syncwarp();
+        if (lane == 0) barriers::mbarrier_arrive(ring.barriers.full_at(at.slot));
         at = at.ahead(1);
       }
     }
