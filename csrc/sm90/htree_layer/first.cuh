@@ -102,16 +102,16 @@ private:
     uint32_t held = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
     uint32_t p[kParents][4] = {};
     uint32_t closed[kQueries];  // candidates that are no leaves, of the groups at hand: fetch_closed
-    uint32_t next_closed[kQueries];
+    uint32_t next_closed[kQueries];  // not of pairs: registers
 #pragma unroll
-    for (int i = 0; i < kQueries; ++i) next_closed[i] = fetch_closed(i, 0);
+    for (int i = 0; i < kQueries && !kPairs; ++i) next_closed[i] = fetch_closed(i, 0);
 #pragma unroll 1
     for (int group = 0; group < groups_; ++group) {
       if (group % kGroupsFetched == 0) {
 #pragma unroll
         for (int i = 0; i < kQueries; ++i) {
-          closed[i] = next_closed[i];
-          next_closed[i] = fetch_closed(i, kGroupsFetched * kParents);
+          closed[i] = kPairs ? fetch_closed(i, 0) : next_closed[i];
+          if (!kPairs) next_closed[i] = fetch_closed(i, kGroupsFetched * kParents);
         }
       }
       Begun begun;
@@ -171,7 +171,7 @@ private:
   // Of kGroupsFetched groups from the parent so many further on, those up to the query's own; the others are not written.
   // Lane i has those of parents 2 i and the next.
   __device__ __forceinline__ uint32_t fetch_closed(int query, int parents) const {
-    if (!Base::active(query) || args_.layer == 0) return 0;
+    if ((!kPairs && !active_) || args_.layer == 0) return 0;
     int const parent = parents + 2 * lane_;
     int const position = Base::position(query);
     std::uint16_t const* const closed = args_.closed + Base::cursor(query) + parent;
@@ -679,7 +679,7 @@ private:
   // See Base::spoil.
   __device__ __forceinline__ void spoil() {
     QueryBlock const block = Base::own_block();
-#pragma unroll 1
+#pragma unroll
     for (int query = 0; query < kQueries; ++query) {
       if (kPairs && !Base::active(query)) continue;
       int const count = parents_of<Cfg>(args_, block, Base::query(query));
