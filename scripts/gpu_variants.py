@@ -39,10 +39,10 @@ def copies_of(layers: str, is_one: str) -> list[tuple[str, str, str]]:
     """Edits after which the producer fills the ring once there, and then gives its stages on as they are."""
     given = f"bool const given_{layers} = {is_one} && ++produced_{layers} > Cfg::kStages;"
     edits = {
-        "  RingPosition<Cfg::kStages> at;\n": f"  RingPosition<Cfg::kStages> at;\n  int produced_{layers} = 0;\n",
+        "  char const* const packed =": f"  int produced_{layers} = 0;\n  char const* const packed =",
         "        int const slots = min(count": f"        {given}\n        int const slots = min(count",
         "copies * Cfg::kCopyBytes": f"(given_{layers} ? 0 : 1) * copies * Cfg::kCopyBytes",
-        "mine && exists && slot": f"!given_{layers} && mine && exists && slot",
+        "exists && slot %": f"!given_{layers} && exists && slot %",
     }
     return [(f"{LAYER}/mainloop.cuh", old, new) for old, new in edits.items()]
 
