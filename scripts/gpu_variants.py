@@ -2,6 +2,7 @@
 
     python scripts/gpu_variants.py build NAME [--csrc DIR | --ref COMMIT] [--patch FILE ...] [--leave-out PART ...]
     python scripts/gpu_variants.py time NAME... [--op backward] [--lengths 65536,131072] [--inputs local] [--rounds 2]
+                                   [--heads 16] [--kv-heads 1]
 
 `build`, where nvcc is and after scripts/build_inplace.py, compiles what differs from csrc/ here and writes
 build/variants/NAME.so.gz, which may be carried to another machine. An unchanged csrc/ is a variant as well. --patch
@@ -230,6 +231,8 @@ def main(argv: list[str] | None = None) -> int:
     timed.add_argument("--lengths", default="65536,131072")
     timed.add_argument("--inputs", default="local")
     timed.add_argument("--rounds", type=int, default=2)
+    timed.add_argument("--heads", type=int, default=16)
+    timed.add_argument("--kv-heads", type=int, default=1)
     args = parser.parse_args(argv)
     if args.command == "build":
         print(f"wrote {build_variant(args.name, args.csrc, args.ref, args.patch, args.leave_out).relative_to(ROOT)}")
@@ -237,6 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     print(json.dumps(machine()), flush=True)
     ensure_built()
     options = ["--lengths", args.lengths, "--inputs", args.inputs]
+    options += ["--heads", str(args.heads), "--kv-heads", str(args.kv_heads)]
     print_table(time_variants(args.names, args.op, options, args.rounds), max(map(len, args.names)))
     return 0
 

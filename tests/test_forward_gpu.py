@@ -75,7 +75,18 @@ def same_bits(a, b):
         assert torch.equal(x.contiguous().view(integer), y.contiguous().view(integer))
 
 
-# In first layers two queries share a warp where they have 8 heads or fewer.
+def check_one_query(one, whole, host, device, top_k, G, **options):
+    """A call with one query equals it in a longer one up to rounding. With more than 8 heads scores are the same to the bit; with
+    fewer, queries of a longer call turn at the bottom by other instructions than a single one, whose error is bounded then."""
+    assert torch.equal(one[2], whole[2])
+    torch.testing.assert_close(one[0], whole[0], atol=4e-3, rtol=2e-2)
+    if G > 8:
+        torch.testing.assert_close(one[1], whole[1], atol=1e-5, rtol=1e-5)
+    else:
+        check(host, device, top_k, share=0.9, **options)
+
+
+# Where they have 8 heads or fewer two queries share a warp.
 EITHER_WAY = pytest.mark.parametrize("G", [4, 12])
 
 
@@ -113,18 +124,19 @@ def test_large_boundary_of_the_default_top_k(T):
 @pytest.mark.parametrize(("q_start", "strict_causal"), [(8165, True), (9003, False)])
 def test_many_candidates_in_a_first_layer(q_start, strict_causal):
     """Eight times top_k; at 8,176 tokens their number passes a power of two. Parts have the bits of the whole."""
-    (q, k, v), _ = inputs(q_start + 25, 25, G=5 if strict_causal else 9, K=64, V=64, seed=q_start)
+    G = 5 if strict_causal else 9
+    (q, k, v), _ = inputs(q_start + 25, 25, G=G, K=64, V=64, seed=q_start)
     options = {"strict_causal": strict_causal}
     host, device = (q, k, v), tuple(x.to(DEVICE, copy=True) for x in (q, k, v))
     whole = check(host, device, 64, **options)
     for begin, end in ((0, 3), (5, 25), (12, 13), (11, 14)):
         part = (q[:, begin:end].contiguous().to(DEVICE), *device[1:])
         results = [x.cpu() for x in run(part, top_k_per_layer=64, q_start=q_start + begin, **options)]
-        if end - begin == 1:  # a call with one query is the same up to rounding
-            assert (results[1] - whole[1][:, begin:end]).abs().max() < 1e-5
-            assert torch.equal(results[2], whole[2][:, :, begin:end])
+        expected = [x[:, begin:end] for x in whole[:2]] + [whole[2][:, :, begin:end]]
+        if end - begin == 1:
+            check_one_query(results, expected, (q[:, begin:end], k, v), part, 64, G, q_start=q_start + begin, **options)
         else:
-            same_bits(results, [x[:, begin:end] for x in whole[:2]] + [whole[2][:, :, begin:end]])
+            same_bits(results, expected)
 
 
 @pytest.mark.emulated
@@ -191,15 +203,15 @@ def test_one_query_of_any_head_dimension(K, V, dtype):
 
 
 @pytest.mark.emulated
-def test_one_query_repeats_and_agrees_with_prefill():
-    _, (q, k, v) = inputs(6007, 2, H_kv=2, G=3, K=64, V=64)
+@pytest.mark.parametrize("G", [3, 9])
+def test_one_query_repeats_and_agrees_with_prefill(G):
+    host, (q, k, v) = inputs(6007, 2, H_kv=2, G=G, K=64, V=64)
     both = run((q, k, v), top_k_per_layer=16)
     one = run((q[:, 1:], k, v), top_k_per_layer=16)
     for _ in range(8):
         same_bits(run((q[:, 1:], k, v), top_k_per_layer=16), one)
-    assert torch.equal(one[2], both[2][:, :, 1:])
-    torch.testing.assert_close(one[0], both[0][:, 1:], atol=4e-3, rtol=2e-2)
-    torch.testing.assert_close(one[1], both[1][:, 1:], atol=1e-5, rtol=1e-5)
+    expected = [x[:, 1:] for x in both[:2]] + [both[2][:, :, 1:]]
+    check_one_query(one, expected, (host[0][:, 1:], *host[1:]), (q[:, 1:], k, v), 16, G)
 
 
 # Below the first layer a call of few queries packs the parents that its lists name, one of many packs the layer. With
@@ -223,7 +235,7 @@ def test_few_queries(T_q):
 @pytest.mark.emulated
 def test_few_queries_equal_the_same_in_a_longer_call():
     """Bit for bit, a single query apart, from wherever k and v are read; whatever is packed for whom."""
-    _, (q, k, v) = inputs(FEW, 30, H_kv=2, G=2, K=64, V=64)
+    host, (q, k, v) = inputs(FEW, 30, H_kv=2, G=2, K=64, V=64)
     options = {"top_k_per_layer": 16}
     whole = run((q, k, v), **options)
     swapped = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
@@ -236,9 +248,8 @@ def test_few_queries_equal_the_same_in_a_longer_call():
     one = run((q[:, 29:], k, v), **options)
     for tree in (swapped, odd):
         same_bits(run((q[:, 29:], *tree), **options), one)
-    assert torch.equal(one[2], whole[2][:, :, 29:])
-    torch.testing.assert_close(one[0], whole[0][:, 29:], atol=4e-3, rtol=2e-2)
-    torch.testing.assert_close(one[1], whole[1][:, 29:], atol=1e-5, rtol=1e-5)
+    expected = [x[:, 29:] for x in whole[:2]] + [whole[2][:, :, 29:]]
+    check_one_query(one, expected, (host[0][:, 29:], *host[1:]), (q[:, 29:], k, v), 16, G=2)
 
 
 # Queries may take most of the parents that there are, half of them, or few. With top_k 16 they take all of 16 parents
@@ -334,7 +345,7 @@ def test_two_million_tokens():
     """Without overflow: the last queries of 2^21 + 5."""
     T = (1 << 21) + 5
     host, device = inputs(T, 13, G=2, K=64, V=64, seed=21)
-    check(host, device, 512, picks=(12,))
+    check(host, device, 512, picks=(0, 5, 9, 12))
 
 
 @pytest.mark.hardware

@@ -32,7 +32,8 @@ struct Lists {
   std::int32_t const* counts;  // [query blocks]
   std::int64_t stride;
   std::int64_t per_block;
-  std::int64_t begin;          // block i of the launch is block begin + i of the call
+  QueryBlocks blocks;          // block i of the launch is block begin + i of the call
+  BlockPairs pairs;            // two blocks may have one list, the first one's, and the room of both; else empty
 };
 
 struct Args {
@@ -47,6 +48,7 @@ struct Args {
   float2 const* turns;            // [positions, K / 2] cos and sin
   bool by_node;                   // keys turn by the node's index, else by the place among its siblings
   bool tiles;                     // by_node: keys and values as panels, else as fragments
+  bool child_rows;                // fragments: of operands A, else B
   bool as_inputs;                 // keys are rounded to the dtype, else to fp16
   int* spoilt;                    // becomes 1 where a value is not finite
   Lists lists;                    // not by_node
@@ -61,6 +63,8 @@ struct QueryTurns {
   rope::TurnColumns* forward;  // [forwards, 8, K / 32], compensated for a period of steps to later positions
   std::int64_t forwards;
   rope::TurnColumns* step;     // [8, K / 32]: by kSiblings positions, from a rank to the one before it; null: none of these
+  rope::PackedTurns* packed_begin;  // as `begin` and `step`, [begins, 4, K / 16] and [4, K / 16]; null: none
+  rope::PackedTurns* packed_step;
   int period;
 };
 
@@ -100,9 +104,12 @@ struct Args {
   int layers;
   int top_k;
   std::int32_t const* nodes;  // [rows, top_k]
-  std::int32_t* union_nodes;  // [blocks, 12 * top_k]
-  std::uint16_t* union_masks;
-  std::int32_t* union_count;  // [blocks]
+  // Where `by_pairs`, of the first of two blocks those of both.
+  std::int32_t* union_nodes;   // [blocks, 12 * top_k]
+  void* union_masks;           // likewise, std::uint16_t, of pairs std::uint32_t
+  std::int32_t* union_count;   // [blocks]
+  bool by_pairs;
+  BlockPairs pairs;
 };
 
 void unite(Args const& args, int blocks, cudaStream_t stream);

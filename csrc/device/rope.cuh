@@ -123,6 +123,14 @@ struct alignas(16) TurnColumns {
   half2 tile[4];
 };
 
+// Turns for packed arithmetic, of heads that are columns (htree_layer/below_pairs.cuh): of the first elements of two pairs in
+// one register, and of their second elements in another. Entry [position][t][step] (t < 4, step < K / 16) holds those of pairs
+// 8 step + 2 t + {0, 1}.
+struct alignas(8) PackedTurns {
+  half2 cos;
+  half2 sin;
+};
+
 // Of the eight pairs whose first elements lie in one chunk of 16 bytes, the even ones make one tile and the odd ones
 // another: so a thread that holds fragments of a row as it lies in memory holds both elements of the pairs in its
 // fragments of tiles.

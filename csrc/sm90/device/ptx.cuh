@@ -168,6 +168,17 @@ __device__ __forceinline__ void store_global_if(bool wanted, float* address, flo
       : "memory");
 }
 
+__device__ __forceinline__ void store_global_4B_if(bool wanted, uint32_t* address, uint32_t value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %2, 0;\n"
+      "@wanted st.global.b32 [%0], %1;\n"
+      "}\n" ::"l"(address),
+      "r"(value), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+}
+
 __device__ __forceinline__ void store_global_8B_if(bool wanted, float* address, float2 value) {
   asm volatile(
       "{\n"

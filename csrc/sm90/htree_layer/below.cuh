@@ -253,7 +253,7 @@ private:
 #pragma unroll 1
     for (int entry = 0; entry < count; ++entry) {
       bool const mine =
-          Base::split() ? Base::takes(entry) : args_.union_masks[list + entry] >> warp_ & 1u;
+          Base::split() ? Base::takes(entry) : mask_of_entry<Cfg>(args_, static_cast<uint32_t>(list) + entry) >> warp_ & 1u;
       char const* const block = Base::packed_parents() + own<Cfg>(args_).union_nodes[list + entry] * args_.block_bytes;
       if (mine && *reinterpret_cast<int const*>(block) < 0) {
         Base::spoil(args_.parents[Base::row() * args_.top_k + rank], rank);

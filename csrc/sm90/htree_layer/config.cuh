@@ -3,11 +3,12 @@
 // the layer above (`Walk::kBelow`, and where at least half of the parents are chosen `Walk::kDense`, of which all holds that
 // is said of kBelow but for turns).
 //
-//   CTA           12 consumer warps (3 warpgroups), one query each, kFirst with 8 heads and fewer two: consecutive queries of
-//                 one (b, h_kv);
+//   CTA           12 consumer warps (3 warpgroups), one query each, with 8 heads and fewer two in kFirst and at the bottom (bf16):
+//                 consecutive queries of one (b, h_kv);
 //                 in a fourth warpgroup a producer warp and one that names who takes what it sends; the others idle
-//   products      kBelow: mma.sync, a parent at a time; kFirst: WGMMA, a warpgroup its four queries against the four parents
-//                 of a stage. P of parents that a query does not take is zero
+//   products      kBelow: mma.sync, a parent at a time, whose children are columns beside a query's heads, of two queries a warp
+//                 rows; kFirst: WGMMA, a warpgroup its four queries, of two a warp eight, against the four parents of a stage. P of
+//                 parents that a query does not take is zero
 //   slot          one parent: 16 keys (fp16, turned by their node or place), their scales, 16 values, as smxx/tree_pack
 //                 laid them out in global memory; kBelow: one bulk copy
 //   stage         four slots, in choices of kBelow eight, and their query masks, one full and one empty mbarrier; kFirst: one
@@ -62,14 +63,17 @@ struct Config {
   static constexpr int kV = kV_;
   static constexpr Pass kPass = kPass_;
   static constexpr Walk kWalk = kWalk_;
-  // Of a warp: two, neighbours, where its 16 rows hold the heads of both. A CTA has two blocks of queries then, half of the
-  // warps each.
+  // Of a warp: two, neighbours. A CTA has two blocks of queries then, half of the warps each. kFirst: its 16 rows hold the heads
+  // of both.
   static constexpr int kQueries = kQueries_;
   static constexpr bool kPairs = kQueries == 2;
-  static_assert(kQueries == 1 || (kPairs && kWalk == Walk::kFirst));
   using OfPairs = Config<Element_, kK_, kV_, kPass_, kWalk_, 2>;
   static constexpr bool kIsBelow = kWalk != Walk::kFirst;
   static constexpr bool kReadsValues = kPass == Pass::kValues;
+  // Children are the rows of products and the heads of one query their columns, so that two queries share what is read of a
+  // parent and multiply nothing that only one of them takes. See below_pairs.cuh.
+  static constexpr bool kChildRows = kPairs && kIsBelow;
+  static_assert(kQueries == 1 || kWalk == Walk::kFirst || (kChildRows && kWalk == Walk::kBelow && kReadsValues));
   static constexpr int kWalks = kPass == Pass::kChoice ? 2 : 1;
 
   static constexpr int kConsumers = kBlockQueries;
@@ -100,8 +104,8 @@ struct Config {
   static_assert(kKeyOffset % 128 == 0, "lines are those of global memory");
   static_assert(kCopyBytes % 16 == 0 && kSlotBytes % (kWalk == Walk::kFirst ? 1024 : 256) == 0);
 
-  // A stage begins with its barriers, full and empty, and a word a query, bit i: it takes slot i. There is room before the
-  // scales, and one address serves all.
+  // A stage begins with its barriers, full and empty, and a word a consumer, bit i: its query takes slot i, kChildRows: bit
+  // 16 + i: its second query. There is room before the scales, and one address serves all.
   static constexpr int kFullOffset = 0;
   static constexpr int kEmptyOffset = 8;
   static constexpr int kMaskOffset = 16;
@@ -126,12 +130,19 @@ struct Config {
   static constexpr int kColumnBytes = 2 * kK / 4;
   static constexpr int kColumnsBytes = 8 * kColumnBytes;
   static constexpr int kZerosOffset = kColumnsBytes + 16;  // in other banks than the columns that are read at once
-  static constexpr int kTurnBytes = kWalk == Walk::kFirst ? 0 : kColumnsBytes + 128;
+  // kChildRows: PackedTurns instead, of either query; behind those of all consumers what turns to the next rank.
+  static constexpr int kPackedBytes = 2 * kK;
+  static constexpr int kStepBytes = kPackedBytes / 4 + 16;  // of lanes that share a row; in other banks than those of others
+  static constexpr int kTurnBytes =
+      kWalk == Walk::kFirst ? 0 : (kChildRows ? 2 * kPackedBytes : kColumnsBytes + 128);
   static_assert(kColumnBytes <= 64 && kColumnsBytes % 16 == 0 && kColumnsBytes / 16 <= 32, "a copy of 16 bytes a lane");
+  static_assert(kPackedBytes / 16 <= 32, "a copy of 16 bytes a lane");
   static constexpr int kTurnOffset = kConsumers / 4 * kQueryBytes;
+  static constexpr int kStepOffset = kTurnOffset + kConsumers * kTurnBytes;  // kChildRows
   // Where a query is split: 16 bytes for every consumer and head. Between two walks the ring is not free for them.
   static constexpr int kMergeHeadBytes = kConsumers * 16 * 16;
-  static constexpr int kRingOffset = kTurnOffset + kConsumers * kTurnBytes + (kWalks - 1) * kMergeHeadBytes;
+  static constexpr int kRingOffset = kStepOffset + (kChildRows ? 512 : 0) + (kWalks - 1) * kMergeHeadBytes;
+  static_assert(4 * kStepBytes <= 512);
   static constexpr int kFit = (224 * 1024 - kRingOffset) / kStageBytes;
   static constexpr int kStages = kFit < 12 ? kFit : 12;
   static constexpr int kAlignment = 1024;
@@ -154,14 +165,14 @@ struct Config {
 // What is another for queries that walk in another way.
 struct WalkArgs {
   std::uint32_t end_block;               // CTA i works on block end_block - i; kPairs: on that pair of them
-  std::int32_t from;                     // kPairs: of blocks from .. to - 1, see block_of_pair
-  std::int32_t to;
-  std::int32_t of_first_head;            // kPairs: so many of them are of the same head as the first
+  BlockPairs pairs;                      // kPairs
   char const* packed;                    // the layer: [B, H_kv, parents] blocks of block_bytes, as the walk wants them
   std::int64_t parents_per_head;
   rope::TurnColumns const* begin_turns;  // [begins, 8, K / 32], with which a query begins anew; kBelow
   std::int64_t begins;
   std::int32_t const* union_nodes;       // [blocks, 12 * top_k], as they lie in `packed`; kBelow
+  rope::PackedTurns const* packed_begin_turns;  // [begins, 4, K / 16]; kChildRows
+  rope::PackedTurns const* packed_step_turn;    // [4, K / 16]; kChildRows
 };
 
 // Everything a launch reads and writes. Rows are queries of the launch: row = block * 12 + warp. Where a query is split,
@@ -194,8 +205,8 @@ struct Args {
   int dense_parents;              // kDense where there are fewer
 
   std::int32_t const* parents;       // [rows, top_k] selected in the layer above, ascending; kBelow
-  // The union of the parents of each block; kBelow.
-  std::uint16_t const* union_masks;  // [blocks, 12 * top_k]; bit i: selected by query i of the block
+  // The union of the parents of each block; kBelow. kChildRows: of the first of a pair that of both.
+  void const* union_masks;           // [blocks, 12 * top_k], bit i: selected by query i; 16 bits, kChildRows: 32
   std::int32_t const* union_count;   // [blocks]
 
   std::uint16_t const* closed;    // [rows, width / 16], bit c: candidate 16 j + c is no leaf; unused at the bottom

@@ -1,11 +1,13 @@
 // Roles of the layer kernel; the work is in mainloop.cuh (ring, producer), query.cuh, consumer.cuh,
-// first.cuh (queries in their first layer), turning.cuh, below.cuh and choice.cuh (the others).
+// first.cuh (queries in their first layer), turning.cuh, below.cuh and choice.cuh (the others), below_pairs.cuh (two of those a
+// warp).
 #pragma once
 
 #include <type_traits>
 
 #include "../../common/overlap.cuh"
 #include "below.cuh"
+#include "below_pairs.cuh"
 #include "choice.cuh"
 #include "first.cuh"
 #include "mainloop.cuh"
@@ -33,6 +35,8 @@ __device__ __forceinline__ void run_block(Args const& args, char* shared_memory)
     ptx::raise_registers<Cfg::kConsumerRegisters>();
     if constexpr (Cfg::kWalk == Walk::kFirst) {
       FirstConsumer<Cfg>(args).run(ring);
+    } else if constexpr (Cfg::kChildRows) {
+      BelowPairs<Cfg>(args, ring).run(ring);
     } else {
       std::conditional_t<Cfg::kReadsValues, BelowValues<Cfg>, BelowChoice<Cfg>>(args, ring).run(ring);
     }

@@ -144,6 +144,8 @@ struct Plan {
   rope::TurnColumns* begin_turns = nullptr;
   rope::TurnColumns* forward_turns = nullptr;
   rope::TurnColumns* step_turn = nullptr;
+  rope::PackedTurns* packed_begin_turns = nullptr;
+  rope::PackedTurns* packed_step_turn = nullptr;
   int* spoilt = nullptr;
   char* k_tree = nullptr;
   char* v_tree = nullptr;
@@ -160,7 +162,7 @@ struct Plan {
   std::int32_t* nodes[2] = {};
   std::int32_t* union_nodes = nullptr;
   std::int32_t* union_places = nullptr;  // where `gathered` serves
-  std::uint16_t* union_masks = nullptr;
+  char* union_masks = nullptr;  // of 16 bits, where any layer has unions of pairs of 32
   std::int32_t* union_count = nullptr;
   float4* state_out = nullptr;
   float2* state_sum = nullptr;
@@ -196,6 +198,10 @@ struct Plan {
     take(begin_turns, base, begins * (p.K / 4));
     take(forward_turns, base, forwards * (p.K / 4));
     take(step_turn, base, p.K / 4);
+    if (by_child_rows(p, 0)) {
+      take(packed_begin_turns, base, begins * (p.K / 4));
+      take(packed_step_turn, base, p.K / 4);
+    }
     take(spoilt, base, 1);
     take(k_tree, base, heads * M * p.K * 2);
     take(v_tree, base, heads * M * p.V * 2);
@@ -228,6 +234,10 @@ struct Plan {
     if (blocks > wave && chunk_blocks >= wave && p.q_start < wave * kBlockQueries) lead_blocks = blocks % wave;
     bytes = tree_bytes;
     take_chunk(p, base);
+  }
+
+  static bool by_child_rows(ForwardParams const& p, int layer) {
+    return layer::walks_by_child_rows(p.G, p.T_q, p.dtype, layer);
   }
 
 private:
@@ -267,7 +277,7 @@ private:
     take(nodes[1], base, rows * p.top_k);
     take(union_nodes, base, rows * p.top_k);
     if (has_gathered) take(union_places, base, rows * p.top_k);
-    take(union_masks, base, rows * p.top_k);
+    take(union_masks, base, rows * p.top_k * (by_child_rows(p, 0) ? 4 : 2));
     take(union_count, base, chunk_blocks);
     take(state_out, base, rows * (p.V / 8) * 32);
     take(state_sum, base, rows * 16);
@@ -306,7 +316,8 @@ packing::Args pack_args(ForwardParams const& p, Plan const& plan, int l, Packed 
 
 void build(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
   packing::make_turns(plan.turns, nullptr,
-                      {plan.begin_turns, plan.begins, plan.forward_turns, plan.forwards, plan.step_turn, turn_period(p)},
+                      {plan.begin_turns, plan.begins, plan.forward_turns, plan.forwards, plan.step_turn,
+                       plan.packed_begin_turns, plan.packed_step_turn, turn_period(p)},
                       plan.positions, static_cast<int>(p.K), p.rope_base, plan.spoilt, stream);
   if (plan.layers > 1) {
     TreePoolParams pool{};
@@ -328,17 +339,21 @@ void build(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
       args.N = packed->nodes;
       args.by_node = packed != &plan.below[l];
       args.tiles = packed == &plan.first[l];
+      args.child_rows = packed == &plan.below[l] && Plan::by_child_rows(p, l);
       packing::tree_pack(args, p.dtype, stream);
     }
   }
 }
 
 // The parents that the lists of a chunk name, for those that walk layer l below their first.
-void gather(ForwardParams const& p, Plan const& plan, int l, std::int64_t begin, int blocks, cudaStream_t stream) {
+void gather(ForwardParams const& p, Plan const& plan, uniting::Args const& lists, int blocks, cudaStream_t stream) {
+  int const l = lists.layer;
   packing::Args args = pack_args(p, plan, l, plan.gathered);
   args.blocks = blocks * plan.list_room;
   args.N = plan.N[l];
-  args.lists = {plan.union_nodes, plan.union_places, plan.union_count, kBlockQueries * p.top_k, plan.list_room, begin};
+  args.child_rows = Plan::by_child_rows(p, l);
+  args.lists = {plan.union_nodes, plan.union_places, plan.union_count, kBlockQueries * p.top_k, plan.list_room,
+                lists.blocks,     lists.pairs};
   packing::tree_pack(args, p.dtype, stream);
 }
 
@@ -435,6 +450,11 @@ void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int
     set(Walk::kFirst, plan.first[l]);
     set(Walk::kDense, plan.dense[l]);
     set(Walk::kBelow, gathers ? plan.gathered : plan.below[l]);
+    bool const by_pairs = Plan::by_child_rows(p, l);
+    layer::WalkArgs& below = args.walks[static_cast<int>(Walk::kBelow)];
+    below.pairs = by_pairs ? BlockPairs::of(args.blocks, 0, blocks) : BlockPairs{};
+    below.packed_begin_turns = plan.packed_begin_turns;
+    below.packed_step_turn = plan.packed_step_turn;
     auto const pass = [&](Pass which) {
       if (l > most) return;
       auto const some = [&](Walk walk) { return some_of(p, plan, which, walk, l, begin, blocks); };
@@ -451,10 +471,12 @@ void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int
       unite.union_nodes = plan.union_nodes;
       unite.union_masks = plan.union_masks;
       unite.union_count = plan.union_count;
+      unite.by_pairs = by_pairs;
+      unite.pairs = below.pairs;
       uniting::unite(unite, blocks, stream);
       // As many walk it so in a choice as among values, or more.
       Pass const most_so = l > 0 ? Pass::kChoice : Pass::kValues;
-      if (gathers && some_of(p, plan, most_so, Walk::kBelow, l, begin, blocks).count > 0) gather(p, plan, l, begin, blocks, stream);
+      if (gathers && some_of(p, plan, most_so, Walk::kBelow, l, begin, blocks).count > 0) gather(p, plan, unite, blocks, stream);
     }
     if (l > 0) {
       pass(Pass::kChoice);

@@ -13,15 +13,14 @@ namespace htree_cuda::layer {
 template <class Cfg>
 int deal_blocks(Args& args, Some const& some, int earlier = 0) {
   WalkArgs& own = args.walks[static_cast<int>(Cfg::kWalk)];
-  if constexpr (Cfg::kPairs) {
-    int const per_head = static_cast<int>(args.blocks.per_head);
-    int const in_head = static_cast<int>((args.blocks.begin + static_cast<std::uint32_t>(some.begin)) % args.blocks.per_head);
-    own.from = some.begin;
-    own.to = some.begin + some.count;
-    own.of_first_head = std::min(some.count, per_head - in_head);
-    int const others = some.count - own.of_first_head;
-    int const pairs =
-        (own.of_first_head + 1) / 2 + others / per_head * ((per_head + 1) / 2) + (others % per_head + 1) / 2;
+  if constexpr (Cfg::kChildRows) {  // the pairs are those of the unions
+    int const first = own.pairs.pair_of(args.blocks, some.begin);
+    int const last = own.pairs.pair_of(args.blocks, some.begin + some.count - 1);
+    own.end_block = earlier + last;
+    return last - first + 1;
+  } else if constexpr (Cfg::kPairs) {
+    own.pairs = BlockPairs::of(args.blocks, some.begin, some.count);
+    int const pairs = own.pairs.count(args.blocks);
     own.end_block = earlier + pairs - 1;
     return pairs;
   } else {
@@ -62,6 +61,11 @@ void launch_ways(Args const& args, Blocks const& blocks, cudaStream_t stream) {
 template <class Below, class Dense, class First>
 void launch(Args const& args, Blocks const& blocks, cudaStream_t stream) {
   if (walks_by_pairs(args.G, args.blocks.T_q)) {
+    if constexpr (Below::kReadsValues && std::is_same_v<typename Below::Element, __nv_bfloat16>) {
+      if (args.layer == 0) {
+        return launch_two<typename Below::OfPairs, typename First::OfPairs>(args, blocks.below, blocks.first, stream);
+      }
+    }
     launch_ways<Below, Dense, typename First::OfPairs>(args, blocks, stream);
   } else {
     launch_ways<Below, Dense, First>(args, blocks, stream);

@@ -23,6 +23,11 @@ struct Blocks {
 // warps of its block.
 inline bool walks_by_pairs(std::int64_t G, std::int64_t T_q) { return G <= kPairHeads && T_q > 1; }
 
+// And whether those of a layer do that are below their first, where two queries share what a warp reads of a parent.
+inline bool walks_by_child_rows(std::int64_t G, std::int64_t T_q, DType dtype, int layer) {
+  return walks_by_pairs(G, T_q) && dtype == DType::kBFloat16 && layer == 0;
+}
+
 // One pass over the layer of `args`, for all of them.
 void run_pass(Pass pass, Args const& args, Blocks const& blocks, DType dtype, int K, int V, cudaStream_t stream);
 

@@ -22,6 +22,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../device/barriers.cuh"
 #include "../device/pipeline.cuh"
@@ -44,24 +45,10 @@ __device__ __forceinline__ uint32_t block_index(Args const& args) {
   return own<Cfg>(args).end_block - ptx::block_index();
 }
 
-// kPairs: of the two blocks of this CTA, one; -1 where a head has no second one. Pairs are of one head: from the first block of
-// the walk on, and then from the first of every head.
+// kPairs: of the two blocks of this CTA, one; -1 where a head has no second one.
 template <class Cfg>
 __device__ __forceinline__ int block_of_pair(Args const& args, int which) {
-  WalkArgs const& walk = own<Cfg>(args);
-  int const per_head = static_cast<int>(args.blocks.per_head);
-  int pair = static_cast<int>(block_index<Cfg>(args));
-  int first = walk.from;
-  int count = walk.of_first_head;
-  int const before = (count + 1) / 2;
-  if (pair >= before) {
-    int const pairs = (per_head + 1) / 2;
-    int const heads = (pair - before) / pairs;
-    pair -= before + heads * pairs;
-    first += count + heads * per_head;
-    count = min(per_head, walk.to - first);
-  }
-  return 2 * pair + which < count ? first + 2 * pair + which : -1;
+  return own<Cfg>(args).pairs.block(args.blocks, static_cast<int>(block_index<Cfg>(args)), which);
 }
 
 // The block of the launch that a consumer warp has a query of, if any; of the two of a CTA one at least exists.
@@ -91,7 +78,7 @@ struct Ring {
       : stages(shared), barriers{shared + Cfg::kFullOffset, shared + Cfg::kEmptyOffset} {}
 
   __device__ __forceinline__ uint32_t stage(uint32_t slot) const { return stages + slot * Cfg::kStageBytes; }
-  // What query `i` of the block takes of the stage, see Config.
+  // What the queries of consumer `i` take of the stage, see Config.
   static __device__ __forceinline__ uint32_t mask(uint32_t stage, int i) { return stage + Cfg::kMaskOffset + 4 * i; }
   // And of the one behind it.
   static __device__ __forceinline__ uint32_t next_mask(uint32_t stage, int i) {
@@ -132,7 +119,9 @@ __device__ __forceinline__ int parents_of(Args const& args, QueryBlock const& bl
 // Parents that the block streams: the last of its queries that walk has the most.
 template <class Cfg>
 __device__ __forceinline__ int stream_count(Args const& args) {
-  if constexpr (Cfg::kIsBelow) {
+  if constexpr (Cfg::kChildRows) {
+    return args.union_count[block_of_warp<Cfg>(args, 0)];  // at the bottom there is no other way to walk below a first layer
+  } else if constexpr (Cfg::kIsBelow) {
     QueryBlock const block(args.blocks, block_index<Cfg>(args));
     // Queries of a way are neighbours, more than a block of them. One that has none may be here where a launch is of several
     // heads.
@@ -158,20 +147,32 @@ __device__ __forceinline__ int consumer_of(Args const& args, int rank) {
   return rank / args.turn_period % kBlockQueries;
 }
 
+// Which queries of the block, or of both, selected an entry of a list.
+template <class Cfg>
+__device__ __forceinline__ uint32_t mask_of_entry(Args const& args, uint32_t entry) {
+  using Mask = std::conditional_t<Cfg::kChildRows, std::uint32_t, std::uint16_t>;
+  return static_cast<Mask const*>(args.union_masks)[entry];
+}
+
 // Entries of a block's list, 32 at a time: lane i holds entry i of them, and of the next ones, which are on their way.
 template <class Cfg>
 struct Listed {
   int node = 0;
   unsigned mask = 0;  // kFirst: 0, a query knows by itself how many parents it takes
+  uint32_t list = 0;
+
+  __device__ explicit Listed(Args const& args) {
+    if constexpr (Cfg::kChildRows) list = block_of_warp<Cfg>(args, 0) * static_cast<uint32_t>(kBlockQueries * args.top_k);
+  }
 
   __device__ __forceinline__ void fetch(Args const& args, int count, int entry) {
     mask = 0;
     node = entry;
     if (Cfg::kIsBelow && entry < count) {
-      uint32_t const list = block_index<Cfg>(args) * static_cast<uint32_t>(kBlockQueries * args.top_k);
+      if constexpr (!Cfg::kChildRows) list = block_index<Cfg>(args) * static_cast<uint32_t>(kBlockQueries * args.top_k);
       uint32_t const at = ptx::opaque(list + static_cast<uint32_t>(entry));  // two addresses that move on are too many
       node = own<Cfg>(args).union_nodes[at];
-      mask = args.union_masks[at];
+      mask = mask_of_entry<Cfg>(args, at);
     }
     if (args.split) mask = entry < count ? 1u << consumer_of(args, entry) : 0u;
   }
@@ -186,7 +187,7 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
   RingPosition<Cfg::kStages> at;
 #pragma unroll 1
   for (int walk = 0; walk < Cfg::kWalks; ++walk) {
-    Listed<Cfg> next;
+    Listed<Cfg> next(args);
     next.fetch(args, count, lane);
     for (int base = 0; base < count; base += 32) {
       char const* const from = packed + next.node * args.block_bytes;
@@ -218,15 +219,27 @@ __device__ void name_takers(Args const& args, Ring<Cfg> const& ring) {
   int const lane = threadIdx.x % 32;
   int const count = stream_count<Cfg>(args);
 
-  // The word of query `lane` for a stage, `group` of the 32 entries at hand.
+  // What turns queries to the next rank is there with the first stage.
+  if constexpr (Cfg::kChildRows) {
+    for (int i = lane; i < Cfg::kK / 4; i += 32) {
+      uint2 const turn = __ldg(reinterpret_cast<uint2 const*>(own<Cfg>(args).packed_step_turn) + i);
+      ptx::store_shared_8B(ring.stages - Cfg::kRingOffset + Cfg::kStepOffset + i / (Cfg::kK / 16) * Cfg::kStepBytes +
+                               i % (Cfg::kK / 16) * 8, turn);
+    }
+  }
+
+  // The word of consumer `lane` for a stage, `group` of the 32 entries at hand.
   int expected = 0;  // kDense: the parent without a gap
   auto const taken = [&](unsigned mask, int node, int group) {
     uint32_t word = 0;
     int shift = 0;
 #pragma unroll
     for (int i = 0; i < Cfg::kStageSlots; ++i) {
-      uint32_t const own = __shfl_sync(kFullWarp, mask, group * Cfg::kStageSlots + i) >> lane & 1u;
-      if constexpr (Cfg::kWalk == Walk::kDense) {
+      uint32_t const takers = __shfl_sync(kFullWarp, mask, group * Cfg::kStageSlots + i);
+      uint32_t const own = takers >> lane & 1u;
+      if constexpr (Cfg::kChildRows) {
+        word |= (takers >> 2 * lane & 1u | (takers >> 2 * lane & 2u) << 15) << i;
+      } else if constexpr (Cfg::kWalk == Walk::kDense) {
         int const parent = __shfl_sync(kFullWarp, node, group * Cfg::kStageSlots + i);
         uint32_t const gap = args.split ? Cfg::kMostGap : min(static_cast<uint32_t>(parent - expected), Cfg::kMostGap);
         word |= own * (Cfg::kTaken | gap << Cfg::kSlotBits | i) << shift;
@@ -244,7 +257,7 @@ __device__ void name_takers(Args const& args, Ring<Cfg> const& ring) {
   for (int walk = 0; walk < Cfg::kWalks; ++walk) {
     expected = 0;
     uint32_t next_word = 0;
-    Listed<Cfg> next;
+    Listed<Cfg> next(args);
     next.fetch(args, count, lane);
     for (int base = 0; base < count; base += 32) {
       int const node = next.node;

@@ -13,7 +13,7 @@
 namespace htree_cuda::layer {
 
 // One query: 16 heads (rows lane / 4 and lane / 4 + 8 in this thread) and the parents it takes. Cfg::kPairs: two, of 8 heads
-// each, the second one's in rows 8 to 15.
+// each, the second one's in rows 8 to 15; Cfg::kChildRows: each one's heads are the columns of operands B.
 template <class Cfg>
 class Query {
 protected:
@@ -25,6 +25,7 @@ protected:
   static constexpr int kValueTiles = Cfg::kReadsValues ? kV / 8 : 1;
   static constexpr bool kBelow = Cfg::kIsBelow;
   static constexpr bool kPairs = Cfg::kPairs;
+  static constexpr bool kChildRows = Cfg::kChildRows;
   // A running maximum is raised when an exponential would exceed 2^kSlack: rescaling is rare.
   static constexpr float kSlack = 8.0f;
   static constexpr float kNear = 4096.0f;
@@ -51,9 +52,9 @@ protected:
     begin_walk(block);
     if (active_) {
       float2 state[2];
-      fetch_state(state);
+      if constexpr (!kChildRows) fetch_state(state);
       turn_query(words);
-      begin_state(state);
+      if constexpr (!kChildRows) begin_state(state);
     } else {
 #pragma unroll
       for (int i = 0; i < kSteps * 4; ++i) q_[i / 4][i % 4] = half2{};
@@ -123,7 +124,7 @@ protected:
     return exists(block, i) && layer::works<Cfg>(args_, args_.blocks.q_start + block.first + query(i));
   }
 
-  // q in A fragments: the pair of elements 16 kk + 8 part + 2 tq of row i is words[i][kk][part].
+  // q in A fragments, kChildRows B fragments: the two elements 16 kk + 8 part + 2 tq of row i is words[i][kk][part].
   using QueryWords = uint32_t[2][kSteps][2];
 
   // Rows of heads beyond G are zero.
@@ -201,11 +202,16 @@ protected:
         lo = {x.x * turn.x - y.x * turn.y, x.y * turn.z - y.y * turn.w};
         hi = {x.x * turn.y + y.x * turn.x, x.y * turn.w + y.y * turn.z};
       }
-      int const even = rope::tile_of(2 * kk + part, 0), odd = rope::tile_of(2 * kk + part, 1);
-      q_[even / 2][even % 2 * 2 + i] = __floats2half2_rn(lo.x, hi.x);
-      q_[odd / 2][odd % 2 * 2 + i] = __floats2half2_rn(lo.y, hi.y);
+      if constexpr (kChildRows) {  // first elements of two pairs, and their second ones
+        q_[2 * kk + part][2 * i] = __floats2half2_rn(lo.x, lo.y);
+        q_[2 * kk + part][2 * i + 1] = __floats2half2_rn(hi.x, hi.y);
+      } else {
+        int const even = rope::tile_of(2 * kk + part, 0), odd = rope::tile_of(2 * kk + part, 1);
+        q_[even / 2][even % 2 * 2 + i] = __floats2half2_rn(lo.x, hi.x);
+        q_[odd / 2][odd % 2 * 2 + i] = __floats2half2_rn(lo.y, hi.y);
+      }
     };
-    if constexpr (kPairs) {
+    if constexpr (kPairs && !kBelow) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (i == 1) fetch_turns(second_position_.value);

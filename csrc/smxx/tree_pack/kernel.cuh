@@ -63,6 +63,25 @@ __device__ __forceinline__ void store_key_fragments(char* keys, int step, int ch
   }
 }
 
+// As operands A: of step `chunk` columns 2 t + {0, 1} are the first elements of pairs 8 chunk + 2 t + {0, 1} and columns
+// 8 + 2 t + {0, 1} their second ones, words (row g, 0), (g + 8, 0), (g, 8), (g + 8, 8). pairs[odd][i][t]: of row
+// first + i * rows_at_once both elements of pair 8 chunk + 2 t + odd.
+template <int kRows>
+__device__ __forceinline__ void store_key_rows(char* keys, int chunk, int first, int rows_at_once,
+                                               uint32_t const (&pairs)[2][kRows][4]) {
+#pragma unroll
+  for (int i = 0; i < kRows / 2; ++i) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      uint32_t const low[2] = {pairs[0][i][t], pairs[1][i][t]};
+      uint32_t const high[2] = {pairs[0][i + kRows / 2][t], pairs[1][i + kRows / 2][t]};
+      *fragment(keys, chunk, first + i * rows_at_once, t) = {
+          __byte_perm(low[0], low[1], 0x5410), __byte_perm(high[0], high[1], 0x5410),
+          __byte_perm(low[0], low[1], 0x7632), __byte_perm(high[0], high[1], 0x7632)};
+    }
+  }
+}
+
 // Elements e of x and of y.
 __device__ __forceinline__ uint32_t pair_of(uint4 const& x, uint4 const& y, int e) {
   uint32_t const(&a)[4] = reinterpret_cast<uint32_t const(&)[4]>(x);
@@ -96,11 +115,15 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   if (block >= args.blocks) return;
   std::int64_t parent = block % args.parents_per_head;
   if (args.lists.nodes != nullptr) {
-    std::int64_t const list = block / args.lists.per_block;
-    std::int64_t const entry = block % args.lists.per_block;
+    std::int64_t list = block / args.lists.per_block;
+    std::int64_t entry = block % args.lists.per_block;
+    if (list < args.lists.pairs.to && args.lists.pairs.is_second(args.lists.blocks, static_cast<int>(list))) {
+      list -= 1;
+      entry += args.lists.per_block;
+    }
     if (entry >= args.lists.counts[list]) return;
     parent = args.lists.nodes[list * args.lists.stride + entry];
-    block += args.lists.begin * args.lists.per_block;
+    block += args.lists.blocks.begin * args.lists.per_block;
     if (lane == 0) {
       args.lists.places[list * args.lists.stride + entry] = static_cast<std::int32_t>(block % args.parents_per_head);
     }
@@ -138,7 +161,8 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       *chunk_of(values, i / chunks, i % chunks) = x;
     }
   } else {
-    // For columns 16 step + g + {0, 8}, rows 2 t + {0, 1, 8, 9}: words (0, 1; 0), (8, 9; 0), (0, 1; 8), (8, 9; 8).
+    // For columns 16 step + g + {0, 8}, rows 2 t + {0, 1, 8, 9}: words (0, 1; 0), (8, 9; 0), (0, 1; 8), (8, 9; 8), as operands
+    // A the second one behind the third.
     for (int i = lane; i < chunks / 2 * 4; i += 32) {
       int const step = i / 4;
       int const t = i % 4;
@@ -157,8 +181,9 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       }
 #pragma unroll
       for (int g = 0; g < 8; ++g) {
-        *fragment(values, step, g, t) = {pair_of(x[0][0], x[1][0], g), pair_of(x[2][0], x[3][0], g),
-                                         pair_of(x[0][1], x[1][1], g), pair_of(x[2][1], x[3][1], g)};
+        uint32_t const low = pair_of(x[2][0], x[3][0], g), high = pair_of(x[0][1], x[1][1], g);
+        *fragment(values, step, g, t) = {pair_of(x[0][0], x[1][0], g), args.child_rows ? high : low,
+                                         args.child_rows ? low : high, pair_of(x[2][1], x[3][1], g)};
       }
     }
   }
@@ -246,6 +271,10 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     float const signed_scale = finite_values ? size : -size;
     if (chunk == 0) scales[c] = c == 0 && !even ? rope::uneven_scale(signed_scale) : signed_scale;
   }
+  if (args.child_rows) {
+    store_key_rows<kSteps>(keys, chunk, lane / kLanesPerRow, kRowsAtOnce, turned);
+    return;
+  }
 #pragma unroll
   for (int odd = 0; odd < 2; ++odd) {
     int const column = rope::tile_of(chunk, odd);
@@ -302,6 +331,18 @@ static __global__ void __launch_bounds__(kThreads)
     *reinterpret_cast<float4*>(turns + position * (K / 2) + m) = {
         static_cast<float>(x.x), static_cast<float>(x.y), static_cast<float>(y.x), static_cast<float>(y.y)};
     if (query_turns.step == nullptr) continue;
+    if (query_turns.packed_begin != nullptr) {
+      double2 const steps[2] = {rope::turn(kSiblings, frequencies[0]), rope::turn(kSiblings, frequencies[1])};
+      auto const write = [&](rope::PackedTurns* table, double2 first, double2 second) {
+        table[entry % 4 * (K / 16) + m / 8] = {half2(__double2half(first.x), __double2half(second.x)),
+                                               half2(__double2half(first.y), __double2half(second.y))};
+      };
+      if (position < query_turns.begins) {
+        write(query_turns.packed_begin + position * (K / 4), compensated(x, steps[0], query_turns.period),
+              compensated(y, steps[1], query_turns.period));
+      }
+      if (position == 0) write(query_turns.packed_step, steps[0], steps[1]);
+    }
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
       double2 const step = rope::turn(kSiblings, frequencies[odd]);
