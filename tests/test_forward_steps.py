@@ -188,35 +188,45 @@ def test_random_lengths(select, seed):
 
 
 @pytest.mark.parametrize(
-    ("top_k", "T_q", "reach"),
+    ("top_k", "T_q", "reach", "blocks"),
     [
-        (512, 12, 513),  # all alike, but for one
-        (512, 12, 8192),
-        (512, 12, 65536),
-        (64, 5, 2**26),  # a window for nearly every node
-        (512, 1, 8192),
-        (16, 12, 40),
-        (16, 7, 2**26),
+        (512, 12, 513, 1),  # all alike, but for one
+        (512, 12, 8192, 1),
+        (512, 12, 65536, 1),
+        (64, 5, 2**26, 1),  # a window for nearly every node
+        (512, 1, 8192, 1),
+        (16, 12, 40, 1),
+        (16, 7, 2**26, 1),
+        (512, 24, 8192, 2),
+        (64, 17, 65536, 2),
+        (16, 5, 40, 2),
+        (512, 48, 8192, 4),
+        (64, 43, 2**26, 4),
+        (16, 30, 65536, 4),
+        (512, 2, 513, 4),
     ],
 )
-def test_unions(launch, top_k, T_q, reach):
-    """Ascending lists of different queries, whose nodes lie within `reach`, wherever the first of them is."""
+def test_unions(launch, top_k, T_q, reach, blocks):
+    """Ascending lists of different queries, whose nodes lie within `reach`, wherever the first of them is; of a group of
+    blocks, which may not all be there."""
     g = torch.Generator().manual_seed(reach + T_q)
 
     def nodes():
         few = torch.arange(reach) if reach <= 65536 else torch.randint(0, reach, (2 * top_k,), generator=g).unique()
         return few[torch.randperm(few.numel(), generator=g)[:top_k]].sort().values.int()
 
+    dtype = {1: torch.int16, 2: torch.int32, 4: torch.int64}[blocks]
+    room = -(-T_q // BLOCK) * BLOCK
     for seed, offset in enumerate((0, 12345, 2**27 - reach)):
-        lists = torch.stack([nodes() for _ in range(BLOCK)]) + offset
-        union = torch.full((BLOCK * top_k,), -1, dtype=torch.int32)
-        masks = torch.zeros(BLOCK * top_k, dtype=torch.int16)
+        lists = torch.stack([nodes() for _ in range(room)]) + offset
+        union = torch.full((room * top_k,), -1, dtype=torch.int32)
+        masks = torch.zeros(room * top_k, dtype=dtype)
         count = torch.zeros(1, dtype=torch.int32)
-        q_start = 2**31 - 16  # deep enough that every query has top_k parents in the bottom layer
+        q_start = 2**31 - 64  # deep enough that every query has top_k parents in the bottom layer
         place = ctypes.c_longlong(T_q), ctypes.c_longlong(q_start), 0, 6 if top_k == 512 else 7, top_k
-        launch("unite", seed, *place, lists, union, masks, count)
+        launch("unite", seed, *place, blocks, lists, union, masks, count)
         expected, where = lists[:T_q].flatten().unique(return_inverse=True)
-        bits = torch.zeros(expected.numel(), dtype=torch.int32)
-        bits.scatter_add_(0, where, (1 << torch.arange(T_q)).repeat_interleave(top_k).int())
+        bits = torch.zeros(expected.numel(), dtype=torch.int64)
+        bits.scatter_add_(0, where, (1 << torch.arange(T_q)).repeat_interleave(top_k))
         n = int(count)
-        assert torch.equal(union[:n], expected) and torch.equal(masks[:n].int(), bits)
+        assert torch.equal(union[:n], expected) and torch.equal(masks[:n], bits.to(dtype))

@@ -83,51 +83,58 @@ struct QueryBlock {
         first(static_cast<std::int64_t>((blocks.begin + i) % blocks.per_head) * kBlockQueries) {}
 };
 
-// Blocks from .. to - 1 of a launch by pairs, neighbours of one head: from the first on, and then from the first of every head;
-// the last of a head may be alone.
-struct BlockPairs {
+// Blocks from .. to - 1 of a launch by groups of a few neighbours of one head: from the first on, and then from the first of
+// every head; the last group of a head may have fewer.
+struct BlockGroups {
   std::int32_t from;
   std::int32_t to;
   std::int32_t of_first_head;  // so many of them are of the same head as the first
+  std::int32_t size;           // of a group, a power of two; 0: no groups, no blocks
 
-  __host__ __device__ static BlockPairs of(QueryBlocks const& blocks, std::int32_t from, std::int32_t count) {
+  __host__ __device__ static BlockGroups of(QueryBlocks const& blocks, std::int32_t from, std::int32_t count,
+                                            std::int32_t size) {
     std::int32_t const in_head = static_cast<std::int32_t>((blocks.begin + static_cast<std::uint32_t>(from)) % blocks.per_head);
     std::int32_t const left = static_cast<std::int32_t>(blocks.per_head) - in_head;
-    return {from, from + count, count < left ? count : left};
+    return {from, from + count, count < left ? count : left, size};
   }
+
+  // The same, where the compiler knows their size.
+  __device__ BlockGroups of_size(int known) const { return {from, to, of_first_head, known}; }
+
+  __host__ __device__ std::int32_t of_blocks(std::int32_t blocks) const { return (blocks + size - 1) / size; }
 
   __host__ __device__ std::int32_t count(QueryBlocks const& blocks) const {
     std::int32_t const per_head = static_cast<std::int32_t>(blocks.per_head);
     std::int32_t const others = to - from - of_first_head;
-    return (of_first_head + 1) / 2 + others / per_head * ((per_head + 1) / 2) + (others % per_head + 1) / 2;
+    return of_blocks(of_first_head) + others / per_head * of_blocks(per_head) + of_blocks(others % per_head);
   }
 
-  // The pair that a block is in, and whether it is the second one there.
-  __host__ __device__ std::int32_t pair_of(QueryBlocks const& blocks, std::int32_t block) const {
+  // The group that a block is in, and which one it is there.
+  __host__ __device__ std::int32_t group_of(QueryBlocks const& blocks, std::int32_t block) const {
     std::int32_t const per_head = static_cast<std::int32_t>(blocks.per_head);
     std::int32_t const others = block - from - of_first_head;
-    if (others < 0) return (block - from) / 2;
-    return (of_first_head + 1) / 2 + others / per_head * ((per_head + 1) / 2) + others % per_head / 2;
+    if (others < 0) return (block - from) / size;
+    return of_blocks(of_first_head) + others / per_head * of_blocks(per_head) + others % per_head / size;
   }
-  __host__ __device__ bool is_second(QueryBlocks const& blocks, std::int32_t block) const {
+  __host__ __device__ std::int32_t place_of(QueryBlocks const& blocks, std::int32_t block) const {
     std::int32_t const others = block - from - of_first_head;
-    return (others < 0 ? block - from : others % static_cast<std::int32_t>(blocks.per_head)) % 2 != 0;
+    return (others < 0 ? block - from : others % static_cast<std::int32_t>(blocks.per_head)) & (size - 1);
   }
 
-  // The two blocks of a pair; -1 where there is no second one.
-  __device__ std::int32_t block(QueryBlocks const& blocks, std::int32_t pair, int which) const {
+  // The blocks of a group; -1 where there is none.
+  __device__ std::int32_t block(QueryBlocks const& blocks, std::int32_t group, int which) const {
     std::int32_t const per_head = static_cast<std::int32_t>(blocks.per_head);
     std::int32_t first = from;
     std::int32_t count = of_first_head;
-    std::int32_t const before = (count + 1) / 2;
-    if (pair >= before) {
-      std::int32_t const pairs = (per_head + 1) / 2;
-      std::int32_t const heads = (pair - before) / pairs;
-      pair -= before + heads * pairs;
+    std::int32_t const before = of_blocks(count);
+    if (group >= before) {
+      std::int32_t const groups = of_blocks(per_head);
+      std::int32_t const heads = (group - before) / groups;
+      group -= before + heads * groups;
       first += count + heads * per_head;
       count = min(per_head, to - first);
     }
-    return 2 * pair + which < count ? first + 2 * pair + which : -1;
+    return size * group + which < count ? first + size * group + which : -1;
   }
 };
 

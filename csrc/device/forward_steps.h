@@ -33,7 +33,7 @@ struct Lists {
   std::int64_t stride;
   std::int64_t per_block;
   QueryBlocks blocks;          // block i of the launch is block begin + i of the call
-  BlockPairs pairs;            // two blocks may have one list, the first one's, and the room of both; else empty
+  BlockGroups groups;          // whose blocks have one list, the first one's, and the room of all; may be empty
 };
 
 struct Args {
@@ -48,7 +48,7 @@ struct Args {
   float2 const* turns;            // [positions, K / 2] cos and sin
   bool by_node;                   // keys turn by the node's index, else by the place among its siblings
   bool tiles;                     // by_node: keys and values as panels, else as fragments
-  bool child_rows;                // fragments: of operands A, else B
+  bool operands_a;                // fragments, bf16: of operands A, else B
   bool as_inputs;                 // keys are rounded to the dtype, else to fp16
   int* spoilt;                    // becomes 1 where a value is not finite
   Lists lists;                    // not by_node
@@ -104,15 +104,14 @@ struct Args {
   int layers;
   int top_k;
   std::int32_t const* nodes;  // [rows, top_k]
-  // Where `by_pairs`, of the first of two blocks those of both.
-  std::int32_t* union_nodes;   // [blocks, 12 * top_k]
-  void* union_masks;           // likewise, std::uint16_t, of pairs std::uint32_t
-  std::int32_t* union_count;   // [blocks]
-  bool by_pairs;
-  BlockPairs pairs;
+  // Of each block, of a group of them for all where the first one's would be.
+  std::int32_t* union_nodes;  // [blocks, 12 * top_k]
+  void* union_masks;          // likewise, 16 bits for each block of a group
+  std::int32_t* union_count;  // [blocks]
+  BlockGroups groups;         // of 1, 2 or 4 blocks
 };
 
-void unite(Args const& args, int blocks, cudaStream_t stream);
+void unite(Args const& args, cudaStream_t stream);
 
 }  // namespace uniting
 

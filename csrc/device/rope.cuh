@@ -123,7 +123,7 @@ struct alignas(16) TurnColumns {
   half2 tile[4];
 };
 
-// Turns for packed arithmetic, of heads that are columns (htree_layer/below_pairs.cuh): of the first elements of two pairs in
+// Turns for packed arithmetic, of heads that are columns (htree_layer/below_shared.cuh): of the first elements of two pairs in
 // one register, and of their second elements in another. Entry [position][t][step] (t < 4, step < K / 16) holds those of pairs
 // 8 step + 2 t + {0, 1}.
 struct alignas(8) PackedTurns {

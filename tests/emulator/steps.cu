@@ -38,11 +38,13 @@ EXPORT char const* emulator_select(long long T_q, long long q_start, int layer, 
   return attempt([&] { htree_cuda::selecting::select(args, htree_cuda::kBlockQueries, nullptr); });
 }
 
-EXPORT char const* emulator_unite(long long T_q, long long q_start, int layer, int layers, int top_k,
-                                  std::int32_t const* nodes, std::int32_t* union_nodes, std::uint16_t* union_masks,
+// Of one head, whose blocks are one group.
+EXPORT char const* emulator_unite(long long T_q, long long q_start, int layer, int layers, int top_k, int group,
+                                  std::int32_t const* nodes, std::int32_t* union_nodes, void* union_masks,
                                   std::int32_t* union_count) {
+  int const blocks = static_cast<int>((T_q + htree_cuda::kBlockQueries - 1) / htree_cuda::kBlockQueries);
   htree_cuda::uniting::Args args{};
-  args.blocks = {0, 1, T_q, q_start};
+  args.blocks = {0, static_cast<std::uint32_t>(blocks), T_q, q_start};
   args.layer = layer;
   args.layers = layers;
   args.top_k = top_k;
@@ -50,5 +52,6 @@ EXPORT char const* emulator_unite(long long T_q, long long q_start, int layer, i
   args.union_nodes = union_nodes;
   args.union_masks = union_masks;
   args.union_count = union_count;
-  return attempt([&] { htree_cuda::uniting::unite(args, 1, nullptr); });
+  args.groups = htree_cuda::BlockGroups::of(args.blocks, 0, blocks, group);
+  return attempt([&] { htree_cuda::uniting::unite(args, nullptr); });
 }

@@ -27,6 +27,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../../device/candidates.cuh"
 #include "../../device/forward_steps.h"
@@ -63,17 +64,21 @@ struct Config {
   static constexpr int kV = kV_;
   static constexpr Pass kPass = kPass_;
   static constexpr Walk kWalk = kWalk_;
-  // Of a warp: two, neighbours. A CTA has two blocks of queries then, half of the warps each. kFirst: its 16 rows hold the heads
-  // of both.
+  // Of a warp: one, or two or four neighbours. A CTA has as many blocks of queries, a part of the warps each. kFirst: the 16 rows
+  // of a warp hold the heads of both.
   static constexpr int kQueries = kQueries_;
+  static constexpr bool kShares = kQueries > 1;
   static constexpr bool kPairs = kQueries == 2;
   using OfPairs = Config<Element_, kK_, kV_, kPass_, kWalk_, 2>;
+  using OfQuads = Config<Element_, kK_, kV_, kPass_, kWalk_, 4>;
   static constexpr bool kIsBelow = kWalk != Walk::kFirst;
   static constexpr bool kReadsValues = kPass == Pass::kValues;
-  // Children are the rows of products and the heads of one query their columns, so that two queries share what is read of a
-  // parent and multiply nothing that only one of them takes. See below_pairs.cuh.
-  static constexpr bool kChildRows = kPairs && kIsBelow;
-  static_assert(kQueries == 1 || kWalk == Walk::kFirst || (kChildRows && kWalk == Walk::kBelow && kReadsValues));
+  // Children are the rows of products and the heads of queries their columns, so that queries share what is read of a parent. See
+  // below_shared.cuh.
+  static constexpr bool kChildRows = kShares && kIsBelow;
+  static_assert(kQueries == 1 || (kPairs && kWalk == Walk::kFirst) || (kWalk == Walk::kBelow && kReadsValues));
+  static_assert(kQueries == 1 || kQueries == 2 || kQueries == 4);
+  using Mask = std::conditional_t<kQueries == 4, std::uint64_t, std::uint32_t>;  // a bit for each query of a CTA
   static constexpr int kWalks = kPass == Pass::kChoice ? 2 : 1;
 
   static constexpr int kConsumers = kBlockQueries;
@@ -105,10 +110,12 @@ struct Config {
   static_assert(kCopyBytes % 16 == 0 && kSlotBytes % (kWalk == Walk::kFirst ? 1024 : 256) == 0);
 
   // A stage begins with its barriers, full and empty, and a word a consumer, bit i: its query takes slot i, kChildRows: bit
-  // 16 + i: its second query. There is room before the scales, and one address serves all.
+  // 8 query + i. There is room before the scales, and one address serves all.
   static constexpr int kFullOffset = 0;
   static constexpr int kEmptyOffset = 8;
   static constexpr int kMaskOffset = 16;
+  static constexpr int kQueryBits = 8;  // kChildRows
+  static_assert(!kChildRows || kStageSlots <= kQueryBits);
   // Values, kBelow, and kDense: such words of the stage behind it too, so that nobody waits for them there.
   static constexpr bool kNamesNext = kIsBelow && (kReadsValues || kWalk == Walk::kDense);
   static constexpr int kNextMaskOffset = kMaskOffset + 4 * kConsumers;
@@ -130,11 +137,12 @@ struct Config {
   static constexpr int kColumnBytes = 2 * kK / 4;
   static constexpr int kColumnsBytes = 8 * kColumnBytes;
   static constexpr int kZerosOffset = kColumnsBytes + 16;  // in other banks than the columns that are read at once
-  // kChildRows: PackedTurns instead, of either query; behind those of all consumers what turns to the next rank.
+  // kChildRows: PackedTurns instead, of each query; behind those of all consumers what turns to the next rank, and a row that
+  // turns by nothing.
   static constexpr int kPackedBytes = 2 * kK;
   static constexpr int kStepBytes = kPackedBytes / 4 + 16;  // of lanes that share a row; in other banks than those of others
   static constexpr int kTurnBytes =
-      kWalk == Walk::kFirst ? 0 : (kChildRows ? 2 * kPackedBytes : kColumnsBytes + 128);
+      kWalk == Walk::kFirst ? 0 : (kChildRows ? kQueries * kPackedBytes : kColumnsBytes + 128);
   static_assert(kColumnBytes <= 64 && kColumnsBytes % 16 == 0 && kColumnsBytes / 16 <= 32, "a copy of 16 bytes a lane");
   static_assert(kPackedBytes / 16 <= 32, "a copy of 16 bytes a lane");
   static constexpr int kTurnOffset = kConsumers / 4 * kQueryBytes;
@@ -142,7 +150,7 @@ struct Config {
   // Where a query is split: 16 bytes for every consumer and head. Between two walks the ring is not free for them.
   static constexpr int kMergeHeadBytes = kConsumers * 16 * 16;
   static constexpr int kRingOffset = kStepOffset + (kChildRows ? 512 : 0) + (kWalks - 1) * kMergeHeadBytes;
-  static_assert(4 * kStepBytes <= 512);
+  static_assert(5 * kStepBytes <= 512);
   static constexpr int kFit = (224 * 1024 - kRingOffset) / kStageBytes;
   static constexpr int kStages = kFit < 12 ? kFit : 12;
   static constexpr int kAlignment = 1024;
@@ -164,8 +172,8 @@ struct Config {
 
 // What is another for queries that walk in another way.
 struct WalkArgs {
-  std::uint32_t end_block;               // CTA i works on block end_block - i; kPairs: on that pair of them
-  BlockPairs pairs;                      // kPairs
+  std::uint32_t end_block;               // CTA i works on block end_block - i; kShares: on that group of them
+  BlockGroups groups;                    // kShares
   char const* packed;                    // the layer: [B, H_kv, parents] blocks of block_bytes, as the walk wants them
   std::int64_t parents_per_head;
   rope::TurnColumns const* begin_turns;  // [begins, 8, K / 32], with which a query begins anew; kBelow
@@ -205,8 +213,8 @@ struct Args {
   int dense_parents;              // kDense where there are fewer
 
   std::int32_t const* parents;       // [rows, top_k] selected in the layer above, ascending; kBelow
-  // The union of the parents of each block; kBelow. kChildRows: of the first of a pair that of both.
-  void const* union_masks;           // [blocks, 12 * top_k], bit i: selected by query i; 16 bits, kChildRows: 32
+  // The union of the parents of each block; kBelow. kChildRows: of a group of blocks in the place of the first.
+  void const* union_masks;           // [blocks, 12 * top_k], bit i: selected by query i; 16 bits, kChildRows: Mask
   std::int32_t const* union_count;   // [blocks]
 
   std::uint16_t const* closed;    // [rows, width / 16], bit c: candidate 16 j + c is no leaf; unused at the bottom

@@ -316,7 +316,7 @@ protected:
   }
 
   __device__ __forceinline__ void finish_values(Ring<Cfg> const& ring) {
-    if (!active_) return;
+    if (kPairs ? !active(0) && !active(1) : !active_) return;
     sum_[0] = quad_sum(sum_[0]);
     sum_[1] = quad_sum(sum_[1]);
     if (args_.layer > 0) {

@@ -1,13 +1,13 @@
 // Roles of the layer kernel; the work is in mainloop.cuh (ring, producer), query.cuh, consumer.cuh,
-// first.cuh (queries in their first layer), turning.cuh, below.cuh and choice.cuh (the others), below_pairs.cuh (two of those a
-// warp).
+// first.cuh (queries in their first layer), turning.cuh, below.cuh and choice.cuh (the others), below_shared.cuh (several of those
+// a warp).
 #pragma once
 
 #include <type_traits>
 
 #include "../../common/overlap.cuh"
 #include "below.cuh"
-#include "below_pairs.cuh"
+#include "below_shared.cuh"
 #include "choice.cuh"
 #include "first.cuh"
 #include "mainloop.cuh"
@@ -36,7 +36,7 @@ __device__ __forceinline__ void run_block(Args const& args, char* shared_memory)
     if constexpr (Cfg::kWalk == Walk::kFirst) {
       FirstConsumer<Cfg>(args).run(ring);
     } else if constexpr (Cfg::kChildRows) {
-      BelowPairs<Cfg>(args, ring).run(ring);
+      BelowShared<Cfg>(args, ring).run(ring);
     } else {
       std::conditional_t<Cfg::kReadsValues, BelowValues<Cfg>, BelowChoice<Cfg>>(args, ring).run(ring);
     }

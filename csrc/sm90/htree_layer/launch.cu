@@ -162,7 +162,7 @@ struct Plan {
   std::int32_t* nodes[2] = {};
   std::int32_t* union_nodes = nullptr;
   std::int32_t* union_places = nullptr;  // where `gathered` serves
-  char* union_masks = nullptr;  // of 16 bits, where any layer has unions of pairs of 32
+  char* union_masks = nullptr;  // 16 bits for each block of the largest group that has a union
   std::int32_t* union_count = nullptr;
   float4* state_out = nullptr;
   float2* state_sum = nullptr;
@@ -198,7 +198,7 @@ struct Plan {
     take(begin_turns, base, begins * (p.K / 4));
     take(forward_turns, base, forwards * (p.K / 4));
     take(step_turn, base, p.K / 4);
-    if (by_child_rows(p, 0)) {
+    if (queries_of_below(p, 0) > 1) {
       take(packed_begin_turns, base, begins * (p.K / 4));
       take(packed_step_turn, base, p.K / 4);
     }
@@ -226,9 +226,11 @@ struct Plan {
     std::int64_t const tree_bytes = bytes;
     chunk_blocks = 1;
     take_chunk(p, nullptr);
-    std::int64_t const room = std::max<std::int64_t>(chunk_bytes(p) / (bytes - tree_bytes), 1);
-    chunk_blocks = std::min(blocks, room);
-    std::int64_t const wave = multiprocessors() * (layer::walks_by_pairs(p.G, p.T_q) ? 2 : 1);
+    std::int64_t const block_size = bytes - tree_bytes;
+    std::int64_t const wave = multiprocessors() * std::max(layer::queries_of_first(p.G, p.T_q), queries_of_below(p, 0));
+    // A wave, if it may be: few heads have less of q and out, but four queries a warp.
+    std::int64_t const room = std::max(chunk_bytes(p), std::min(wave * block_size, kMostChunkBytes)) / block_size;
+    chunk_blocks = std::min(blocks, std::max<std::int64_t>(room, 1));
     if (chunk_blocks < blocks && chunk_blocks > wave) chunk_blocks -= chunk_blocks % wave;  // whole waves
     // What whole waves leave over comes first where a sequence begins: there it has the least to do.
     if (blocks > wave && chunk_blocks >= wave && p.q_start < wave * kBlockQueries) lead_blocks = blocks % wave;
@@ -236,8 +238,9 @@ struct Plan {
     take_chunk(p, base);
   }
 
-  static bool by_child_rows(ForwardParams const& p, int layer) {
-    return layer::walks_by_child_rows(p.G, p.T_q, p.dtype, layer);
+  // A warp's, and so the blocks of a CTA's, which have one union.
+  static int queries_of_below(ForwardParams const& p, int layer) {
+    return layer::queries_of_below(p.G, p.T_q, p.dtype, layer);
   }
 
 private:
@@ -277,7 +280,7 @@ private:
     take(nodes[1], base, rows * p.top_k);
     take(union_nodes, base, rows * p.top_k);
     if (has_gathered) take(union_places, base, rows * p.top_k);
-    take(union_masks, base, rows * p.top_k * (by_child_rows(p, 0) ? 4 : 2));
+    take(union_masks, base, rows * p.top_k * 2 * queries_of_below(p, 0));
     take(union_count, base, chunk_blocks);
     take(state_out, base, rows * (p.V / 8) * 32);
     take(state_sum, base, rows * 16);
@@ -339,7 +342,7 @@ void build(ForwardParams const& p, Plan const& plan, cudaStream_t stream) {
       args.N = packed->nodes;
       args.by_node = packed != &plan.below[l];
       args.tiles = packed == &plan.first[l];
-      args.child_rows = packed == &plan.below[l] && Plan::by_child_rows(p, l);
+      args.operands_a = packed == &plan.below[l] && Plan::queries_of_below(p, l) > 1;
       packing::tree_pack(args, p.dtype, stream);
     }
   }
@@ -351,9 +354,9 @@ void gather(ForwardParams const& p, Plan const& plan, uniting::Args const& lists
   packing::Args args = pack_args(p, plan, l, plan.gathered);
   args.blocks = blocks * plan.list_room;
   args.N = plan.N[l];
-  args.child_rows = Plan::by_child_rows(p, l);
+  args.operands_a = Plan::queries_of_below(p, l) > 1;
   args.lists = {plan.union_nodes, plan.union_places, plan.union_count, kBlockQueries * p.top_k, plan.list_room,
-                lists.blocks,     lists.pairs};
+                lists.blocks,     lists.groups};
   packing::tree_pack(args, p.dtype, stream);
 }
 
@@ -450,9 +453,8 @@ void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int
     set(Walk::kFirst, plan.first[l]);
     set(Walk::kDense, plan.dense[l]);
     set(Walk::kBelow, gathers ? plan.gathered : plan.below[l]);
-    bool const by_pairs = Plan::by_child_rows(p, l);
     layer::WalkArgs& below = args.walks[static_cast<int>(Walk::kBelow)];
-    below.pairs = by_pairs ? BlockPairs::of(args.blocks, 0, blocks) : BlockPairs{};
+    below.groups = BlockGroups::of(args.blocks, 0, blocks, Plan::queries_of_below(p, l));
     below.packed_begin_turns = plan.packed_begin_turns;
     below.packed_step_turn = plan.packed_step_turn;
     auto const pass = [&](Pass which) {
@@ -471,9 +473,8 @@ void run_chunk(ForwardParams const& p, Plan const& plan, std::int64_t begin, int
       unite.union_nodes = plan.union_nodes;
       unite.union_masks = plan.union_masks;
       unite.union_count = plan.union_count;
-      unite.by_pairs = by_pairs;
-      unite.pairs = below.pairs;
-      uniting::unite(unite, blocks, stream);
+      unite.groups = below.groups;
+      uniting::unite(unite, stream);
       // As many walk it so in a choice as among values, or more.
       Pass const most_so = l > 0 ? Pass::kChoice : Pass::kValues;
       if (gathers && some_of(p, plan, most_so, Walk::kBelow, l, begin, blocks).count > 0) gather(p, plan, unite, blocks, stream);

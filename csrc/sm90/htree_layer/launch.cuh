@@ -13,16 +13,16 @@ namespace htree_cuda::layer {
 template <class Cfg>
 int deal_blocks(Args& args, Some const& some, int earlier = 0) {
   WalkArgs& own = args.walks[static_cast<int>(Cfg::kWalk)];
-  if constexpr (Cfg::kChildRows) {  // the pairs are those of the unions
-    int const first = own.pairs.pair_of(args.blocks, some.begin);
-    int const last = own.pairs.pair_of(args.blocks, some.begin + some.count - 1);
+  if constexpr (Cfg::kChildRows) {  // the groups are those of the unions
+    int const first = own.groups.group_of(args.blocks, some.begin);
+    int const last = own.groups.group_of(args.blocks, some.begin + some.count - 1);
     own.end_block = earlier + last;
     return last - first + 1;
-  } else if constexpr (Cfg::kPairs) {
-    own.pairs = BlockPairs::of(args.blocks, some.begin, some.count);
-    int const pairs = own.pairs.count(args.blocks);
-    own.end_block = earlier + pairs - 1;
-    return pairs;
+  } else if constexpr (Cfg::kShares) {
+    own.groups = BlockGroups::of(args.blocks, some.begin, some.count, Cfg::kQueries);
+    int const groups = own.groups.count(args.blocks);
+    own.end_block = earlier + groups - 1;
+    return groups;
   } else {
     own.end_block = earlier + some.begin + some.count - 1;
     return some.count;
@@ -60,10 +60,11 @@ void launch_ways(Args const& args, Blocks const& blocks, cudaStream_t stream) {
 
 template <class Below, class Dense, class First>
 void launch(Args const& args, Blocks const& blocks, cudaStream_t stream) {
-  if (walks_by_pairs(args.G, args.blocks.T_q)) {
+  if (queries_of_first(args.G, args.blocks.T_q) == 2) {
     if constexpr (Below::kReadsValues && std::is_same_v<typename Below::Element, __nv_bfloat16>) {
-      if (args.layer == 0) {
-        return launch_two<typename Below::OfPairs, typename First::OfPairs>(args, blocks.below, blocks.first, stream);
+      switch (queries_of_below(args.G, args.blocks.T_q, DType::kBFloat16, args.layer)) {
+        case 2: return launch_two<typename Below::OfPairs, typename First::OfPairs>(args, blocks.below, blocks.first, stream);
+        case 4: return launch_two<typename Below::OfQuads, typename First::OfPairs>(args, blocks.below, blocks.first, stream);
       }
     }
     launch_ways<Below, Dense, typename First::OfPairs>(args, blocks, stream);

@@ -19,13 +19,13 @@ struct Blocks {
   Some first;
 };
 
-// Whether a CTA of Walk::kFirst has two blocks of queries: with few heads two queries share a warp, but where one has all
-// warps of its block.
-inline bool walks_by_pairs(std::int64_t G, std::int64_t T_q) { return G <= kPairHeads && T_q > 1; }
+// How many queries a warp has in a first layer, where two may share its 16 rows; one if that has all warps of its block.
+inline int queries_of_first(std::int64_t G, std::int64_t T_q) { return G <= kPairHeads && T_q > 1 ? 2 : 1; }
 
-// And whether those of a layer do that are below their first, where two queries share what a warp reads of a parent.
-inline bool walks_by_child_rows(std::int64_t G, std::int64_t T_q, DType dtype, int layer) {
-  return walks_by_pairs(G, T_q) && dtype == DType::kBFloat16 && layer == 0;
+// And below their first, where they share what a warp reads of a parent.
+inline int queries_of_below(std::int64_t G, std::int64_t T_q, DType dtype, int layer) {
+  if (T_q == 1 || dtype != DType::kBFloat16 || layer > 0) return 1;
+  return G <= kPairHeads / 2 ? 4 : G <= kPairHeads ? 2 : 1;
 }
 
 // One pass over the layer of `args`, for all of them.

@@ -45,28 +45,22 @@ __device__ __forceinline__ uint32_t block_index(Args const& args) {
   return own<Cfg>(args).end_block - ptx::block_index();
 }
 
-// kPairs: of the two blocks of this CTA, one; -1 where a head has no second one.
-template <class Cfg>
-__device__ __forceinline__ int block_of_pair(Args const& args, int which) {
-  return own<Cfg>(args).pairs.block(args.blocks, static_cast<int>(block_index<Cfg>(args)), which);
-}
-
-// The block of the launch that a consumer warp has a query of, if any; of the two of a CTA one at least exists.
+// The block of the launch that a consumer warp has a query of, if any: where a CTA has several they are of one head, the first
+// exists, and others are -1 where they do not.
 template <class Cfg>
 __device__ __forceinline__ int block_of_warp(Args const& args, int warp) {
-  if constexpr (Cfg::kPairs) {
-    return block_of_pair<Cfg>(args, warp / (Cfg::kConsumers / 2));
+  if constexpr (Cfg::kShares) {
+    BlockGroups const groups = own<Cfg>(args).groups.of_size(Cfg::kQueries);
+    return groups.block(args.blocks, static_cast<int>(block_index<Cfg>(args)), warp / (Cfg::kConsumers / Cfg::kQueries));
   } else {
     return static_cast<int>(block_index<Cfg>(args));
   }
 }
 
-// One that exists: what is said of it but for its queries holds for all of the CTA.
+// The first: what is said of it but for its queries holds for all of the CTA.
 template <class Cfg>
 __device__ __forceinline__ QueryBlock some_block(Args const& args) {
-  int block = block_of_warp<Cfg>(args, 0);
-  if (Cfg::kPairs && block < 0) block = block_of_warp<Cfg>(args, Cfg::kConsumers - 1);
-  return QueryBlock(args.blocks, block);
+  return QueryBlock(args.blocks, block_of_warp<Cfg>(args, 0));
 }
 
 template <class Cfg>
@@ -133,7 +127,7 @@ __device__ __forceinline__ int stream_count(Args const& args) {
 #pragma unroll 1
     for (int which = Cfg::kQueries - 1; which >= 0; --which) {
       int const index = block_of_warp<Cfg>(args, which * (Cfg::kConsumers - 1));
-      if (Cfg::kPairs && index < 0) continue;
+      if (Cfg::kShares && index < 0) continue;
       QueryBlock const block(args.blocks, index);
 #pragma unroll 1
       for (int i = kBlockQueries - 1; i >= 0 && count == 0; --i) count = parents_of<Cfg>(args, block, i);
@@ -147,18 +141,18 @@ __device__ __forceinline__ int consumer_of(Args const& args, int rank) {
   return rank / args.turn_period % kBlockQueries;
 }
 
-// Which queries of the block, or of both, selected an entry of a list.
+// Which queries of the block, or of all of a CTA's, selected an entry of a list.
 template <class Cfg>
-__device__ __forceinline__ uint32_t mask_of_entry(Args const& args, uint32_t entry) {
-  using Mask = std::conditional_t<Cfg::kChildRows, std::uint32_t, std::uint16_t>;
-  return static_cast<Mask const*>(args.union_masks)[entry];
+__device__ __forceinline__ typename Cfg::Mask mask_of_entry(Args const& args, uint32_t entry) {
+  using Stored = std::conditional_t<Cfg::kChildRows, typename Cfg::Mask, std::uint16_t>;
+  return static_cast<Stored const*>(args.union_masks)[entry];
 }
 
 // Entries of a block's list, 32 at a time: lane i holds entry i of them, and of the next ones, which are on their way.
 template <class Cfg>
 struct Listed {
   int node = 0;
-  unsigned mask = 0;  // kFirst: 0, a query knows by itself how many parents it takes
+  typename Cfg::Mask mask = 0;  // kFirst: 0, a query knows by itself how many parents it takes
   uint32_t list = 0;
 
   __device__ explicit Listed(Args const& args) {
@@ -219,26 +213,33 @@ __device__ void name_takers(Args const& args, Ring<Cfg> const& ring) {
   int const lane = threadIdx.x % 32;
   int const count = stream_count<Cfg>(args);
 
-  // What turns queries to the next rank is there with the first stage.
+  // What turns queries to the next rank is there with the first stage, and behind it what turns by nothing.
   if constexpr (Cfg::kChildRows) {
-    for (int i = lane; i < Cfg::kK / 4; i += 32) {
-      uint2 const turn = __ldg(reinterpret_cast<uint2 const*>(own<Cfg>(args).packed_step_turn) + i);
-      ptx::store_shared_8B(ring.stages - Cfg::kRingOffset + Cfg::kStepOffset + i / (Cfg::kK / 16) * Cfg::kStepBytes +
-                               i % (Cfg::kK / 16) * 8, turn);
+    constexpr int kRow = Cfg::kK / 16;
+    for (int i = lane; i < 5 * kRow; i += 32) {
+      uint2 const nothing = {0x3c003c00u, 0u};  // cos 1, sin 0
+      uint2 const turn =
+          i < 4 * kRow ? __ldg(reinterpret_cast<uint2 const*>(own<Cfg>(args).packed_step_turn) + i) : nothing;
+      ptx::store_shared_8B(
+          ring.stages - Cfg::kRingOffset + Cfg::kStepOffset + i / kRow * Cfg::kStepBytes + i % kRow * 8, turn);
     }
   }
 
   // The word of consumer `lane` for a stage, `group` of the 32 entries at hand.
   int expected = 0;  // kDense: the parent without a gap
-  auto const taken = [&](unsigned mask, int node, int group) {
+  auto const taken = [&](typename Cfg::Mask mask, int node, int group) {
     uint32_t word = 0;
     int shift = 0;
 #pragma unroll
     for (int i = 0; i < Cfg::kStageSlots; ++i) {
-      uint32_t const takers = __shfl_sync(kFullWarp, mask, group * Cfg::kStageSlots + i);
-      uint32_t const own = takers >> lane & 1u;
+      typename Cfg::Mask const takers = __shfl_sync(kFullWarp, mask, group * Cfg::kStageSlots + i);
+      uint32_t const own = static_cast<uint32_t>(takers >> lane) & 1u;
       if constexpr (Cfg::kChildRows) {
-        word |= (takers >> 2 * lane & 1u | (takers >> 2 * lane & 2u) << 15) << i;
+#pragma unroll
+        for (int query = 0; query < Cfg::kQueries; ++query) {
+          word |= (static_cast<uint32_t>(takers >> (Cfg::kQueries * lane % (8 * sizeof(takers)) + query)) & 1u)
+                  << (Cfg::kQueryBits * query + i);
+        }
       } else if constexpr (Cfg::kWalk == Walk::kDense) {
         int const parent = __shfl_sync(kFullWarp, node, group * Cfg::kStageSlots + i);
         uint32_t const gap = args.split ? Cfg::kMostGap : min(static_cast<uint32_t>(parent - expected), Cfg::kMostGap);
@@ -261,7 +262,7 @@ __device__ void name_takers(Args const& args, Ring<Cfg> const& ring) {
     next.fetch(args, count, lane);
     for (int base = 0; base < count; base += 32) {
       int const node = next.node;
-      unsigned const mask = next.mask;
+      typename Cfg::Mask const mask = next.mask;
       next.fetch(args, count, base + 32 + lane);
 #pragma unroll 1
       for (int group = 0; group < 32 / Cfg::kStageSlots && base + group * Cfg::kStageSlots < count; ++group) {

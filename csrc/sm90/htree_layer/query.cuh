@@ -12,8 +12,8 @@
 
 namespace htree_cuda::layer {
 
-// One query: 16 heads (rows lane / 4 and lane / 4 + 8 in this thread) and the parents it takes. Cfg::kPairs: two, of 8 heads
-// each, the second one's in rows 8 to 15; Cfg::kChildRows: each one's heads are the columns of operands B.
+// One query: 16 heads (rows lane / 4 and lane / 4 + 8 in this thread) and the parents it takes. Cfg::kShares: two, of 8 heads
+// each, the second one's in rows 8 to 15, or four, of 4 heads: what this thread knows of a row is of that row's query.
 template <class Cfg>
 class Query {
 protected:
@@ -25,7 +25,10 @@ protected:
   static constexpr int kValueTiles = Cfg::kReadsValues ? kV / 8 : 1;
   static constexpr bool kBelow = Cfg::kIsBelow;
   static constexpr bool kPairs = Cfg::kPairs;
+  static constexpr bool kShares = Cfg::kShares;
   static constexpr bool kChildRows = Cfg::kChildRows;
+  static constexpr int kPerUnit = kShares ? Cfg::kQueries / 2 : 1;  // queries in 8 rows
+  static constexpr int kUnitHeads = 8 / kPerUnit;
   // A running maximum is raised when an exponential would exceed 2^kSlack: rescaling is rare.
   static constexpr float kSlack = 8.0f;
   static constexpr float kNear = 4096.0f;
@@ -45,9 +48,10 @@ protected:
     fetch_query(block, words);  // under way while all else is found out
     groups_ = (stream_count<Cfg>(args) + Cfg::kStageSlots - 1) / Cfg::kStageSlots;
     active_ = works(block, 0);
-    if constexpr (kPairs) {
+    if constexpr (kShares) {
       each_active_ = {active_, works(block, 1)};
       active_ = active_ || each_active_.second;
+      active_ = __any_sync(kFullWarp, active_);
     }
     begin_walk(block);
     if (active_) {
@@ -65,7 +69,7 @@ protected:
   __device__ __forceinline__ void begin_walk(QueryBlock const& block) {
     std::int64_t const t = args_.blocks.q_start + block.first + query();
     position_ = active(0) ? candidates_of<Cfg>(args_, t) - 1 : -1;
-    if constexpr (kPairs) second_position_.value = active(1) ? candidates_of<Cfg>(args_, t + 1) - 1 : -1;
+    if constexpr (kShares) second_position_.value = active(1) ? candidates_of<Cfg>(args_, t + kPerUnit) - 1 : -1;
     cursor_ = static_cast<int>(row() * (args_.width / kSiblings));
   }
 
@@ -78,30 +82,35 @@ protected:
   // One query over all consumers of the block.
   __device__ __forceinline__ bool split() const { return args_.split; }
   __device__ __forceinline__ bool takes(int rank) const { return consumer_of(args_, rank) == static_cast<int>(warp_); }
-  // The block that the query is in, of the launch and of the call; kPairs: -1 and of no meaning where there is none.
+  // The block that the query is in, of the launch and of the call; kShares: -1 and of no meaning where there is none.
   __device__ __forceinline__ int block() const { return block_of_warp<Cfg>(args_, warp_); }
   __device__ __forceinline__ QueryBlock own_block() const { return QueryBlock(args_.blocks, block()); }
 
   // Of row i of this thread: its query in the block and its head, the query's row in the launch, and whether it walks.
   __device__ __forceinline__ uint32_t query(int i = 0) const {
-    if constexpr (kPairs) return warp_ % (Cfg::kConsumers / 2) * 2 + i;
+    if constexpr (kPerUnit > 1) return first_query() + i * kPerUnit + g_ / kUnitHeads;
+    if constexpr (kShares) return first_query() + i;
     return split() ? 0 : warp_;
   }
-  __device__ __forceinline__ int head(int i) const { return kPairs ? g_ : g_ + 8 * i; }
+  // kShares: the warp's first query in its block.
+  __device__ __forceinline__ uint32_t first_query() const {
+    return warp_ % (Cfg::kConsumers / Cfg::kQueries) * Cfg::kQueries;
+  }
+  __device__ __forceinline__ int head(int i) const { return kPerUnit > 1 ? g_ % kUnitHeads : kShares ? g_ : g_ + 8 * i; }
   __device__ __forceinline__ std::int64_t row(int i = 0) const { return block() * kBlockQueries + query(i); }
   __device__ __forceinline__ std::int64_t state_row(int i = 0) const {
-    return block() * kBlockQueries + (kPairs ? query(i) : warp_);
+    return block() * kBlockQueries + (kShares ? query(i) : warp_);
   }
   __device__ __forceinline__ bool active(int i) const {
-    if constexpr (kPairs) return i == 0 ? each_active_.first : each_active_.second;
+    if constexpr (kShares) return i == 0 ? each_active_.first : each_active_.second;
     return active_;
   }
   __device__ __forceinline__ int position(int i) const {
-    if constexpr (kPairs) return i == 0 ? position_ : second_position_.value;
+    if constexpr (kShares) return i == 0 ? position_ : second_position_.value;
     return position_;
   }
   __device__ __forceinline__ bool far(int i) const {
-    if constexpr (kPairs) return i == 0 ? each_far_.first : each_far_.second;
+    if constexpr (kShares) return i == 0 ? each_far_.first : each_far_.second;
     return far_;
   }
   // The rightmost candidate's place among its siblings, in the last parent.
@@ -113,12 +122,12 @@ protected:
   // On to the parent so many further.
   __device__ __forceinline__ void pass(int parents) {
     position_ -= parents * kSiblings;
-    if constexpr (kPairs) second_position_.value -= parents * kSiblings;
+    if constexpr (kShares) second_position_.value -= parents * kSiblings;
     cursor_ += parents;
   }
 
   __device__ __forceinline__ bool exists(QueryBlock const& block, int i) const {
-    return (!kPairs || this->block() >= 0) && block.first + query(i) < args_.blocks.T_q;
+    return (!kShares || this->block() >= 0) && block.first + query(i) < args_.blocks.T_q;
   }
   __device__ __forceinline__ bool works(QueryBlock const& block, int i) const {
     return exists(block, i) && layer::works<Cfg>(args_, args_.blocks.q_start + block.first + query(i));
@@ -273,11 +282,12 @@ protected:
 
   // The query's first head in the outputs. Where the query is, is looked up again: it would occupy registers throughout
   // the loop.
-  __device__ __forceinline__ std::int64_t first_head(int i = 0) const {
+  __device__ __forceinline__ std::int64_t first_head(int i = 0) const { return first_head_of(query(i)); }
+  __device__ __forceinline__ std::int64_t first_head_of(uint32_t query) const {
     QueryBlock const block = own_block();
     std::int64_t const b = block.bh / args_.H_kv;
     std::int64_t const h_kv = block.bh % args_.H_kv;
-    return ((b * args_.blocks.T_q + block.first + query(i)) * args_.H_kv + h_kv) * args_.G;
+    return ((b * args_.blocks.T_q + block.first + ptx::opaque(query)) * args_.H_kv + h_kv) * args_.G;
   }
 
   // Whether row i of this thread is a head of an output.
@@ -302,7 +312,7 @@ protected:
   float max_[2];      // running maximum, raw; for importance: the normaliser's
   float reference_[2];  // max * unit, for importance and log_sum; NaN where that is too far from zero
   bool far_ = false;  // importance: some head's reference is
-  // kPairs: of either query.
+  // kShares: of the queries of either row.
   struct Nothing {};
   struct Each {
     bool first, second;
@@ -310,9 +320,9 @@ protected:
   struct Position {
     int value;
   };
-  std::conditional_t<kPairs, Each, Nothing> each_active_;
-  std::conditional_t<kPairs, Each, Nothing> each_far_;
-  std::conditional_t<kPairs, Position, Nothing> second_position_;
+  std::conditional_t<kShares, Each, Nothing> each_active_;
+  std::conditional_t<kShares, Each, Nothing> each_far_;
+  std::conditional_t<kShares, Position, Nothing> second_position_;
   float sum_[2];      // of the exponentials
   float log_sum_[2];  // of the normaliser: lse_g * log2(e) = max * unit + log_sum
   float right_[2];    // for the normaliser: the rightmost candidate's score

@@ -105,7 +105,8 @@ __device__ __forceinline__ bool clear_not_finite(uint4& chunk) {
   return finite;
 }
 
-template <class Element, int kK>
+// kOperandsA: fragments are operands A, of products whose rows are children.
+template <class Element, int kK, bool kOperandsA>
 __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_constant__ Args args) {
   wait_for_previous_grid();
   constexpr int kLanesPerRow = kK / 16;  // a lane has 8 pairs: a chunk of the low half and one of the high half
@@ -117,9 +118,10 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   if (args.lists.nodes != nullptr) {
     std::int64_t list = block / args.lists.per_block;
     std::int64_t entry = block % args.lists.per_block;
-    if (list < args.lists.pairs.to && args.lists.pairs.is_second(args.lists.blocks, static_cast<int>(list))) {
-      list -= 1;
-      entry += args.lists.per_block;
+    if (list < args.lists.groups.to) {
+      int const place = args.lists.groups.place_of(args.lists.blocks, static_cast<int>(list));
+      list -= place;
+      entry += place * args.lists.per_block;
     }
     if (entry >= args.lists.counts[list]) return;
     parent = args.lists.nodes[list * args.lists.stride + entry];
@@ -182,8 +184,8 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
 #pragma unroll
       for (int g = 0; g < 8; ++g) {
         uint32_t const low = pair_of(x[2][0], x[3][0], g), high = pair_of(x[0][1], x[1][1], g);
-        *fragment(values, step, g, t) = {pair_of(x[0][0], x[1][0], g), args.child_rows ? high : low,
-                                         args.child_rows ? low : high, pair_of(x[2][1], x[3][1], g)};
+        *fragment(values, step, g, t) = {pair_of(x[0][0], x[1][0], g), kOperandsA ? high : low,
+                                         kOperandsA ? low : high, pair_of(x[2][1], x[3][1], g)};
       }
     }
   }
@@ -271,7 +273,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     float const signed_scale = finite_values ? size : -size;
     if (chunk == 0) scales[c] = c == 0 && !even ? rope::uneven_scale(signed_scale) : signed_scale;
   }
-  if (args.child_rows) {
+  if constexpr (kOperandsA) {
     store_key_rows<kSteps>(keys, chunk, lane / kLanesPerRow, kRowsAtOnce, turned);
     return;
   }

@@ -15,20 +15,21 @@ unsigned blocks_for(std::int64_t items, int per_block) {
   return static_cast<unsigned>(blocks);
 }
 
-template <class Element>
+template <class Element, bool kOperandsA>
 void launch(Args const& args, cudaStream_t stream) {
   unsigned const blocks = blocks_for(args.blocks, kWarps);
   if (args.k.dim == 128) {
-    launch_overlapped(tree_pack_kernel<Element, 128>, blocks, kThreads, 0, stream, args);
+    launch_overlapped(tree_pack_kernel<Element, 128, kOperandsA>, blocks, kThreads, 0, stream, args);
   } else {
-    launch_overlapped(tree_pack_kernel<Element, 64>, blocks, kThreads, 0, stream, args);
+    launch_overlapped(tree_pack_kernel<Element, 64, kOperandsA>, blocks, kThreads, 0, stream, args);
   }
 }
 
 }  // namespace
 
 void tree_pack(Args const& args, DType dtype, cudaStream_t stream) {
-  dtype == DType::kFloat16 ? launch<__half>(args, stream) : launch<__nv_bfloat16>(args, stream);
+  if (dtype == DType::kFloat16) return launch<__half, false>(args, stream);
+  args.operands_a ? launch<__nv_bfloat16, true>(args, stream) : launch<__nv_bfloat16, false>(args, stream);
 }
 
 void make_turns(float2* turns, rope::Turns* fragment_turns, QueryTurns const& query_turns, std::int64_t positions, int K,

@@ -3,15 +3,20 @@
 namespace htree_cuda::uniting {
 namespace {
 
-template <bool kPairs>
-void launch(Args const& args, int ctas, cudaStream_t stream) {
-  launch_overlapped(unite_kernel<kPairs>, ctas, Config<kPairs>::kThreads, Config<kPairs>::kSharedBytes, stream, args);
+template <int kBlocks>
+void launch(Args const& args, cudaStream_t stream) {
+  using Cfg = Config<kBlocks>;
+  launch_overlapped(unite_kernel<kBlocks>, args.groups.count(args.blocks), Cfg::kThreads, Cfg::kSharedBytes, stream, args);
 }
 
 }  // namespace
 
-void unite(Args const& args, int blocks, cudaStream_t stream) {
-  args.by_pairs ? launch<true>(args, args.pairs.count(args.blocks), stream) : launch<false>(args, blocks, stream);
+void unite(Args const& args, cudaStream_t stream) {
+  switch (args.groups.size) {
+    case 1: return launch<1>(args, stream);
+    case 2: return launch<2>(args, stream);
+    case 4: return launch<4>(args, stream);
+  }
 }
 
 }  // namespace htree_cuda::uniting
