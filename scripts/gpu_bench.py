@@ -37,6 +37,7 @@ PYTHON_BENCHMARKS = {
     # More heads, smaller groups, smaller dimensions; the last queries of two million tokens, and one query.
     "forward_gpu_h64_kv4": ["forward", "--heads", "64", "--kv-heads", "4", *SHAPES],
     "forward_gpu_g8": ["forward", "--heads", "8", *SHAPES],
+    "forward_gpu_g4": ["forward", "--heads", "32", "--kv-heads", "8", *SHAPES],
     "forward_gpu_d64": ["forward", "--dim", "64", *SHAPES],
     "forward_gpu_2m": ["forward", "--lengths", "2097152", "--queries", "131072", "--inputs", "iid,local"],
     "forward_gpu_one": ["forward", "--lengths", "65536,1048576", "--queries", "1", "--inputs", "iid,local"],

@@ -222,6 +222,7 @@ SHAPES = {
     "H 16, H_kv 1, K = V = 128": "forward_gpu",
     "H 64, H_kv 4": "forward_gpu_h64_kv4",
     "H 8, H_kv 1": "forward_gpu_g8",
+    "H 32, H_kv 8": "forward_gpu_g4",
     "K = V = 64": "forward_gpu_d64",
 }
 

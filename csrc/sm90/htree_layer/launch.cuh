@@ -39,10 +39,13 @@ void launch_one(Args args, Some const& some, cudaStream_t stream) {
 // Later queries, which walk more, begin first.
 template <class Later, class Earlier>
 void launch_two(Args args, Some const& later, Some const& earlier, cudaStream_t stream) {
-  if (earlier.count == 0) return launch_one<Later>(args, later, stream);
-  if (later.count == 0) return launch_one<Earlier>(args, earlier, stream);
-  int const first = deal_blocks<Later>(args, later);
-  int const rest = deal_blocks<Earlier>(args, earlier, first);
+  if constexpr (!Later::kChildRows) {  // of which there are enough kernels
+    if (earlier.count == 0) return launch_one<Later>(args, later, stream);
+    if (later.count == 0) return launch_one<Earlier>(args, earlier, stream);
+  }
+  int const first = later.count == 0 ? 0 : deal_blocks<Later>(args, later);
+  int const rest = earlier.count == 0 ? 0 : deal_blocks<Earlier>(args, earlier, first);
+  if (first + rest == 0) return;
   launch_overlapped(htree_layer_kernel_of_two<Later, Earlier>, first + rest, Later::kThreads,
                     std::max<int>(Later::kSharedBytes, Earlier::kSharedBytes), stream, args,
                     static_cast<std::uint32_t>(first));
