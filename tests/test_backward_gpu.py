@@ -227,9 +227,10 @@ def test_large_and_small_numbers(q_size, k_size, dtype):
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("T", [300, 4400])
-def test_logits_of_a_thousand_are_finite(T):
-    q, k, v, dout, dlse = inputs(T, 9, G=2)
+@pytest.mark.parametrize(("T", "G"), [(300, 2), (300, 6), (300, 16), (4400, 2)])
+def test_logits_of_a_thousand_are_finite(T, G):
+    """Up to 16,000: rounding makes the backward's differ from those that the forward summed, by 10 and more."""
+    q, k, v, dout, dlse = inputs(T, 9, G=G)
     grads, (_, lse, _) = gradients(q * 60.0, k * 60.0, v, dout, dlse, top_k_per_layer=16)
     assert lse.abs().max() > 1e3 and all(x.isfinite().all() for x in grads)
 

@@ -207,8 +207,8 @@ def test_random_lengths(select, seed):
     ],
 )
 def test_unions(launch, top_k, T_q, reach, blocks):
-    """Ascending lists of different queries, whose nodes lie within `reach`, wherever the first of them is; of a group of
-    blocks, which may not all be there."""
+    """Ascending lists of different queries, whose nodes lie within `reach`, wherever the first of them is; of a group
+    of blocks, which may not all be there."""
     g = torch.Generator().manual_seed(reach + T_q)
 
     def nodes():

@@ -463,7 +463,7 @@ class Instructions:
     def op_movmatrix(self, op, args):
         if "m8n8" not in op or "trans" not in op:
             raise self.unknown(args)
-        self.set(args[0], f"t.transpose_matrix({self.value('uint32_t', args[1])})")
+        self.set(args[0], self.call(f"t.transpose_matrix({self.value('uint32_t', args[1])})"))
 
     def op_mma(self, op, args):
         sums = {"f32": "float", "f16": "uint32_t"}.get(op[-1])

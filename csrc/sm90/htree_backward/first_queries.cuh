@@ -405,7 +405,7 @@ private:
   float lse2_[2];
   float scaled_lse2_[2];  // less the logarithm of the scale
   float delta_[2];
-  float weight_scale_[2] = {kFirstScale, kFirstScale};
+  float weight_scale_[2] = {kFirstScaleOfProbability, kFirstScaleOfProbability};
   float dq_[kK / 8][4];
 };
 

@@ -68,6 +68,10 @@ __device__ __forceinline__ void clear(float (&x)[kTiles][4]) {
 // two that only ever falls, when a weight would leave the range, and then the row's sums fall with it. Weights down to
 // 2^-24 of the largest so far keep all bits, and nothing is lost that matters beside it. A row's own data steer it.
 inline constexpr float kFirstScale = 0x1p124f;
+// The same where the scale is part of the exponent of a probability, which must be finite with it. Logits of thousands are off by
+// more than one, those that the forward summed by others, and probabilities exceed one: up to 2^37 here, logits 25 apart. Weights
+// of a row that are all below 2^-114 vanish.
+inline constexpr float kFirstScaleOfProbability = 0x1p90f;
 inline constexpr float kMostWeight = 0x1p15f;
 inline constexpr int kScaledExponent = 10;  // of the weight that made the scale fall: room for larger ones
 

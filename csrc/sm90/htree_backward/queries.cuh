@@ -77,9 +77,6 @@ class Query {
   static constexpr int kHalf = kK / 32;   // k-steps of the low half of the pairs
   static constexpr int kTiles = kK / 8;
 
-  // Of weights, before any was seen. Probabilities, which are at most one or so, must not leave the range with it.
-  static constexpr float kFirstScale = 0x1p112f;
-
 public:
   __device__ Query(Args const& args, Ring<Cfg> const& ring, int warp)
       : args_(args),
@@ -142,7 +139,7 @@ private:
       int const row = g_ + 8 * i;
       unit_[i] = header[row];
       lse2_[i] = header[kMaxGroupHeads + row];
-      offset_[i] = lse2_[i] - exponent_of(kFirstScale);
+      offset_[i] = lse2_[i] - exponent_of(kFirstScaleOfProbability);
       delta_[i] = header[2 * kMaxGroupHeads + row];
     }
   }
@@ -348,7 +345,7 @@ private:
   float lse2_[2];
   float offset_[2];  // such that probabilities come out times the row's scale
   float delta_[2];
-  float weight_scale_[2] = {kFirstScale, kFirstScale};
+  float weight_scale_[2] = {kFirstScaleOfProbability, kFirstScaleOfProbability};
   uint32_t keys_[kK / 16][4] = {};  // of the parent before, turned; add_keys transposes them; and its weights
   uint32_t ds_[4] = {};
   float dq_[kTiles][4];
