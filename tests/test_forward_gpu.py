@@ -43,7 +43,7 @@ def run(tensors, **options):
 
 
 def check(host, device, top_k, picks=None, share=0.99, selection_rules=True, **options):
-    """Kernel against definition for the queries `picks`, or slices of them (default: all), each in a walk of the oracle."""
+    """Kernel against definition for the queries `picks` or slices of them (default: all), a walk of the oracle each."""
     q, k, v = host
     T, T_q = k.shape[1], q.shape[1]
     q_start = options.pop("q_start", T - T_q)
