@@ -33,7 +33,7 @@ struct Lists {
   std::int64_t stride;
   std::int64_t per_block;
   QueryBlocks blocks;          // block i of the launch is block begin + i of the call
-  BlockGroups groups;          // whose blocks have one list, the first one's, and the room of all; may be empty
+  BlockGroups groups;          // whose blocks have one list, the first one's, and the room of all
 };
 
 struct Args {

@@ -24,7 +24,6 @@ template <class Cfg>
 class BelowShared : public Query<Cfg> {
   using Base = Query<Cfg>;
   using Element = typename Cfg::Element;
-  using Base::active;
   using Base::active_;
   using Base::args_;
   using Base::g_;

@@ -3,12 +3,12 @@
 // the layer above (`Walk::kBelow`, and where at least half of the parents are chosen `Walk::kDense`, of which all holds that
 // is said of kBelow but for turns).
 //
-//   CTA           12 consumer warps (3 warpgroups), one query each, with 8 heads and fewer two in kFirst and at the bottom (bf16):
-//                 consecutive queries of one (b, h_kv);
+//   CTA           12 consumer warps (3 warpgroups), one query each, with 8 heads and fewer two in kFirst and at the bottom (bf16),
+//                 there with 4 and fewer four: consecutive queries of one (b, h_kv);
 //                 in a fourth warpgroup a producer warp and one that names who takes what it sends; the others idle
-//   products      kBelow: mma.sync, a parent at a time, whose children are columns beside a query's heads, of two queries a warp
-//                 rows; kFirst: WGMMA, a warpgroup its four queries, of two a warp eight, against the four parents of a stage. P of
-//                 parents that a query does not take is zero
+//   products      kBelow: mma.sync, a parent at a time, a query's heads are rows and the children columns; where several queries
+//                 share a warp there (kChildRows) the other way round. kFirst: WGMMA, a warpgroup its four queries, of two a warp
+//                 eight, against the four parents of a stage. P of parents that a query does not take is zero
 //   slot          one parent: 16 keys (fp16, turned by their node or place), their scales, 16 values, as smxx/tree_pack
 //                 laid them out in global memory; kBelow: one bulk copy
 //   stage         four slots, in choices of kBelow eight, and their query masks, one full and one empty mbarrier; kFirst: one

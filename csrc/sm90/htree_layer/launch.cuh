@@ -39,7 +39,7 @@ void launch_one(Args args, Some const& some, cudaStream_t stream) {
 // Later queries, which walk more, begin first.
 template <class Later, class Earlier>
 void launch_two(Args args, Some const& later, Some const& earlier, cudaStream_t stream) {
-  if constexpr (!Later::kChildRows) {  // of which there are enough kernels
+  if constexpr (!Later::kChildRows) {  // theirs has either alone as well: fewer kernels to build
     if (earlier.count == 0) return launch_one<Later>(args, later, stream);
     if (later.count == 0) return launch_one<Earlier>(args, earlier, stream);
   }
