@@ -3,12 +3,12 @@
 // the layer above (`Walk::kBelow`, and where at least half of the parents are chosen `Walk::kDense`, of which all holds that
 // is said of kBelow but for turns).
 //
-//   CTA           12 consumer warps (3 warpgroups), one query each, with 8 heads and fewer two in kFirst and at the bottom (bf16),
-//                 there with 4 and fewer four: consecutive queries of one (b, h_kv);
+//   CTA           12 consumer warps (3 warpgroups), one query each, in kFirst and at the bottom (bf16) two with 8 heads and fewer,
+//                 four with 4 and fewer: consecutive queries of one (b, h_kv);
 //                 in a fourth warpgroup a producer warp and one that names who takes what it sends; the others idle
 //   products      kBelow: mma.sync, a parent at a time, a query's heads are rows and the children columns; where several queries
-//                 share a warp there (kChildRows) the other way round. kFirst: WGMMA, a warpgroup its four queries, of two a warp
-//                 eight, against the four parents of a stage. P of parents that a query does not take is zero
+//                 share a warp there (kChildRows) the other way round. kFirst: WGMMA, a warpgroup its four queries, or eight or
+//                 sixteen, against the four parents of a stage. P of parents that a query does not take is zero
 //   slot          one parent: 16 keys (fp16, turned by their node or place), their scales, 16 values, as smxx/tree_pack
 //                 laid them out in global memory; kBelow: one bulk copy
 //   stage         four slots, in choices of kBelow eight, and their query masks, one full and one empty mbarrier; kFirst: one
@@ -65,10 +65,9 @@ struct Config {
   static constexpr Pass kPass = kPass_;
   static constexpr Walk kWalk = kWalk_;
   // Of a warp: one, or two or four neighbours. A CTA has as many blocks of queries, a part of the warps each. kFirst: the 16 rows
-  // of a warp hold the heads of both.
+  // of a warp hold the heads of all.
   static constexpr int kQueries = kQueries_;
   static constexpr bool kShares = kQueries > 1;
-  static constexpr bool kPairs = kQueries == 2;
   using OfPairs = Config<Element_, kK_, kV_, kPass_, kWalk_, 2>;
   using OfQuads = Config<Element_, kK_, kV_, kPass_, kWalk_, 4>;
   static constexpr bool kIsBelow = kWalk != Walk::kFirst;
@@ -76,7 +75,7 @@ struct Config {
   // Children are the rows of products and the heads of queries their columns, so that queries share what is read of a parent. See
   // below_shared.cuh.
   static constexpr bool kChildRows = kShares && kIsBelow;
-  static_assert(kQueries == 1 || (kPairs && kWalk == Walk::kFirst) || (kWalk == Walk::kBelow && kReadsValues));
+  static_assert(kQueries == 1 || kWalk == Walk::kFirst || (kWalk == Walk::kBelow && kReadsValues));
   static_assert(kQueries == 1 || kQueries == 2 || kQueries == 4);
   using Mask = std::conditional_t<kQueries == 4, std::uint64_t, std::uint32_t>;  // a bit for each query of a CTA
   static constexpr int kWalks = kPass == Pass::kChoice ? 2 : 1;
@@ -128,7 +127,6 @@ struct Config {
   static constexpr uint32_t kTaken = 128;
   static_assert(kWalk != Walk::kDense || (kStageSlots == 4 && kSlotMask + kGapMask < kTaken));
   static constexpr int kParentOffset = kNextMaskOffset + 4 * kConsumers;
-  static_assert(kParentOffset + 4 * kStageSlots <= kScaleOffset);
   // Values: kFirst: the turned queries, for each warpgroup panels of 64 rows, the heads of its four queries; kBelow: each
   // query as it is, in fragments. kBelow: then the turns from which it begins anew, for each, and zeros: what three
   // quarters of the lanes have of such a matrix.
@@ -141,8 +139,11 @@ struct Config {
   // turns by nothing.
   static constexpr int kPackedBytes = 2 * kK;
   static constexpr int kStepBytes = kPackedBytes / 4 + 16;  // of lanes that share a row; in other banks than those of others
+  // kFirst, values, four queries a warp: what has no registers there, candidates that are no leaves, cursors and maxima.
+  static constexpr bool kKeeps = kWalk == Walk::kFirst && kReadsValues && kQueries == 4;
+  static constexpr int kKeptBytes = kKeeps ? 512 : 0;
   static constexpr int kTurnBytes =
-      kWalk == Walk::kFirst ? 0 : (kChildRows ? kQueries * kPackedBytes : kColumnsBytes + 128);
+      kWalk == Walk::kFirst ? kKeptBytes : (kChildRows ? kQueries * kPackedBytes : kColumnsBytes + 128);
   static_assert(kColumnBytes <= 64 && kColumnsBytes % 16 == 0 && kColumnsBytes / 16 <= 32, "a copy of 16 bytes a lane");
   static_assert(kPackedBytes / 16 <= 32, "a copy of 16 bytes a lane");
   static constexpr int kTurnOffset = kConsumers / 4 * kQueryBytes;

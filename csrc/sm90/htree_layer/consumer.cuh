@@ -41,7 +41,8 @@ protected:
   using Base::kInfinity;
   using Base::kLargest;
   using Base::kNoLeaf;
-  using Base::kPairs;
+  using Base::kPerUnit;
+  using Base::kShares;
   using Base::kSlack;
   using Base::kV;
   using Base::kValueTiles;
@@ -291,12 +292,12 @@ protected:
   }
 
   // The ring holds zeros for values that are not finite. Once all is summed, those that the query took become NaN: the
-  // parents whose scales have that sign are looked up again, and their values read where they came from.
-  __device__ __forceinline__ void spoil(std::int64_t parent, int rank, int query_of = 0) {
+  // parents whose scales have that sign are looked up again, and their values read where they came from. `row_of`: of this thread.
+  __device__ __forceinline__ void spoil(std::int64_t parent, int rank, int row_of = 0) {
     QueryBlock const block = own_block();
-    int const last = candidates_of<Cfg>(args_, args_.blocks.q_start + block.first + query(query_of)) - 1;
+    int const last = candidates_of<Cfg>(args_, args_.blocks.q_start + block.first + query(row_of)) - 1;
     uint32_t dead = rank == last / kSiblings ? behind(last % kSiblings) : 0u;
-    if (args_.layer > 0) dead = args_.closed[row(query_of) * (args_.width / kSiblings) + rank];
+    if (args_.layer > 0) dead = args_.closed[row(row_of) * (args_.width / kSiblings) + rank];
     packing::Source const& values = args_.values;
     Element const* const rows = static_cast<Element const*>(values.in) + block.bh / args_.H_kv * values.stride_b +
                                 parent * kSiblings * values.stride_n + block.bh % args_.H_kv * values.stride_h + 2 * tq_;
@@ -308,15 +309,15 @@ protected:
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           if (isfinite(static_cast<float>(row[8 * tile + e]))) continue;
-          if (!kPairs || query_of == 0) o_[tile][e] = not_a_number();
-          if (!kPairs || query_of == 1) o_[tile][2 + e] = not_a_number();
+          if (!kShares || row_of == 0) o_[tile][e] = not_a_number();
+          if (!kShares || row_of == 1) o_[tile][2 + e] = not_a_number();
         }
       }
     }
   }
 
   __device__ __forceinline__ void finish_values(Ring<Cfg> const& ring) {
-    if (kPairs ? !active(0) && !active(1) : !active_) return;
+    if (!active_) return;
     sum_[0] = quad_sum(sum_[0]);
     sum_[1] = quad_sum(sum_[1]);
     if (args_.layer > 0) {
@@ -397,21 +398,21 @@ protected:
     }
     // With the rightmost candidate in the normaliser all other importance may vanish: one power of two for all heads
     // keeps the largest above 2^-13.
-    if constexpr (!kPairs) shift[0] = shift[1] = fminf(shift[0], shift[1]);
+    if constexpr (!kShares) shift[0] = shift[1] = fminf(shift[0], shift[1]);
 #pragma unroll
-    for (int i = 0; i < Cfg::kQueries; ++i) {
+    for (int i = 0; i < (kShares ? 2 : 1); ++i) {
 #pragma unroll
-      for (int lanes = 4; lanes < 32; lanes *= 2) shift[i] = fminf(shift[i], __shfl_xor_sync(kFullWarp, shift[i], lanes));
+      for (int lanes = 4; lanes < 32 / kPerUnit; lanes *= 2) shift[i] = fminf(shift[i], __shfl_xor_sync(kFullWarp, shift[i], lanes));
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (!args_.strict_causal) log_sum_[i] += excess[i] - shift[kPairs ? i : 0];
+      if (!args_.strict_causal) log_sum_[i] += excess[i] - shift[kShares ? i : 0];
       refer(i, log_sum_[i]);
       if (head(i) >= args_.G) reference_[i] = log_sum_[i] = kInfinity;
     }
-    if constexpr (kPairs) {
+    if constexpr (kShares) {
       unsigned const far[2] = {__ballot_sync(kFullWarp, isnan(reference_[0])), __ballot_sync(kFullWarp, isnan(reference_[1]))};
-      each_far_ = {far[0] != 0, far[1] != 0};
+      each_far_ = {(far[0] & Base::own_lanes()) != 0, (far[1] & Base::own_lanes()) != 0};
       far_ = (far[0] | far[1]) != 0;
     } else {
       far_ = __any_sync(kFullWarp, isnan(reference_[0]) || isnan(reference_[1]));
@@ -419,7 +420,7 @@ protected:
   }
 
   __device__ __forceinline__ void write_state() {
-    if constexpr (kPairs) {
+    if constexpr (kShares) {
       write_states();
       return;
     }
@@ -434,18 +435,24 @@ protected:
     }
   }
 
-  // Of a pair, as layers below read them: rows 8 to 15 of either query are heads that do not exist, with scores of zero.
+  // Of several queries, as layers below read them: what is left of a query's 16 rows are heads that do not exist, with scores of zero.
   __device__ __forceinline__ void write_states() const {
+    constexpr int kLanes = 32 / kPerUnit;  // that have rows of one query
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (!active(i)) continue;
       if (tq_ == 0) {
-        args_.state_sum[state_row(i) * 16 + g_] = {max_[i], sum_[i]};
-        args_.state_sum[state_row(i) * 16 + 8 + g_] = {0.0f, 1.0f};
+        float2* const sums = args_.state_sum + state_row(i) * 16 + head(i);
+        sums[0] = {max_[i], sum_[i]};
+#pragma unroll
+        for (int rest = Base::kUnitHeads; rest < 16; rest += Base::kUnitHeads) sums[rest] = {0.0f, 1.0f};
       }
 #pragma unroll
       for (int tile = 0; tile < kValueTiles; ++tile) {
-        args_.state_out[(state_row(i) * kValueTiles + tile) * 32 + lane_] = {o_[tile][2 * i], o_[tile][2 * i + 1], 0.0f, 0.0f};
+        float4* const out = args_.state_out + (state_row(i) * kValueTiles + tile) * 32 + lane_ % kLanes;
+        out[0] = {o_[tile][2 * i], o_[tile][2 * i + 1], 0.0f, 0.0f};
+#pragma unroll
+        for (int rest = kLanes; rest < 32; rest += kLanes) out[rest] = {0.0f, 0.0f, 0.0f, 0.0f};
       }
     }
   }

@@ -4,8 +4,9 @@
 // under the products of the other warpgroups; scores of parents that the query does not take are ignored, and their P is
 // zero. In values passes the queries wait in shared memory: beside O and the scores there are no registers for them.
 //
-// kPairs: a warp has two queries of 8 heads at most, a warpgroup eight. A row belongs to one of them, and so do the votes,
-// masks and sums that follow: a query's bits do not depend on which other one shares its warp.
+// kShares: a warp has two queries of 8 heads at most, a warpgroup eight, or four of 4 and sixteen. A row belongs to one of them, and
+// so do the votes, masks and sums that follow: a query's bits do not depend on which others share its warp. Of four, lanes
+// 0 to 15 have rows of the first and the third, the others of the second and the fourth.
 #pragma once
 
 #include <type_traits>
@@ -22,7 +23,8 @@ class FirstConsumer : public Consumer<Cfg> {
   using Base::args_;
   using Base::cursor_;
   using Base::groups_;
-  using Base::kPairs;
+  using Base::kPerUnit;
+  using Base::kShares;
   using Base::kSteps;
   using Base::kValueTiles;
   using Base::lane_;
@@ -38,8 +40,9 @@ class FirstConsumer : public Consumer<Cfg> {
   using Factors = typename Base::Factors;
   static constexpr int kParents = Cfg::kStageSlots;
   static constexpr int kWords = kParents / 2;  // of 16 bits for each parent
-  static constexpr int kGroupsFetched = 32 / kWords;  // whose closed candidates a warp asks for at once
-  static constexpr int kQueries = Cfg::kQueries;
+  static constexpr int kOwnLanes = 32 / kPerUnit;  // that have rows of the same queries
+  static constexpr int kGroupsFetched = kOwnLanes / kWords;  // whose closed candidates they ask for at once
+  static constexpr int kRows = kShares ? 2 : 1;  // of this thread, that may be of different queries
   static_assert(kParents * kSiblings == 64 && wgmma::kAccumulators == 8 * kParents && wgmma::kDepth == kSiblings);
 
 public:
@@ -84,8 +87,8 @@ private:
       load_scales(scales, begun.stage);
       wgmma::wait<0>();
       wgmma::pin(products(begun.raw));
-      if constexpr (kPairs) {
-        consider_pair<kSums>(begun, scales);
+      if constexpr (kShares) {
+        consider_rows<kSums>(begun, scales);
       } else {
         consider<kSums>(begun, scales);
       }
@@ -101,17 +104,27 @@ private:
     // The stage whose values are multiplied; before there are scores, those of the first by a P of zeros.
     uint32_t held = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
     uint32_t p[kParents][4] = {};
-    uint32_t closed[kQueries];  // candidates that are no leaves, of the groups at hand: fetch_closed
-    uint32_t next_closed[kQueries];  // not of pairs: registers
-#pragma unroll
-    for (int i = 0; i < kQueries && !kPairs; ++i) next_closed[i] = fetch_closed(i, 0);
+    uint32_t closed[kRows];  // candidates that are no leaves, of the groups at hand: fetch_closed
+    uint32_t next_closed = 0;  // not where queries share a warp: registers
+    if constexpr (!kShares) next_closed = fetch_closed(0, 0);
+    if constexpr (Cfg::kKeeps) {
+      if (lane_ % kOwnLanes == 0) ptx::store_shared_4B(kept_cursor(ring), static_cast<uint32_t>(cursor_));
+      keep_maximum(ring, 0);
+      keep_maximum(ring, 1);
+    }
 #pragma unroll 1
     for (int group = 0; group < groups_; ++group) {
       if (group % kGroupsFetched == 0) {
+        if constexpr (Cfg::kKeeps) {
+          __syncwarp();
+          cursor_ = static_cast<int>(ptx::load_shared_4B(kept_cursor(ring)));
 #pragma unroll
-        for (int i = 0; i < kQueries; ++i) {
-          closed[i] = kPairs ? fetch_closed(i, 0) : next_closed[i];
-          if (!kPairs) next_closed[i] = fetch_closed(i, kGroupsFetched * kParents);
+          for (int i = 0; i < kRows; ++i) ptx::store_shared_4B(kept_closed(ring) + 128 * i, fetch_closed(i, 0));
+          __syncwarp();
+        } else {
+#pragma unroll
+          for (int i = 0; i < kRows; ++i) closed[i] = kShares ? fetch_closed(i, 0) : next_closed;
+          if constexpr (!kShares) next_closed = fetch_closed(0, kGroupsFetched * kParents);
         }
       }
       Begun begun;
@@ -120,10 +133,19 @@ private:
       multiply_values(p, held);
       float scales[kParents];
       load_scales(scales, begun.stage);
-      uint32_t dead[kQueries][kWords];
+      uint32_t dead[kRows][kWords];
 #pragma unroll
-      for (int i = 0; i < kQueries; ++i) {
-        find_dead(i, begun.stage, closed[i], group % kGroupsFetched * kWords, dead[i]);
+      for (int i = 0; i < kRows; ++i) {
+        int const first = group % kGroupsFetched * kWords;
+        if constexpr (Cfg::kKeeps) {
+          static_assert(kWords == 2);
+          float2 const words = ptx::load_shared_8B(kept_closed(ring) / 64 * 64 + 128 * i + 4 * first);
+          dead[i][0] = __float_as_uint(words.x), dead[i][1] = __float_as_uint(words.y);
+        } else {
+#pragma unroll
+          for (int word = 0; word < kWords; ++word) dead[i][word] = __shfl_sync(kFullWarp, closed[i], first + word);
+        }
+        find_dead(i, begun.stage, dead[i]);
       }
       Base::pass(kParents);
       wgmma::wait<0>();
@@ -132,8 +154,8 @@ private:
       wgmma::pin(reinterpret_cast<uint32_t(&)[4 * kParents]>(p));
       if (group > 0) release(held);
       held = begun.stage;
-      if constexpr (kPairs) {
-        exponentiate_pair(begun, scales, dead, p);
+      if constexpr (kShares) {
+        exponentiate_rows(ring, begun, scales, dead, p);
       } else {
         exponentiate(begun, scales, dead[0], p);
       }
@@ -142,6 +164,10 @@ private:
     wgmma::wait<0>();
     wgmma::pin(out());
     release(held);
+    if constexpr (Cfg::kKeeps) {
+      fetch_maximum(ring, 0);
+      fetch_maximum(ring, 1);
+    }
   }
 
   __device__ __forceinline__ auto& out() { return reinterpret_cast<float(&)[4 * kValueTiles]>(o_); }
@@ -168,15 +194,37 @@ private:
     if (lane_ == 0) barriers::mbarrier_arrive(stage + Cfg::kEmptyOffset);
   }
 
-  // Of kGroupsFetched groups from the parent so many further on, those up to the query's own; the others are not written.
-  // Lane i has those of parents 2 i and the next.
-  __device__ __forceinline__ uint32_t fetch_closed(int query, int parents) const {
-    if ((!kPairs && !active_) || args_.layer == 0) return 0;
-    int const parent = parents + 2 * lane_;
-    int const position = Base::position(query);
-    std::uint16_t const* const closed = args_.closed + Base::cursor(query) + parent;
+  // Of kGroupsFetched groups from the parent so many further on, those up to the own of row i's query; the others are not
+  // written. Of its lanes the i-th has those of parents 2 i and the next.
+  __device__ __forceinline__ uint32_t fetch_closed(int i, int parents) const {
+    if ((!kShares && !active_) || args_.layer == 0) return 0;
+    int const parent = parents + 2 * (lane_ % kOwnLanes);
+    int const position = Base::position(i);
+    std::uint16_t const* const closed = args_.closed + Base::cursor(i) + parent;
     if (position >= (parent + 1) * kSiblings) return *reinterpret_cast<uint32_t const*>(closed);
     return position >= parent * kSiblings ? *closed : 0u;
+  }
+
+  // Cfg::kKeeps: this lane's of what fetch_closed found for row 0, 128 bytes behind it for row 1, and those of the lanes of a query
+  // side by side; the cursor of a query; the maximum of a row.
+  __device__ __forceinline__ uint32_t kept_closed(Ring<Cfg> const& ring) const {
+    return kept(ring) + ptx::lane_index() * 4;
+  }
+  __device__ __forceinline__ uint32_t kept_cursor(Ring<Cfg> const& ring) const {
+    return kept(ring) + 256 + ptx::lane_index() / 16 * 4;
+  }
+  __device__ __forceinline__ uint32_t kept_maximum(Ring<Cfg> const& ring, int i) const {
+    return kept(ring) + 320 + 32 * i + ptx::lane_index() / 4 * 4;
+  }
+  __device__ __forceinline__ uint32_t kept(Ring<Cfg> const& ring) const {
+    return ring.stages - Cfg::kRingOffset + Cfg::kTurnOffset + warp_ * Cfg::kKeptBytes;
+  }
+
+  __device__ __forceinline__ void keep_maximum(Ring<Cfg> const& ring, int i) const {
+    if (tq_ == 0) ptx::store_shared_4B(kept_maximum(ring, i), __float_as_uint(max_[i]));
+  }
+  __device__ __forceinline__ void fetch_maximum(Ring<Cfg> const& ring, int i) {
+    max_[i] = __uint_as_float(ptx::load_shared_4B(kept_maximum(ring, i)));
   }
 
   // Where the queries of this warpgroup are.
@@ -205,15 +253,26 @@ private:
     at = at.ahead(1);
   }
 
-  // Whether the query takes a parent of the group at hand: those up to its own, unless others share the query.
-  __device__ __forceinline__ bool takes(uint32_t stage, int slot, int query = 0) const {
-    if (!kPairs && Base::split()) return ptx::load_shared_4B(Ring<Cfg>::mask(stage, warp_)) >> slot & 1u;
-    return Base::position(query) >= slot * kSiblings;
+  // Whether row i's query takes a parent of the group at hand: those up to its own, unless others share the query.
+  __device__ __forceinline__ bool takes(uint32_t stage, int slot, int i = 0) const {
+    if (!kShares && Base::split()) return ptx::load_shared_4B(Ring<Cfg>::mask(stage, warp_)) >> slot & 1u;
+    return Base::position(i) >= slot * kSiblings;
   }
 
   // It takes all of the group, and has more behind it.
-  __device__ __forceinline__ bool whole(int query = 0) const {
-    return (kPairs || !Base::split()) && Base::position(query) >= kParents * kSiblings;
+  __device__ __forceinline__ bool whole(int i = 0) const {
+    return (kShares || !Base::split()) && Base::position(i) >= kParents * kSiblings;
+  }
+
+  // Whether one of the lanes that have rows of the same query says so.
+  __device__ __forceinline__ bool any_own(bool says) const {
+    return kPerUnit == 1 ? __any_sync(kFullWarp, says) : (__ballot_sync(kFullWarp, says) & Base::own_lanes()) != 0;
+  }
+
+  // So do all queries of the warp.
+  __device__ __forceinline__ bool all_whole() const {
+    bool const both = whole(0) && whole(1);
+    return kPerUnit == 1 ? both : __all_sync(kFullWarp, both);
   }
 
   // Begins the scores; the queries in shared memory.
@@ -285,12 +344,12 @@ private:
     }
   }
 
-  // The same of a pair.
+  // The same where rows are of different queries.
   template <Sums kSums>
-  __device__ __forceinline__ void consider_pair(Begun& begun, float const (&scales)[kParents]) {
+  __device__ __forceinline__ void consider_rows(Begun& begun, float const (&scales)[kParents]) {
     if constexpr (kSums == Sums::kImportance) {
-      weigh_pair(begun, scales);
-    } else if (whole(0) && whole(1)) {
+      weigh_rows(begun, scales);
+    } else if (all_whole()) {
       normalise_rows<true, true>(begun, scales);
       release(begun.stage);
     } else {
@@ -355,8 +414,8 @@ private:
     }
   }
 
-  // Importance of a group, of either query.
-  __device__ __forceinline__ void weigh_pair(Begun& begun, float const (&scales)[kParents]) {
+  // Importance of a group, of the query of either row.
+  __device__ __forceinline__ void weigh_rows(Begun& begun, float const (&scales)[kParents]) {
     auto& raw = begun.raw;
     float shared[kParents];
 #pragma unroll
@@ -380,12 +439,22 @@ private:
                            : Base::exponent_of_product(i, product, Base::finite_factors(scale)));
         }
       }
-      halve<4>(sums, 16);
-      halve<2>(sums, 8);
-      halve<1>(sums, 4);
-      ptx::store_global_8B_if(Base::position(i) >= lane_ / 8 * kSiblings,
-                              args_.importance + static_cast<std::int64_t>(Base::cursor(i)) * kSiblings + 2 * lane_,
-                              {sums[0][0], sums[0][1]});
+      float* const importance = args_.importance + static_cast<std::int64_t>(Base::cursor(i)) * kSiblings;
+      if constexpr (kPerUnit == 1) {
+        halve<4>(sums, 16);
+        halve<2>(sums, 8);
+        halve<1>(sums, 4);
+        ptx::store_global_8B_if(Base::position(i) >= lane_ / 8 * kSiblings, importance + 2 * lane_, {sums[0][0], sums[0][1]});
+      } else {  // a lane has both tiles of a parent in the end
+        halve<4>(sums, 8);
+        halve<2>(sums, 4);
+        int const slot = lane_ % kOwnLanes / 4;
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+          ptx::store_global_8B_if(Base::position(i) >= slot * kSiblings, importance + slot * kSiblings + 8 * tile + 2 * tq_,
+                                  {sums[tile][0], sums[tile][1]});
+        }
+      }
     }
   }
 
@@ -534,21 +603,18 @@ private:
   }
 
   // Candidates that take no part in P, in the order of this thread's columns: bit 16 (slot % 2) + 8 tile + e of word
-  // slot / 2. `closed`: what fetch_closed found, those of this group from lane `first` on.
-  __device__ __forceinline__ void find_dead(int query, uint32_t stage, uint32_t closed, int first,
-                                            uint32_t (&dead)[kWords]) const {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) dead[i] = __shfl_sync(kFullWarp, closed, first + i);
-    if (!whole(query)) {
+  // slot / 2. Given: the closed ones of row i's query as they are in memory.
+  __device__ __forceinline__ void find_dead(int i, uint32_t stage, uint32_t (&dead)[kWords]) const {
+    if (!whole(i)) {
 #pragma unroll
       for (int slot = 0; slot < kParents; ++slot) {
-        bool const last = args_.layer == 0 && Base::position(query) < (slot + 1) * kSiblings;
-        uint32_t const more = !takes(stage, slot, query) ? 0xffffu : last ? Base::behind(Base::rightmost(query)) : 0u;
+        bool const last = args_.layer == 0 && Base::position(i) < (slot + 1) * kSiblings;
+        uint32_t const more = !takes(stage, slot, i) ? 0xffffu : last ? Base::behind(Base::rightmost(i)) : 0u;
         dead[slot / 2] |= more << (slot % 2 * kSiblings);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) dead[i] >>= 2 * tq_;
+    for (auto& word : dead) word >>= 2 * tq_;
   }
 
   // P of a group, rounded to the dtype, in A fragments, and its sums. Where they ask for it P is computed again, and where a
@@ -588,9 +654,9 @@ private:
     for (int i = 0; i < 2; ++i) sum_[i] += sum[i];
   }
 
-  // The same of a pair: each has its own votes and masks.
-  __device__ __forceinline__ void exponentiate_pair(Begun& begun, float const (&scales)[kParents], uint32_t (&dead)[2][kWords],
-                                                    uint32_t (&p)[kParents][4]) {
+  // The same where rows are of different queries: each has its own votes and masks.
+  __device__ __forceinline__ void exponentiate_rows(Ring<Cfg> const& ring, Begun& begun, float const (&scales)[kParents],
+                                                    uint32_t (&dead)[2][kWords], uint32_t (&p)[kParents][4]) {
     using Element = typename Cfg::Element;
     auto& raw = begun.raw;
     float sum[2] = {};
@@ -616,18 +682,28 @@ private:
     if (__any_sync(kFullWarp, asks(sum))) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (!__any_sync(kFullWarp, asks(sum[i]))) continue;
+        bool const again = any_own(asks(sum[i]));
+        if (kPerUnit == 1 ? !again : !__any_sync(kFullWarp, again)) continue;
 #pragma unroll
         for (auto& word : dead[i]) word = __shfl_sync(kFullWarp, word, lane_);
+        if (kPerUnit == 1 || again) {
 #pragma unroll
-        for (int slot = 0; slot < kParents; ++slot) {
-          apply_own(i, scales_of(begun.stage, slot), of_parent(raw, slot));
-          mask_row(i, of_parent(raw, slot), dead[i][slot / 2] >> slot % 2 * kSiblings);
+          for (int slot = 0; slot < kParents; ++slot) {
+            apply_own(i, scales_of(begun.stage, slot), of_parent(raw, slot));
+            mask_row(i, of_parent(raw, slot), dead[i][slot / 2] >> slot % 2 * kSiblings);
+          }
+          sum[i] = exponentiate_row(raw, i, p, [&](float x) { return Base::near_exponent(i, x); });
         }
-        sum[i] = exponentiate_row(raw, i, p, [&](float x) { return Base::near_exponent(i, x); });
-        if (!__any_sync(kFullWarp, asks(sum[i]))) continue;
+        bool const rises = any_own((kPerUnit == 1 || again) && asks(sum[i]));
+        if (kPerUnit == 1 && !rises) continue;
         float const largest = quad_max(Base::template row_max<kParents>(raw, i));
+        if (kPerUnit > 1 && !rises) continue;
+        if constexpr (Cfg::kKeeps) fetch_maximum(ring, i);
         float const factor = Base::raise(i, fmaxf(max_[i], largest));
+        if constexpr (Cfg::kKeeps) {
+          __syncwarp(Base::own_lanes());
+          keep_maximum(ring, i);
+        }
         sum_[i] *= factor;
 #pragma unroll
         for (int tile = 0; tile < kValueTiles; ++tile) {
@@ -636,6 +712,7 @@ private:
         }
         sum[i] = exponentiate_row(raw, i, p, [&](float x) { return Base::exponent(i, x); });
       }
+      if (kPerUnit > 1) __syncwarp();
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) sum_[i] += sum[i];
@@ -680,16 +757,17 @@ private:
   __device__ __forceinline__ void spoil() {
     QueryBlock const block = Base::own_block();
 #pragma unroll
-    for (int query = 0; query < kQueries; ++query) {
-      if (kPairs && !Base::active(query)) continue;
-      int const count = parents_of<Cfg>(args_, block, Base::query(query));
+    for (int i = 0; i < kRows; ++i) {
+      if (kShares && !Base::active(i)) continue;
+      int const count = parents_of<Cfg>(args_, block, Base::query(i));
 #pragma unroll 1
       for (int parent = 0; parent < count; ++parent) {
-        if (!kPairs && Base::split() && !Base::takes(parent)) continue;
+        if (!kShares && Base::split() && !Base::takes(parent)) continue;
         char const* const tile = Base::packed_parents() + parent / kParents * kParents * args_.block_bytes;
-        if (reinterpret_cast<int const*>(tile)[parent % kParents * kSiblings] < 0) Base::spoil(parent, parent, query);
+        if (reinterpret_cast<int const*>(tile)[parent % kParents * kSiblings] < 0) Base::spoil(parent, parent, i);
       }
     }
+    __syncwarp();
   }
 };
 

@@ -227,7 +227,7 @@ struct Plan {
     chunk_blocks = 1;
     take_chunk(p, nullptr);
     std::int64_t const block_size = bytes - tree_bytes;
-    std::int64_t const wave = multiprocessors() * std::max(layer::queries_of_first(p.G, p.T_q), queries_of_below(p, 0));
+    std::int64_t const wave = multiprocessors() * layer::queries_of_first(p.G, p.T_q);
     // A wave, if it may be: few heads have less of q and out, but four queries a warp.
     std::int64_t const room = std::max(chunk_bytes(p), std::min(wave * block_size, kMostChunkBytes)) / block_size;
     chunk_blocks = std::min(blocks, std::max<std::int64_t>(room, 1));

@@ -61,19 +61,31 @@ void launch_ways(Args const& args, Blocks const& blocks, cudaStream_t stream) {
   }
 }
 
+// Where queries share a warp, in First and, if those below do too, in SharedBelow. Otherwise ways have launches of their own: chunks
+// are large then, so that few have queries of several, and fewer kernels are built.
+template <class Below, class Dense, class SharedBelow, class First>
+void launch_shared(Args const& args, Blocks const& blocks, cudaStream_t stream) {
+  if constexpr (Below::kReadsValues && std::is_same_v<typename Below::Element, __nv_bfloat16>) {
+    if (queries_of_below(args.G, args.blocks.T_q, DType::kBFloat16, args.layer) > 1) {
+      return launch_two<SharedBelow, First>(args, blocks.below, blocks.first, stream);
+    }
+  }
+  if constexpr (std::is_void_v<Dense>) {
+    launch_one<Below>(args, blocks.below, stream);
+  } else {
+    launch_two<Below, Dense>(args, blocks.below, blocks.dense, stream);
+  }
+  launch_one<First>(args, blocks.first, stream);
+}
+
 template <class Below, class Dense, class First>
 void launch(Args const& args, Blocks const& blocks, cudaStream_t stream) {
-  if (queries_of_first(args.G, args.blocks.T_q) == 2) {
-    if constexpr (Below::kReadsValues && std::is_same_v<typename Below::Element, __nv_bfloat16>) {
-      switch (queries_of_below(args.G, args.blocks.T_q, DType::kBFloat16, args.layer)) {
-        case 2: return launch_two<typename Below::OfPairs, typename First::OfPairs>(args, blocks.below, blocks.first, stream);
-        case 4: return launch_two<typename Below::OfQuads, typename First::OfPairs>(args, blocks.below, blocks.first, stream);
-      }
-    }
-    launch_ways<Below, Dense, typename First::OfPairs>(args, blocks, stream);
-  } else {
-    launch_ways<Below, Dense, First>(args, blocks, stream);
+  switch (queries_of_first(args.G, args.blocks.T_q)) {
+    case 1: return launch_ways<Below, Dense, First>(args, blocks, stream);
+    case 2: return launch_shared<Below, Dense, typename Below::OfPairs, typename First::OfPairs>(args, blocks, stream);
+    case 4: return launch_shared<Below, Dense, typename Below::OfQuads, typename First::OfQuads>(args, blocks, stream);
   }
 }
 
 }  // namespace htree_cuda::layer
+

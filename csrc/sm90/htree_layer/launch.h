@@ -19,13 +19,14 @@ struct Blocks {
   Some first;
 };
 
-// How many queries a warp has in a first layer, where two may share its 16 rows; one if that has all warps of its block.
-inline int queries_of_first(std::int64_t G, std::int64_t T_q) { return G <= kPairHeads && T_q > 1 ? 2 : 1; }
+// How many queries a warp has in a first layer, where several may share its 16 rows; one if that has all warps of its block.
+inline int queries_of_first(std::int64_t G, std::int64_t T_q) {
+  return T_q == 1 ? 1 : G <= kPairHeads / 2 ? 4 : G <= kPairHeads ? 2 : 1;
+}
 
 // And below their first, where they share what a warp reads of a parent.
 inline int queries_of_below(std::int64_t G, std::int64_t T_q, DType dtype, int layer) {
-  if (T_q == 1 || dtype != DType::kBFloat16 || layer > 0) return 1;
-  return G <= kPairHeads / 2 ? 4 : G <= kPairHeads ? 2 : 1;
+  return dtype != DType::kBFloat16 || layer > 0 ? 1 : queries_of_first(G, T_q);
 }
 
 // One pass over the layer of `args`, for all of them.

@@ -126,7 +126,7 @@ __device__ __forceinline__ int stream_count(Args const& args) {
     int count = 0;
 #pragma unroll 1
     for (int which = Cfg::kQueries - 1; which >= 0; --which) {
-      int const index = block_of_warp<Cfg>(args, which * (Cfg::kConsumers - 1));
+      int const index = block_of_warp<Cfg>(args, which * (Cfg::kConsumers / Cfg::kQueries));
       if (Cfg::kShares && index < 0) continue;
       QueryBlock const block(args.blocks, index);
 #pragma unroll 1

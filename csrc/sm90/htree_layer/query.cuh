@@ -13,7 +13,8 @@
 namespace htree_cuda::layer {
 
 // One query: 16 heads (rows lane / 4 and lane / 4 + 8 in this thread) and the parents it takes. Cfg::kShares: two, of 8 heads
-// each, the second one's in rows 8 to 15, or four, of 4 heads: what this thread knows of a row is of that row's query.
+// each, the second one's in rows 8 to 15, or four, of 4 heads: what this thread knows of a row is of that row's query, which of
+// four may be another one in another half of the warp.
 template <class Cfg>
 class Query {
 protected:
@@ -24,11 +25,12 @@ protected:
   static constexpr int kHalf = kK / 32;       // of them, in the order of memory, with the first elements of pairs
   static constexpr int kValueTiles = Cfg::kReadsValues ? kV / 8 : 1;
   static constexpr bool kBelow = Cfg::kIsBelow;
-  static constexpr bool kPairs = Cfg::kPairs;
   static constexpr bool kShares = Cfg::kShares;
   static constexpr bool kChildRows = Cfg::kChildRows;
   static constexpr int kPerUnit = kShares ? Cfg::kQueries / 2 : 1;  // queries in 8 rows
   static constexpr int kUnitHeads = 8 / kPerUnit;
+  // In a first layer parents pass by all queries alike: what differs by row is where each begins, two numbers of 16 bits.
+  static constexpr bool kPacksPositions = kShares && !kBelow;
   // A running maximum is raised when an exponential would exceed 2^kSlack: rescaling is rare.
   static constexpr float kSlack = 8.0f;
   static constexpr float kNear = 4096.0f;
@@ -48,12 +50,9 @@ protected:
     fetch_query(block, words);  // under way while all else is found out
     groups_ = (stream_count<Cfg>(args) + Cfg::kStageSlots - 1) / Cfg::kStageSlots;
     active_ = works(block, 0);
-    if constexpr (kShares) {
-      each_active_ = {active_, works(block, 1)};
-      active_ = active_ || each_active_.second;
-      active_ = __any_sync(kFullWarp, active_);
-    }
+    if constexpr (kChildRows) each_active_ = {active_, works(block, 1)};
     begin_walk(block);
+    if constexpr (kShares) active_ = __any_sync(kFullWarp, active(0) || active(1));
     if (active_) {
       float2 state[2];
       if constexpr (!kChildRows) fetch_state(state);
@@ -68,9 +67,16 @@ protected:
   // Before the first parent.
   __device__ __forceinline__ void begin_walk(QueryBlock const& block) {
     std::int64_t const t = args_.blocks.q_start + block.first + query();
-    position_ = active(0) ? candidates_of<Cfg>(args_, t) - 1 : -1;
-    if constexpr (kShares) second_position_.value = active(1) ? candidates_of<Cfg>(args_, t + kPerUnit) - 1 : -1;
     cursor_ = static_cast<int>(row() * (args_.width / kSiblings));
+    if constexpr (kPacksPositions) {
+      passed_.value = 0;
+      int const first = works(block, 0) ? candidates_of<Cfg>(args_, t) - 1 : -1;
+      int const second = works(block, 1) ? candidates_of<Cfg>(args_, t + kPerUnit) - 1 : -1;
+      position_ = (first & 0xffff) | second << 16;
+    } else {
+      position_ = active(0) ? candidates_of<Cfg>(args_, t) - 1 : -1;
+      if constexpr (kChildRows) second_position_.value = active(1) ? candidates_of<Cfg>(args_, t + kPerUnit) - 1 : -1;
+    }
   }
 
   // kBelow, before the first parent again, where the query is active.
@@ -102,27 +108,43 @@ protected:
     return block() * kBlockQueries + (kShares ? query(i) : warp_);
   }
   __device__ __forceinline__ bool active(int i) const {
-    if constexpr (kShares) return i == 0 ? each_active_.first : each_active_.second;
+    if constexpr (kPacksPositions) return first_position(i) >= 0;
+    if constexpr (kChildRows) return i == 0 ? each_active_.first : each_active_.second;
     return active_;
   }
   __device__ __forceinline__ int position(int i) const {
-    if constexpr (kShares) return i == 0 ? position_ : second_position_.value;
+    if constexpr (kPacksPositions) return first_position(i) - passed_.value * kSiblings;
+    if constexpr (kChildRows) return i == 0 ? position_ : second_position_.value;
     return position_;
+  }
+  // kPacksPositions: as the first parent sees it, n - 1; -1 where the query does not walk.
+  __device__ __forceinline__ int first_position(int i) const {
+    // Through opaque where the compiler would keep either one, in vector registers.
+    int const both = kPerUnit == 1 ? position_ : static_cast<int>(ptx::opaque(static_cast<uint32_t>(position_)));
+    return i == 0 ? static_cast<std::int16_t>(both & 0xffff) : both >> 16;
   }
   __device__ __forceinline__ bool far(int i) const {
     if constexpr (kShares) return i == 0 ? each_far_.first : each_far_.second;
     return far_;
   }
+  // Those that have rows of the same queries.
+  __device__ __forceinline__ uint32_t own_lanes() const { return kPerUnit == 1 ? kFullWarp : 0xffffu << (ptx::lane_index() & 16); }
   // The rightmost candidate's place among its siblings, in the last parent.
   __device__ __forceinline__ int rightmost(int i = 0) const { return position(i) & (kSiblings - 1); }
   // Of its candidates' parent at hand, as cursor_.
   __device__ __forceinline__ int cursor(int i) const {
-    return kPairs && i == 1 ? cursor_ + static_cast<int>(args_.width / kSiblings) : cursor_;
+    int const first = kShares && i == 1 ? cursor_ + kPerUnit * static_cast<int>(args_.width / kSiblings) : cursor_;
+    if constexpr (kPacksPositions) return first + passed_.value;
+    return first;
   }
   // On to the parent so many further.
   __device__ __forceinline__ void pass(int parents) {
+    if constexpr (kPacksPositions) {
+      passed_.value += parents;
+      return;
+    }
     position_ -= parents * kSiblings;
-    if constexpr (kShares) second_position_.value -= parents * kSiblings;
+    if constexpr (kChildRows) second_position_.value -= parents * kSiblings;
     cursor_ += parents;
   }
 
@@ -177,16 +199,16 @@ protected:
   // What was fetched, normalised to fp16. Walk::kFirst: turned by n - 1, in float32 and rounded once.
   template <class Type>
   __device__ __forceinline__ void turn_query_of(QueryWords const& words) {
-    // On their way while the query is; of a pair those of the second when the first one is turned.
+    // On their way while the query is; those of the second row's when the first one's is turned.
     float4 turns[kHalf][2];
     auto const fetch_turns = [&](int position) {
 #pragma unroll
       for (int i = 0; i < 2 * kHalf; ++i) {
-        float2 const* const pair = args_.turns + (kPairs ? max(position, 0) : position) * (kK / 2) + 8 * i + 2 * tq_;
+        float2 const* const pair = args_.turns + (kShares ? max(position, 0) : position) * (kK / 2) + 8 * i + 2 * tq_;
         turns[i / 2][i % 2] = __ldg(reinterpret_cast<float4 const*>(pair));
       }
     };
-    if constexpr (!kBelow) fetch_turns(position_);
+    if constexpr (!kBelow) fetch_turns(position(0));
     float factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -220,10 +242,10 @@ protected:
         q_[odd / 2][odd % 2 * 2 + i] = __floats2half2_rn(lo.y, hi.y);
       }
     };
-    if constexpr (kPairs && !kBelow) {
+    if constexpr (kShares && !kBelow) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (i == 1) fetch_turns(second_position_.value);
+        if (i == 1) fetch_turns(position(1));
 #pragma unroll
         for (int part = 0; part < 2 * kHalf; ++part) turn_row(i, part / 2, part % 2);
       }
@@ -291,11 +313,11 @@ protected:
   }
 
   // Whether row i of this thread is a head of an output.
-  __device__ __forceinline__ bool has_head(int i) const { return head(i) < args_.G && (!kPairs || active(i)); }
+  __device__ __forceinline__ bool has_head(int i) const { return head(i) < args_.G && (!kShares || active(i)); }
 
-  // `first`: the first head of the query, kPairs: of the first of them.
+  // `first`: the first head of the query of row 0.
   __device__ __forceinline__ std::int64_t head_of(std::int64_t first, int i) const {
-    return first + head(i) + (kPairs && i == 1 ? args_.H_kv * args_.G : 0);
+    return first + head(i) + (kShares && i == 1 ? kPerUnit * args_.H_kv * args_.G : 0);
   }
 
   Args const& args_;
@@ -320,9 +342,10 @@ protected:
   struct Position {
     int value;
   };
-  std::conditional_t<kShares, Each, Nothing> each_active_;
+  std::conditional_t<kChildRows, Each, Nothing> each_active_;
   std::conditional_t<kShares, Each, Nothing> each_far_;
-  std::conditional_t<kShares, Position, Nothing> second_position_;
+  std::conditional_t<kChildRows, Position, Nothing> second_position_;
+  std::conditional_t<kPacksPositions, Position, Nothing> passed_;  // parents; position_ holds both queries' first, cursor_ the first
   float sum_[2];      // of the exponentials
   float log_sum_[2];  // of the normaliser: lse_g * log2(e) = max * unit + log_sum
   float right_[2];    // for the normaliser: the rightmost candidate's score
