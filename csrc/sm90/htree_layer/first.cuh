@@ -697,13 +697,13 @@ private:
         bool const rises = any_own((kPerUnit == 1 || again) && asks(sum[i]));
         if (kPerUnit == 1 && !rises) continue;
         float const largest = quad_max(Base::template row_max<kParents>(raw, i));
-        if (kPerUnit > 1 && !rises) continue;
-        if constexpr (Cfg::kKeeps) fetch_maximum(ring, i);
-        float const factor = Base::raise(i, fmaxf(max_[i], largest));
         if constexpr (Cfg::kKeeps) {
-          __syncwarp(Base::own_lanes());
-          keep_maximum(ring, i);
+          fetch_maximum(ring, i);
+          __syncwarp();  // before it is written again
         }
+        if (kPerUnit > 1 && !rises) continue;
+        float const factor = Base::raise(i, fmaxf(max_[i], largest));
+        if constexpr (Cfg::kKeeps) keep_maximum(ring, i);
         sum_[i] *= factor;
 #pragma unroll
         for (int tile = 0; tile < kValueTiles; ++tile) {
