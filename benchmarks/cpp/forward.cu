@@ -5,7 +5,7 @@
 //   forward --check-only                   correctness and repeats
 //   forward --check-only --small           the shortest problems alone
 //   forward --time-only [T iid|local]...   timing, of these alone
-//   forward --one T iid|local [n]          n calls (default 3) of one timed shape, for a profiler
+//   forward --one T iid|local [n [G]]      n calls (default 3) of one timed shape, of G heads (16), for a profiler
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -464,8 +464,10 @@ bool is_local(char const* text) {
 int run(int argc, char** argv) {
   std::string const mode = argc > 1 ? argv[1] : "";
   if (mode == "--one") {
-    if (argc < 4) throw std::invalid_argument("forward: --one T iid|local [n]");
-    Problem<__nv_bfloat16> problem(timed_shape(std::atoll(argv[2]), is_local(argv[3])), false);
+    if (argc < 4) throw std::invalid_argument("forward: --one T iid|local [n [G]]");
+    Shape shape = timed_shape(std::atoll(argv[2]), is_local(argv[3]));
+    if (argc > 5) shape.G = std::atoll(argv[5]);
+    Problem<__nv_bfloat16> problem(shape, false);
     for (int i = 0; i < (argc > 4 ? std::atoi(argv[4]) : 3); ++i) problem.run();
     HTREE_CUDA_CHECK(cudaDeviceSynchronize());
     return 0;

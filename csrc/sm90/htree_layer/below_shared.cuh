@@ -91,10 +91,11 @@ public:
         uint32_t const takers = mine >> slot & kOfSlot;
         mine &= ~(kOfSlot << slot);
         uint32_t const units[2] = {takers & kOfUnit, takers >> kUnitBits};
-        if (units[0] != 0) turn_to<0>(units[0]);
-        if (units[1] != 0) turn_to<1>(units[1]);
+        turn_to(units);
         uint32_t const address = stage + slot * Cfg::kSlotBytes;
-        if (units[0] != 0 && units[1] != 0) {
+        if (kPerUnit > 1 && takers == kOfSlot) {
+          add<kBoth, true>(address, units);
+        } else if (units[0] != 0 && units[1] != 0) {
           add<kBoth>(address, units);
         } else if (units[0] != 0) {
           add<1>(address, units);
@@ -135,8 +136,10 @@ private:
     return kPerUnit == 1 ? position(i) : columns_[i].position;
   }
   __device__ __forceinline__ int head_of_column(int e) const { return (2 * tq_ + e) % kUnitHeads; }
+  // kAll: it is known that all queries of the warp do.
+  template <bool kAll = false>
   static __device__ __forceinline__ bool takes(uint32_t unit, int query) {
-    return kPerUnit == 1 || (unit >> query * Cfg::kQueryBits & 1u) != 0;
+    return kAll || kPerUnit == 1 || (unit >> query * Cfg::kQueryBits & 1u) != 0;
   }
 
   static __device__ __forceinline__ constexpr bool has(int units, int i) { return units >> i & 1; }
@@ -219,11 +222,23 @@ private:
     y = __hfma2(c, y, sx);
   }
 
-  // Before a parent that queries `unit` of unit i take.
-  template <int i>
-  __device__ __forceinline__ void turn_to(uint32_t unit) {
-    bool const anew = left_[i] == 0 && takes(unit, of_rows());
-    if (kPerUnit == 1 ? anew : __any_sync(kFullWarp, anew)) begin_turning<i>(anew);
+  // Whether the query of this thread's column turns anew at the parent at hand, its first of top_k or a period later: both are powers
+  // of two, or the period is longer than that.
+  __device__ __forceinline__ bool begins(int i) const {
+    return (((position(i) >> kLog2Siblings) + 1) & (args_.turn_period - 1)) == 0;
+  }
+
+  // Before a parent that these queries take.
+  __device__ __forceinline__ void turn_to(uint32_t const (&units)[2]) {
+    if constexpr (kPerUnit == 1) {
+      if (units[0] != 0 && begins(0)) begin_turning<0>(true);
+      if (units[1] != 0 && begins(1)) begin_turning<1>(true);
+    } else {
+      bool const anew[2] = {begins(0) && takes(units[0], of_rows()), begins(1) && takes(units[1], of_rows())};
+      if (!__any_sync(kFullWarp, anew[0] || anew[1])) return;
+      if (__any_sync(kFullWarp, anew[0])) begin_turning<0>(anew[0]);
+      if (__any_sync(kFullWarp, anew[1])) begin_turning<1>(anew[1]);
+    }
   }
 
   template <int i>
@@ -248,7 +263,6 @@ private:
     }
     __syncwarp();
     fetch_turns(i, args_.turn_period, anew);
-    if (anew) left_[i] = args_.turn_period;
   }
 
   // ---- a parent
@@ -317,7 +331,7 @@ private:
   }
 
   // The parent in `slot`, for units that have queries which take it.
-  template <int kUnits>
+  template <int kUnits, bool kAll = false>
   __device__ __forceinline__ void add(uint32_t slot, uint32_t const (&takers)[2]) {
     float const scale = fabsf(ptx::load_shared_float(slot + Cfg::kScaleOffset));
     float products[2][4] = {};
@@ -338,7 +352,7 @@ private:
     for (int i = 0; i < 2; ++i) {
       if (!has(kUnits, i)) continue;
       Columns const& columns = columns_[i];
-      bool const taken = takes(takers[i], of_columns());
+      bool const taken = takes<kAll>(takers[i], of_columns());
       float const factor[2] = {scale * columns.unit[0], scale * columns.unit[1]};
       float x[4];
 #pragma unroll
@@ -349,12 +363,12 @@ private:
       again = again | asks(x) | (taken & (column_position(i) < kSiblings));
       exponentiate(x, p[i], sum[i]);
     }
-    turn_on<kUnits>(takers);
+    turn_on<kUnits, kAll>(takers);
     if (__any_sync(kFullWarp, again)) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (has(kUnits, i)) {
-          compute_again(i, takes(takers[i], of_columns()), slot + Cfg::kScaleOffset, products[i], p[i], sum[i]);
+          compute_again(i, takes<kAll>(takers[i], of_columns()), slot + Cfg::kScaleOffset, products[i], p[i], sum[i]);
         }
       }
     }
@@ -372,37 +386,30 @@ private:
       if (!has(kUnits, i)) continue;
       columns_[i].sum[0] += sum[i][0];
       columns_[i].sum[1] += sum[i][1];
-      if constexpr (kPerUnit > 1) columns_[i].position -= takes(takers[i], of_columns()) ? kSiblings : 0;
-      int const turned = takes(takers[i], of_rows());
-      left_[i] -= turned;
-      (i == 0 ? Base::position_ : Base::second_position_.value) -= turned * kSiblings;
+      if constexpr (kPerUnit > 1) columns_[i].position -= takes<kAll>(takers[i], of_columns()) ? kSiblings : 0;
+      (i == 0 ? Base::position_ : Base::second_position_.value) -= takes<kAll>(takers[i], of_rows()) ? kSiblings : 0;
     }
   }
 
-  // To the next rank, sixteen positions back; who does not take the parent turns by nothing.
-  template <int kUnits>
+  // To the next rank, sixteen positions back; who does not take the parent stays.
+  template <int kUnits, bool kAll>
   __device__ __forceinline__ void turn_on(uint32_t const (&takers)[2]) {
-    uint32_t const steps = shared_ + Cfg::kStepOffset;
-    uint32_t const turns = steps + static_cast<uint32_t>(tq_) * Cfg::kStepBytes;
-    uint32_t rows[2] = {turns, turns};
-    if constexpr (kPerUnit > 1) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (!takes(takers[i], of_rows())) rows[i] = steps + 4 * Cfg::kStepBytes;
-      }
-    }
+    uint32_t const turns = shared_ + Cfg::kStepOffset + static_cast<uint32_t>(tq_) * Cfg::kStepBytes;
+    bool const turned[2] = {takes<kAll>(takers[0], of_rows()), takes<kAll>(takers[1], of_rows())};
 #pragma unroll
     for (int step = 0; step < kSteps; step += 2) {
-      uint4 words[2];
-      words[0] = ptx::load_shared_16B(rows[has(kUnits, 0) ? 0 : 1] + step * 8);
-      words[1] = kPerUnit > 1 && kUnits == kBoth ? ptx::load_shared_16B(rows[1] + step * 8) : words[0];
+      uint4 const words = ptx::load_shared_16B(turns + step * 8);
+      half2 const(&of)[4] = reinterpret_cast<half2 const(&)[4]>(words);
 #pragma unroll
       for (int next = 0; next < 2; ++next) {
         half2(&q)[4] = q_[step + next];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          half2 const(&of)[4] = reinterpret_cast<half2 const(&)[4]>(words[i]);
-          if (has(kUnits, i)) turn(of[2 * next], __hneg2(of[2 * next + 1]), q[2 * i], q[2 * i + 1]);
+          if (!has(kUnits, i)) continue;
+          half2 x = q[2 * i], y = q[2 * i + 1];
+          turn(of[2 * next], __hneg2(of[2 * next + 1]), x, y);
+          q[2 * i] = turned[i] ? x : q[2 * i];
+          q[2 * i + 1] = turned[i] ? y : q[2 * i + 1];
         }
       }
     }
@@ -494,7 +501,6 @@ private:
   uint32_t const shared_;
   uint32_t const fragment_lane_;
   Columns columns_[2];
-  int left_[2] = {0, 0};  // ranks until the query of this thread's column turns anew
 };
 
 }  // namespace htree_cuda::layer

@@ -18,7 +18,7 @@
 //   one query     a call with a single query has one block of it a head, and splits it: the consumers take turns, a
 //                 `turn_period` of ranks each, with running states of their own, which are merged at the end of a walk
 //   registers     160 a consumer thread, 32 a producer thread: 3 * 128 * 160 + 128 * 32 = 65536
-//   shared memory 224 KB: in values passes the queries, kFirst: as WGMMA reads them; kBelow: also the turns from which
+//   shared memory 227 KB: in values passes the queries, kFirst: as WGMMA reads them; kBelow: also the turns from which
 //                 queries begin anew; else as many stages as fit. At K = V = 128 these have 20 parents in values passes and
 //                 48 in others
 #pragma once
@@ -135,8 +135,7 @@ struct Config {
   static constexpr int kColumnBytes = 2 * kK / 4;
   static constexpr int kColumnsBytes = 8 * kColumnBytes;
   static constexpr int kZerosOffset = kColumnsBytes + 16;  // in other banks than the columns that are read at once
-  // kChildRows: PackedTurns instead, of each query; behind those of all consumers what turns to the next rank, and a row that
-  // turns by nothing.
+  // kChildRows: PackedTurns instead, of each query; behind those of all consumers what turns to the next rank.
   static constexpr int kPackedBytes = 2 * kK;
   static constexpr int kStepBytes = kPackedBytes / 4 + 16;  // of lanes that share a row; in other banks than those of others
   // kFirst, values, four queries a warp: what has no registers there, candidates that are no leaves, cursors and maxima.
@@ -151,12 +150,13 @@ struct Config {
   // Where a query is split: 16 bytes for every consumer and head. Between two walks the ring is not free for them.
   static constexpr int kMergeHeadBytes = kConsumers * 16 * 16;
   static constexpr int kRingOffset = kStepOffset + (kChildRows ? 512 : 0) + (kWalks - 1) * kMergeHeadBytes;
-  static_assert(5 * kStepBytes <= 512);
-  static constexpr int kFit = (224 * 1024 - kRingOffset) / kStageBytes;
-  static constexpr int kStages = kFit < 12 ? kFit : 12;
+  static_assert(4 * kStepBytes <= 512);
   static constexpr int kAlignment = 1024;
+  static constexpr int kMostSharedBytes = 232448;
+  static constexpr int kFit = (kMostSharedBytes - kAlignment - kRingOffset) / kStageBytes;
+  static constexpr int kStages = kFit < 12 ? kFit : 12;
   static constexpr int kSharedBytes = kAlignment + kRingOffset + kStages * kStageBytes;
-  static_assert(kStages >= 3 && kSharedBytes <= 232448);
+  static_assert(kStages >= 3 && kSharedBytes <= kMostSharedBytes);
   static_assert(kRingOffset % (kWalk == Walk::kFirst ? 1024 : 256) == 0);
 
   // Where a query is split, the ring is reused in the end, but for the barriers in it: the heads are in the first stage, and O

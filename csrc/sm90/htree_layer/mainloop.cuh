@@ -213,15 +213,13 @@ __device__ void name_takers(Args const& args, Ring<Cfg> const& ring) {
   int const lane = threadIdx.x % 32;
   int const count = stream_count<Cfg>(args);
 
-  // What turns queries to the next rank is there with the first stage, and behind it what turns by nothing.
+  // What turns queries to the next rank is there with the first stage.
   if constexpr (Cfg::kChildRows) {
     constexpr int kRow = Cfg::kK / 16;
-    for (int i = lane; i < 5 * kRow; i += 32) {
-      uint2 const nothing = {0x3c003c00u, 0u};  // cos 1, sin 0
-      uint2 const turn =
-          i < 4 * kRow ? __ldg(reinterpret_cast<uint2 const*>(own<Cfg>(args).packed_step_turn) + i) : nothing;
+    if (lane < 4 * kRow) {
+      uint2 const turn = __ldg(reinterpret_cast<uint2 const*>(own<Cfg>(args).packed_step_turn) + lane);
       ptx::store_shared_8B(
-          ring.stages - Cfg::kRingOffset + Cfg::kStepOffset + i / kRow * Cfg::kStepBytes + i % kRow * 8, turn);
+          ring.stages - Cfg::kRingOffset + Cfg::kStepOffset + lane / kRow * Cfg::kStepBytes + lane % kRow * 8, turn);
     }
   }
 
