@@ -17,6 +17,7 @@ TYPES = {
     "bf16x2": "bfloat2",
     "pred": "bool",
 }
+INTEGERS = {f"{sign}int{n}_t": n // 8 for sign in ("", "u") for n in (8, 16, 32, 64)}  # bytes
 _COMPARE = {
     "eq": "==",
     "ne": "!=",
@@ -77,7 +78,7 @@ class Instructions:
             )
             self.set(target, f"static_cast<{wide}>({joined})")
         else:
-            self.set(target, self.value(self.ctype(op), source))
+            self.set(target, self.value(self.ctype(op), source), self.ctype(op))
 
     def op_cvta(self, op, args):
         target, source = args
@@ -91,7 +92,7 @@ class Instructions:
         if target_type in ("f16x2", "bf16x2"):
             high, low = (self.value("float", x) for x in args[1:])
             maker = "half" if target_type == "f16x2" else "bfloat"
-            self.set(args[0], f"pair<{maker}>({low}, {high})")
+            self.set(args[0], f"pair<{maker}>({low}, {high})", TYPES[target_type])
             return
         if "sat" in op or any(m in op for m in ("rz", "rm", "rp", "rna")):
             raise self.unknown(args)
@@ -102,16 +103,18 @@ class Instructions:
         floats = ("f16", "bf16", "f32", "f64")
         rounding = next((f for m, f in _ROUND_TO_INTEGER.items() if m in op), None)
         if source_type in floats and target_type not in floats:
-            self.set(args[0], f"to_integer<{target}>(std::{rounding}(wide({value})))")
+            self.set(args[0], f"to_integer<{target}>(std::{rounding}(wide({value})))", target)
         elif rounding:
-            self.set(args[0], f"narrow<{target}>(std::{rounding}(wide({value})))")
+            self.set(args[0], f"narrow<{target}>(std::{rounding}(wide({value})))", target)
+        elif source in INTEGERS and target in INTEGERS:
+            self.set(args[0], f"static_cast<{target}>({value})", target)
         else:
-            self.set(args[0], f"narrow<{target}>({value})")
+            self.set(args[0], f"narrow<{target}>({value})", target)
 
     def op_selp(self, op, args):
         ctype = self.ctype(op)
         a, b = (self.value(ctype, x) for x in args[1:3])
-        self.set(args[0], f"({self.value('bool', args[3])} ? {a} : {b})")
+        self.set(args[0], f"({self.value('bool', args[3])} ? {a} : {b})", ctype)
 
     # ---- arithmetic ----------------------------------------------------------------------------------------------
 
@@ -122,6 +125,7 @@ class Instructions:
             self.set(
                 args[0],
                 f"{symbol}({a}, {b})" if symbol.isidentifier() else f"arithmetic<{ctype}>({a}, {b}, '{symbol}')",
+                ctype,
             )
 
         return handler
@@ -158,7 +162,8 @@ class Instructions:
         return ctype, f"mul({self.value(ctype, a)}, {self.value(ctype, b)})"
 
     def op_mul(self, op, args):
-        self.set(args[0], self.product(op, args[1], args[2])[1])
+        ctype, product = self.product(op, args[1], args[2])
+        self.set(args[0], product, ctype)
 
     def op_mad(self, op, args):
         if "cc" in op:
@@ -168,7 +173,7 @@ class Instructions:
             )
             return
         ctype, product = self.product(op, args[1], args[2])
-        self.set(args[0], f"add({product}, {self.value(ctype, args[3])})")
+        self.set(args[0], f"add({product}, {self.value(ctype, args[3])})", ctype)
 
     def op_madc(self, op, args):
         target = "carry" if "cc" in op else "ignored_carry"
@@ -181,7 +186,7 @@ class Instructions:
         ctype = self.ctype(op)
         if "rn" not in op or "relu" in op or "sat" in op:
             raise self.unknown(args)
-        self.set(args[0], f"fused({', '.join(self.value(ctype, x) for x in args[1:])})")
+        self.set(args[0], f"fused({', '.join(self.value(ctype, x) for x in args[1:])})", ctype)
 
     def op_div(self, op, args):
         if op[-1] == "f32" and "rn" not in op:
@@ -236,7 +241,7 @@ class Instructions:
     def bits(self, symbol, op, args):
         ctype = self.ctype(op)
         a, b = (self.value(ctype, x) for x in args[1:])
-        self.set(args[0], f"static_cast<{ctype}>({a} {symbol} {b})")
+        self.set(args[0], f"static_cast<{ctype}>({a} {symbol} {b})", ctype)
 
     def op_and(self, op, args):
         self.bits("&", op, args)
@@ -250,7 +255,7 @@ class Instructions:
     def op_not(self, op, args):
         ctype = self.ctype(op)
         value = self.value(ctype, args[1])
-        self.set(args[0], f"!{value}" if ctype == "bool" else f"static_cast<{ctype}>(~{value})")
+        self.set(args[0], f"!{value}" if ctype == "bool" else f"static_cast<{ctype}>(~{value})", ctype)
 
     def op_shl(self, op, args):
         self.set(args[0], f"shift_left({self.value(self.ctype(op), args[1])}, {self.value('uint32_t', args[2])})")
@@ -318,9 +323,9 @@ class Instructions:
         combine = next((x for x in op[2:-1] if x in ("and", "or", "xor")), None)
         symbol = {"and": "&&", "or": "||", "xor": "!="}.get(combine)
         third = self.value("bool", args[3]) if combine else None
-        self.set(target, f"({result} {symbol} {third})" if combine else result)
+        self.set(target, f"({result} {symbol} {third})" if combine else result, "bool")
         if complement:
-            self.set(complement, f"(!{result} {symbol} {third})" if combine else f"!{result}")
+            self.set(complement, f"(!{result} {symbol} {third})" if combine else f"!{result}", "bool")
 
     # ---- control -------------------------------------------------------------------------------------------------
 
@@ -365,12 +370,13 @@ class Instructions:
         address = self.address(args[1])
         load = f"t.load_{space}<{ctype}, {n}>({address})"
         if n == 1:
-            self.set(targets[0], self.call(f"{load}[0]"))
+            self.set(targets[0], self.call(f"{load}[0]"), ctype)
         else:
-            body = " ".join(f"put({identifier(x)}, loaded[{i}]);" for i, x in enumerate(targets) if x != "_")
-            for x in targets:
-                self.register_type(x)
-            self.emit(f"{self.guard}{{ t.at = {self.line}; auto const loaded = {load}; {body} }}")
+            self.emit(f"{self.guard}{{ t.at = {self.line}; auto const loaded = {load};")
+            for i, x in enumerate(targets):
+                if x != "_":
+                    self.put(x, f"loaded[{i}]", ctype=ctype)
+            self.emit("}")
 
     def op_st(self, op, args):
         ctype, space = self.ctype(op), self.space(op)

@@ -16,9 +16,9 @@ import sys
 from dataclasses import dataclass, field
 
 if __package__:
-    from .instructions import TYPES, Instructions, UnknownPtx, identifier, split_operands
+    from .instructions import INTEGERS, TYPES, Instructions, UnknownPtx, identifier, split_operands
 else:  # run as a script, by the build
-    from instructions import TYPES, Instructions, UnknownPtx, identifier, split_operands
+    from instructions import INTEGERS, TYPES, Instructions, UnknownPtx, identifier, split_operands
 
 _SPECIAL = {
     **{
@@ -41,6 +41,20 @@ _SPECIAL = {
     "%lanemask_eq": "(1u << t.lane)",
     "WARP_SZ": "32u",
 }
+
+
+_BYTES = {**INTEGERS, "float": 4, "double": 8, "half": 2, "bfloat": 2, "half2": 4, "bfloat2": 4}
+
+
+def _read_as(to: str, ctype: str, expression: str) -> str:
+    """What as<to>(expression) of runtime.h is, of a known type, without a template: g++ takes half as long."""
+    if to == ctype:
+        return expression
+    if to in INTEGERS and ctype in INTEGERS:
+        return f"static_cast<{to}>({expression})"
+    if to in _BYTES and _BYTES[to] == _BYTES.get(ctype):
+        return f"__builtin_bit_cast({to}, {expression})"
+    return f"as<{to}>({expression})"
 
 
 @dataclass
@@ -107,14 +121,19 @@ class _Function(Instructions):
         if text.startswith("!"):
             return f"!{self.value('bool', text[1:])}"
         if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", text):
+            if ctype == "float":
+                return f"__builtin_bit_cast(float, 0x{text[2:]}u)"
             return f"as<{ctype}>(from_bits<float>(0x{text[2:]}u))"
         if re.fullmatch(r"0[dD][0-9a-fA-F]{16}", text):
             return f"as<{ctype}>(from_bits<double>(0x{text[2:]}ull))"
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", text):
             number = int(text.rstrip("U"), 0)
+            if ctype in INTEGERS:
+                return f"static_cast<{ctype}>({number & 0xFFFFFFFFFFFFFFFF}ull)"
             return f"constant<{ctype}>({number & 0xFFFFFFFFFFFFFFFF}ull)"
-        if self.register_type(text) is not None:
-            return f"as<{ctype}>({identifier(text)})"
+        register = self.register_type(text)
+        if register is not None:
+            return _read_as(ctype, register, identifier(text))
         return f"as<{ctype}>({self.symbol(text)})"
 
     def symbol(self, text: str) -> str:
@@ -141,13 +160,18 @@ class _Function(Instructions):
         base = self.value("uint64_t", name)
         return f"({base} + {offset & 0xFFFFFFFFFFFFFFFF}ull)" if offset else base
 
-    def put(self, target: str, expression: str, guard: str = "") -> None:
+    def put(self, target: str, expression: str, guard: str = "", ctype: str | None = None) -> None:
+        """`ctype`: the type of the expression, where it is known."""
         if target == "_":
             self.emit(f"{guard}(void)({expression});")
             return
-        if self.register_type(target) is None:
+        register = self.register_type(target)
+        if register is None:
             raise UnknownPtx(f"{self.name}: target {target!r}")
-        self.emit(f"{guard}put({identifier(target)}, {expression});")
+        if ctype is None:
+            self.emit(f"{guard}put({identifier(target)}, {expression});")
+        else:
+            self.emit(f"{guard}{identifier(target)} = {_read_as(register, ctype, expression)};")
 
     def emit(self, text: str) -> None:
         self.lines.append(text)
@@ -224,8 +248,8 @@ class _Function(Instructions):
     def run(self, expression: str) -> None:
         self.emit(f"{self.guard}{{ t.at = {self.line}; {expression}; }}")
 
-    def set(self, target: str, expression: str) -> None:
-        self.put(target, expression, self.guard)
+    def set(self, target: str, expression: str, ctype: str | None = None) -> None:
+        self.put(target, expression, self.guard, ctype)
 
     def unknown(self, args) -> UnknownPtx:
         return UnknownPtx(f"{self.name}, line {self.line}: {'.'.join(self.op)} {args}")

@@ -1,6 +1,6 @@
-// Roles of the layer kernel; the work is in mainloop.cuh (ring, producer), query.cuh, consumer.cuh,
-// first.cuh (queries in their first layer), turning.cuh, below.cuh and choice.cuh (the others), below_shared.cuh (several of those
-// a warp).
+// Roles of the layer kernel; the work is in mainloop.cuh (ring, producer), query.cuh, consumer.cuh, first.cuh and
+// first_groups.cuh (queries in their first layer), turning.cuh, below.cuh and choice.cuh (the others), below_shared.cuh (several
+// of those a warp).
 #pragma once
 
 #include <type_traits>
