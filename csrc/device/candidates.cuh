@@ -13,6 +13,7 @@ namespace htree_cuda {
 
 inline constexpr int kSiblings = 16;     // compression_rate of the kernels
 inline constexpr int kLog2Siblings = 4;
+inline constexpr int kLeastTopK = 16;
 inline constexpr int kMaxTopK = 512;
 inline constexpr int kTileParents = 4;    // parents whose keys lie together where queries walk all of them
 inline constexpr int kBlockQueries = 12;  // consecutive queries of one (b, h_kv) that share gathered parents

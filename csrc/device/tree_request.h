@@ -34,7 +34,7 @@ inline void check(char const* op, ForwardParams const& p) {
   if ((p.K != 64 && p.K != 128) || (p.V != 64 && p.V != 128)) {
     reject(op, "K and V must be 64 or 128, got " + number(p.K) + " and " + number(p.V));
   }
-  if (!is_power_of_two(p.top_k) || p.top_k < 16 || p.top_k > kMaxTopK) {
+  if (!is_power_of_two(p.top_k) || p.top_k < kLeastTopK || p.top_k > kMaxTopK) {
     reject(op, "top_k must be a power of two in 16 .. 512, got " + number(p.top_k));
   }
 }

@@ -223,7 +223,7 @@ private:
   }
 
   // Whether the query of this thread's column turns anew at the parent at hand, its first of top_k or a period later: both are powers
-  // of two, or the period is longer than that.
+  // of two, and the period is no longer than that (launch.cu).
   __device__ __forceinline__ bool begins(int i) const {
     return (((position(i) >> kLog2Siblings) + 1) & (args_.turn_period - 1)) == 0;
   }

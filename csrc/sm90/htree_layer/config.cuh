@@ -127,7 +127,8 @@ struct Config {
   static constexpr uint32_t kTaken = 128;
   static_assert(kWalk != Walk::kDense || (kStageSlots == 4 && kSlotMask + kGapMask < kTaken));
   static constexpr int kParentOffset = kNextMaskOffset + 4 * kConsumers;
-  // Values: kFirst: the turned queries, for each warpgroup panels of 64 rows, the heads of its four queries; kBelow: each
+  static_assert(kParentOffset + 4 * kStageSlots <= kScaleOffset);
+  // Values: kFirst: the turned queries, for each warpgroup panels of 64 rows, the heads of all its queries; kBelow: each
   // query as it is, in fragments. kBelow: then the turns from which it begins anew, for each, and zeros: what three
   // quarters of the lanes have of such a matrix.
   static constexpr int kQueryPanelBytes = 64 * 128;
@@ -141,6 +142,7 @@ struct Config {
   // kFirst, values, four queries a warp: what has no registers there, candidates that are no leaves, cursors and maxima.
   static constexpr bool kKeeps = kWalk == Walk::kFirst && kReadsValues && kQueries == 4;
   static constexpr int kKeptBytes = kKeeps ? 512 : 0;
+  static_assert(kKeptBytes % 64 == 0);  // the closed ones of two halves of a warp are told apart by address
   static constexpr int kTurnBytes =
       kWalk == Walk::kFirst ? kKeptBytes : (kChildRows ? kQueries * kPackedBytes : kColumnsBytes + 128);
   static_assert(kColumnBytes <= 64 && kColumnsBytes % 16 == 0 && kColumnsBytes / 16 <= 32, "a copy of 16 bytes a lane");

@@ -156,6 +156,7 @@ private:
         }
         find_dead(i, begun.stage, dead[i]);
       }
+      if (kPerUnit > 1) __syncwarp();  // halves of the warp may end apart; they wait for the products together
       Base::pass(kParents);
       wgmma::wait<0>();
       wgmma::pin(products(begun.raw));

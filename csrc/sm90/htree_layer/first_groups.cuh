@@ -102,7 +102,7 @@ protected:
     return __shfl_sync(kFullWarp, ring.stages - Cfg::kRingOffset + warp_ / 4 * Cfg::kQueryBytes, 0);
   }
 
-  // In the order of WGMMA's operands; a lane points stmatrix at row lane % 16 of its query, chunk lane / 16 of two.
+  // In the order of WGMMA's operands; a lane points stmatrix at row lane % 16 of its warp's, chunk lane / 16 of two.
   __device__ __forceinline__ void store_queries(uint32_t queries) const {
     int const row = warp_ % 4 * 16 + lane_ % 16;
 #pragma unroll
@@ -157,7 +157,7 @@ protected:
     wgmma::commit();
   }
 
-  // The same, this warp's query in registers.
+  // The same, this warp's queries in registers.
   __device__ __forceinline__ void multiply_keys(Begun& begun) const {
     wgmma::Descriptor const keys(begun.stage + Cfg::kKeyOffset);
     wgmma::fence();

@@ -81,6 +81,7 @@ constexpr char const* kOp = "forward";
 // ones (tests/test_turning.py).
 constexpr int kTurnPeriod = 16;
 constexpr int kTurnPeriodHalf = 1;
+static_assert(kLeastTopK % kTurnPeriod == 0);  // a walk of top_k ranks is whole periods: below_shared.cuh counts on it
 
 int turn_period(ForwardParams const& p) { return p.dtype == DType::kFloat16 ? kTurnPeriodHalf : kTurnPeriod; }
 

@@ -61,8 +61,8 @@ void launch_ways(Args const& args, Blocks const& blocks, cudaStream_t stream) {
   }
 }
 
-// Where queries share a warp, in First and, if those below do too, in SharedBelow. Otherwise ways have launches of their own: chunks
-// are large then, so that few have queries of several, and fewer kernels are built.
+// Where queries share a warp, in First and, if those below do too, in SharedBelow. Otherwise First has a launch of its own: chunks are
+// large then, so that few have queries of several ways, and fewer kernels are built.
 template <class Below, class Dense, class SharedBelow, class First>
 void launch_shared(Args const& args, Blocks const& blocks, cudaStream_t stream) {
   if constexpr (Below::kReadsValues && std::is_same_v<typename Below::Element, __nv_bfloat16>) {
@@ -88,4 +88,3 @@ void launch(Args const& args, Blocks const& blocks, cudaStream_t stream) {
 }
 
 }  // namespace htree_cuda::layer
-

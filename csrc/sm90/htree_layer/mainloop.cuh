@@ -15,7 +15,7 @@
 //
 // Both sides walk the same number of groups, a stage each, and do so twice where the pass is a choice: consumers release
 // groups that hold nothing of theirs, so every phase is passed whatever the masks say, and the four warps of a warpgroup
-// multiply together (first.cuh). What a consumer computes depends on its own query alone: its own rank, its own running
+// multiply together (first.cuh). What is computed for a query depends on that query alone: its own rank, its own running
 // maximum; the union decides only when a parent passes by.
 #pragma once
 

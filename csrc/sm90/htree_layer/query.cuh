@@ -1,5 +1,5 @@
-// Who a consumer warp of the layer kernel works for: its query or two, where they are in the call and in the walk, and how they
-// are loaded.
+// Who a consumer warp of the layer kernel works for: its query, or two or four, where they are in the call and in the walk, and how
+// they are loaded.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -326,7 +326,7 @@ protected:
   int const tq_;
   uint32_t const warp_;
   int groups_;    // of parents that pass by
-  bool active_;   // the query, or one of the two, exists, and walks this layer in this way
+  bool active_;   // the query, or one of several, exists, and walks this layer in this way
   int position_;  // of the query as the parent at hand sees it: n - 1 - 16 rank; below 16 in the last parent, and negative behind it
   int cursor_;    // of that parent among all of the rows of importance or closed masks
   half2 q_[kSteps][4];
@@ -345,7 +345,8 @@ protected:
   std::conditional_t<kChildRows, Each, Nothing> each_active_;
   std::conditional_t<kShares, Each, Nothing> each_far_;
   std::conditional_t<kChildRows, Position, Nothing> second_position_;
-  std::conditional_t<kPacksPositions, Position, Nothing> passed_;  // parents; position_ holds both queries' first, cursor_ the first
+  // Parents; position_ holds n - 1 of the queries of both rows then, cursor_ the first parent of row 0's: neither moves.
+  std::conditional_t<kPacksPositions, Position, Nothing> passed_;
   float sum_[2];      // of the exponentials
   float log_sum_[2];  // of the normaliser: lse_g * log2(e) = max * unit + log_sum
   float right_[2];    // for the normaliser: the rightmost candidate's score
