@@ -30,6 +30,7 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 TEST_LIMIT_S = 300
 SANITIZER_LIMIT_S = 180
 SANITIZERS_AT_ONCE = 4
+ALONE = {"tests/test_tree_pool_gpu.py"}  # compares the device's free memory before and after a call
 SANITIZER_ERROR = 86  # exit status of compute-sanitizer where it has something to report
 # Reports that are known and wrong (docs/sanitizers.md). The tests themselves have to pass all the same.
 ONE_LANE = "racecheck does not count what a warp did before one of its lanes arrives at an mbarrier for it"
@@ -162,7 +163,9 @@ def run_jobs(mine: list[tuple[str, ...]], at_once: int) -> Iterator[tuple[tuple[
     compute-sanitizer spend their time in its start-up, so they run side by side, afterwards."""
     if at_once > 1:  # most of the time is the oracles', on a few of the machine's cores; the longest file comes first
         os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // at_once, 1)))
-        mine = sorted(mine, key=lambda job: "forward" not in job[2] or job[0] == "sanitizer")
+        alone = [job for job in mine if job[0] == "pytest" and job[2] in ALONE]
+        yield from map(run_job, alone)
+        mine = sorted(set(mine) - set(alone), key=lambda job: ("forward" not in job[2] or job[0] == "sanitizer", job))
         with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
             for finished in concurrent.futures.as_completed([pool.submit(run_job, job) for job in mine]):
                 yield finished.result()
