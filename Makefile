@@ -37,27 +37,27 @@ distill: $(READY)
 
 test: $(READY) lint check-kernels
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -q
-	$(PY) scripts/update_docs.py --check
+	$(PY) tools/update_docs.py --check
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(PY) scripts/check_house_rules.py
+	$(PY) tools/check_house_rules.py
 
 # Compiles every kernel for sm_90a and reads the compiler's log; says so where no kernels are built.
 check-kernels: $(READY)
 	@if PYTHONPATH=build_backend $(PY) -m htree_cuda_build --kernels; then \
-	  $(PY) scripts/build_inplace.py --benchmarks && $(PY) scripts/check_build_log.py; \
+	  $(PY) tools/build_inplace.py --benchmarks && $(PY) tools/check_build_log.py; \
 	else echo "== the kernels are not compiled here"; fi
 
 kernels: $(READY)
-	$(PY) scripts/build_inplace.py --benchmarks
-	$(PY) scripts/check_build_log.py
+	$(PY) tools/build_inplace.py --benchmarks
+	$(PY) tools/check_build_log.py
 
 # Tables and figures of README and docs, from benchmarks/results.
 docs: $(READY)
-	$(PY) scripts/make_figures.py
-	$(PY) scripts/update_docs.py
+	$(PY) tools/make_figures.py
+	$(PY) tools/update_docs.py
 
 bench-cpu: $(READY)
 	$(PY) -m htree_cuda bench forward --device cpu --dtype float32 --lengths 8192,16384,32768,65536,131072 \
@@ -67,10 +67,10 @@ bench-cpu: $(READY)
 	  --top-k 64 --out benchmarks/results/forward_cpu_whole.json
 
 gpu-test:
-	$(PYTHON) scripts/gpu_test.py $(if $(SHARD),--shard $(SHARD))
+	$(PYTHON) tools/gpu_test.py $(if $(SHARD),--shard $(SHARD))
 
 gpu-bench:
-	$(PYTHON) scripts/gpu_bench.py $(if $(SHARD),--shard $(SHARD))
+	$(PYTHON) tools/gpu_bench.py $(if $(SHARD),--shard $(SHARD))
 
 clean:
 	rm -rf build dist *.egg-info htree_cuda/_C*.so htree_cuda/libhtree_cuda.so htree_cuda/_build_info.json

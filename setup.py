@@ -1,7 +1,7 @@
 """Build of htree_cuda: pure Python, or with the Hopper kernels. Switches: build_backend/htree_cuda_build.py.
 
 `pip install .` is the front door. For development, `python setup.py build_ext --inplace` or
-`python scripts/build_inplace.py` builds the kernels into htree_cuda/, incrementally.
+`python tools/build_inplace.py` builds the kernels into htree_cuda/, incrementally.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import htree_cuda_build as build  # noqa: E402
 import htree_cuda_ninja as ninja  # noqa: E402
 
 # Every kernel source; one instantiation a file where compiling takes long.
-# scripts/check_house_rules.py compares the list with csrc/.
+# tools/check_house_rules.py compares the list with csrc/.
 KERNEL_SOURCES = [
     "csrc/common/library.cu",
     "csrc/sm90/attn_dist/inst/bf16_128_heads.cu",
@@ -144,7 +144,7 @@ def run_setup() -> None:
                 return
             in_place = self.inplace or self.editable_mode
             folder = ROOT / "htree_cuda" if in_place else Path(self.build_lib) / "htree_cuda"
-            # In place, the objects are shared with scripts/build_inplace.py: nothing is compiled twice.
+            # In place, the objects are shared with tools/build_inplace.py: nothing is compiled twice.
             debug = bool(self.debug)
             build_dir = in_place_build_dir(debug) if in_place else Path(self.build_temp).resolve() / "kernels"
             try:

@@ -1,6 +1,6 @@
 """What to build, with what: the decisions of the build, without building anything.
 
-Used by the PEP 517 backend (before any build requirement is installed), by setup.py and by the scripts.
+Used by the PEP 517 backend (before any build requirement is installed), by setup.py and by the tools.
 Standard library only.
 
 Environment:

@@ -10,7 +10,7 @@ sparse_attention and its peer take turns, three each, over which median and perc
 more with a pause before each call, as long as the call: back to back the power cap sets the clock, with pauses not.
 
 Every figure carries the FLOPs and bytes it counts; the JSON names the sources (content hash), machine and torch. The
-tables and plots of the README are made from these files by scripts/update_docs.py.
+tables and plots of the README are made from these files by tools/update_docs.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _output(command: list[str]) -> str | None:
 
 def identity(device: str) -> dict:
     """Which sources ran where."""
-    script = Path(__file__).resolve().parent.parent / "scripts" / "content_hash.py"
+    script = Path(__file__).resolve().parent.parent / "tools" / "content_hash.py"
     about = {
         "version": __version__,
         "content_hash": _output([sys.executable, str(script)]) if script.exists() else None,

@@ -34,7 +34,7 @@ def _load() -> tuple[ModuleType | None, str]:
     if not _LIBRARY.exists():
         info = build_info()
         if not info:
-            reason = "a source tree without a build: run `python scripts/build_inplace.py` or `pip install .`"
+            reason = "a source tree without a build: run `python tools/build_inplace.py` or `pip install .`"
         else:
             reason = f"built without kernels: {info.get('reason', 'no reason recorded')}"
         return None, reason

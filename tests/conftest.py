@@ -9,7 +9,7 @@ import zlib
 import pytest
 import torch
 
-from .emulator import build
+from tools.ptx_emulator import build
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def _emulator(request, monkeypatch):
     if not (request.node.get_closest_marker("gpu") and _emulated(request.node)):
         yield
         return
-    from .emulator.device import emulated
+    from tools.ptx_emulator.device import emulated
 
     kernels = os.environ.get("HTREE_CUDA_EMULATED_KERNELS", "").split(",")
     build.build(kernels if os.environ.get("HTREE_CUDA_EMULATED") == "all" else build.USUAL)

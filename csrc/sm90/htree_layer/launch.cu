@@ -78,7 +78,7 @@ constexpr char const* kOp = "forward";
 
 // Ranks that a query turns through, or parents that it leaves out, before it begins anew. Rounding adds up to 0.53 of the
 // error that rounding bf16 operands makes, 0.83 where keys are rounded to bf16 too (the bottom), and 1.22 of that of fp16
-// ones (tests/test_turning.py).
+// ones (tests/unit/test_rotation.py).
 constexpr int kTurnPeriod = 16;
 constexpr int kTurnPeriodHalf = 1;
 static_assert(kLeastTopK % kTurnPeriod == 0);  // a walk of top_k ranks is whole periods: below_shared.cuh counts on it

@@ -1,0 +1,61 @@
+"""Times what a newcomer does: a fresh clone, then `make demo`, and another fresh clone, then `make test`.
+
+python tools/first_run.py [demo] [test]      writes benchmarks/results/first_run.json (entries not run are kept)
+
+Each command gets its own clone of the last commit in a temporary folder and no virtual environment; what pip has in
+its cache and the speed of the package index are part of the time, as they are for a newcomer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from content_hash import ROOT, content_hash
+
+RESULT = ROOT / "benchmarks" / "results" / "first_run.json"
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def timed(target: str) -> dict:
+    """One clone, one command; its output goes to stderr as it comes."""
+    with tempfile.TemporaryDirectory() as folder:
+        clone = Path(folder) / "htree_cuda"
+        subprocess.run(["git", "clone", "--quiet", "--no-local", str(ROOT), str(clone)], check=True)
+        start = time.perf_counter()
+        subprocess.run(["make", target], cwd=clone, stdout=sys.stderr, check=True)
+        first = time.perf_counter() - start
+        start = time.perf_counter()
+        subprocess.run(["make", target], cwd=clone, stdout=sys.stderr, check=True)
+        return {"first_s": round(first, 1), "again_s": round(time.perf_counter() - start, 1)}
+
+
+def main(targets: list[str]) -> int:
+    report = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    for target in targets or ["demo", "test"]:
+        report[target] = {
+            **timed(target),
+            "content_hash": content_hash(),
+            "cpu": cpu_name(),
+            "cores": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        }
+        RESULT.parent.mkdir(parents=True, exist_ok=True)
+        RESULT.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
