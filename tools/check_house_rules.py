@@ -1,4 +1,4 @@
-"""The include and layout rules of csrc/, checked by reading it.
+"""The include and layout rules of csrc/, and the words of the project, checked by reading.
 
 python tools/check_house_rules.py [ROOT]
 """
@@ -10,6 +10,9 @@ import os
 import re
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import retired_words
 
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".h", ".hpp", ".cuh", ".cu", ".cpp"}
@@ -90,6 +93,7 @@ def check(root: Path = ROOT) -> list[str]:
     listed = listed_sources(root / "setup.py")
     problems.extend(f"setup.py: KERNEL_SOURCES lacks {name}" for name in sorted(kernels - set(listed)))
     problems.extend(f"setup.py: KERNEL_SOURCES lists {name}, which does not exist" for name in set(listed) - kernels)
+    problems.extend(retired_words.check(root))
     return problems
 
 
@@ -114,7 +118,7 @@ def main(argv: list[str]) -> int:
     for problem in problems:
         print(problem, file=sys.stderr)
     if not problems:
-        print("csrc follows the house rules")
+        print("the sources follow the house rules")
     return 1 if problems else 0
 
 
