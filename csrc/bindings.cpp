@@ -1,5 +1,5 @@
 // The only pybind11 file: pointers, sizes and strides from Python become params structs. No torch and no CUDA headers
-// here; tensors are taken apart in htree_cuda/kernels.py and checked in htree_cuda/checks.py.
+// here; tensors are taken apart in htree_cuda/kernels.py and checked in htree_cuda/checks/.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

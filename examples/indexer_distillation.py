@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 import htree_cuda
-from htree_cuda.bench import identity
+from htree_cuda.bench.protocol import identity
 from htree_cuda.demo.embedding import DIM, Embedding
 from htree_cuda.demo.progress import progress
 from htree_cuda.demo.text import DemoError, Document, python_topics

@@ -40,10 +40,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from htree_cuda import HTreeAttention
-from htree_cuda.bench import identity, visited
+from htree_cuda.bench.inputs import visited
+from htree_cuda.bench.protocol import identity
+from htree_cuda.definition import layer_sizes
 from htree_cuda.demo.progress import progress
 from htree_cuda.demo.text import python_sources, python_topics
-from htree_cuda.reference.definition import layer_sizes
 
 ARMS = ("dense", "htree", "window")
 TASKS = ("text", "recall")

@@ -9,8 +9,8 @@
 """
 
 from ._version import __version__
+from .api import attn_dist, forward, indexer_loss, normalize_attn_dist, sparse_attention
 from .checks import UnsupportedError
-from .interface import attn_dist, forward, indexer_loss, normalize_attn_dist, sparse_attention
 from .module import HTreeAttention
 
 __all__ = [

@@ -1,5 +1,5 @@
 """Target and loss of a sparse-attention indexer, in plain PyTorch operations: autograd derives the loss, torch.compile
-fuses it, and it runs on any device. Arguments come checked from `interface.py`.
+fuses it, and it runs on any device. Arguments come checked from `api.py`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from .reference.definition import accumulation_dtype
-from .reference.vectorised import valid_slots
+from .definition import accumulation_dtype
+from .torch_backend.lists import valid_slots
 
 
 def _share(x: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def _share(x: Tensor) -> Tensor:
 
 
 def normalize_attn_dist(attn_dist: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
-    """[.., G, s_q, topk] -> [.., s_q, topk]; see `interface.normalize_attn_dist`."""
+    """[.., G, s_q, topk] -> [.., s_q, topk]; see `api.normalize_attn_dist`."""
     total = attn_dist.sum(-3)
     if group is not None:
         torch.distributed.all_reduce(total, group=group)
@@ -38,7 +38,7 @@ def indexer_loss(
     topk_length: Tensor | None,
     reduction: str,
 ) -> Tensor:
-    """See `interface.indexer_loss`; q_start holds one number for each batch element."""
+    """See `api.indexer_loss`; q_start holds one number for each batch element."""
     acc = accumulation_dtype(logits.dtype)
     position = None
     if q_start:  # an empty list: B = 0, no query to place

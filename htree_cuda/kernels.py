@@ -1,6 +1,6 @@
 """The only Python file that touches the compiled module: tensors in, pointers and the current stream out.
 
-Nothing is validated here (`checks.py` does that, called by `ops.py`) and nothing is allocated. Importing this
+Nothing is validated here (`checks` does that, called by `ops.py`) and nothing is allocated. Importing this
 file loads neither the module nor CUDA; `load()` does, once.
 """
 
@@ -143,7 +143,7 @@ def _forward_params(q: Tensor, k: Tensor, v: Tensor, params):
 
 
 def forward_workspace(q: Tensor, k: Tensor, v: Tensor, params) -> int:
-    """Bytes of workspace that `forward` needs for this call; params: reference.vectorised.TreeParams."""
+    """Bytes of workspace that `forward` needs for this call; params: params.TreeParams."""
     return load().forward_workspace(_forward_params(q, k, v, params), device=q.get_device())
 
 
@@ -170,7 +170,7 @@ def forward(
 
 
 def backward_workspace(q: Tensor, k: Tensor, v: Tensor, params) -> int:
-    """Bytes of workspace that `backward` needs for this call; params: reference.vectorised.TreeParams."""
+    """Bytes of workspace that `backward` needs for this call; params: params.TreeParams."""
     return load().backward_workspace(_forward_params(q, k, v, params), device=q.get_device())
 
 

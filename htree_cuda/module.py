@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from . import checks
-from .interface import forward
+from .api import forward
 
 
 class HTreeAttention(nn.Module):
@@ -85,7 +85,7 @@ class HTreeAttention(nn.Module):
             "scale": scale, "rope_base": rope_base, "strict_causal": strict_causal, "backend": backend,
             "deterministic": deterministic, "save_selection": save_selection,
         }  # fmt: skip
-        self.head_dim, self.v_head_dim = checks.attention_module(
+        self.head_dim, self.v_head_dim = checks.tree.attention_module(
             d_model=d_model, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
             dropout=dropout, dtype=torch.get_default_dtype() if dtype is None else dtype,
             flags={"qk_norm": qk_norm, "bias": bias}, options=self.options,
@@ -113,11 +113,11 @@ class HTreeAttention(nn.Module):
         self, x: Tensor, past: tuple[Tensor, Tensor] | None = None, return_kv: bool = False
     ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor]]:
         """See the class."""
-        checks.attention_module_input(
+        checks.tree.attention_module_input(
             x, past, d_model=self.d_model, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
         )  # fmt: skip
-        checks.boolean("HTreeAttention", "return_kv", return_kv)
+        checks.common.boolean("HTreeAttention", "return_kv", return_kv)
         q = self.q_proj(x).unflatten(2, (self.n_heads, self.head_dim))
         k = self.k_proj(x).unflatten(2, (self.n_kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(2, (self.n_kv_heads, self.v_head_dim))

@@ -1,7 +1,7 @@
 """The torch.library ops: schema, fake, autograd. They validate, allocate and hand over to a backend.
 
 Signatures are keyword-only after the tensors and append-only. An op with CPU tensors or ``backend="torch"`` runs the
-vectorised PyTorch backend; with CUDA tensors and ``backend="auto"`` it runs the kernels or raises.
+PyTorch backend (`torch_backend`); with CUDA tensors and ``backend="auto"`` it runs the kernels or raises.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .reference import vectorised
-from .reference.definition import accumulation_dtype, layer_sizes
+from .definition import accumulation_dtype, layer_sizes
+from .params import ListParams
+from .torch_backend import lists as torch_lists
+from .torch_backend import tree as torch_tree
 
 _TREE_SCHEMA = (
     "SymInt? q_start, SymInt compression_rate, SymInt top_k_per_layer, SymInt? max_top_nodes, float? scale, "
@@ -26,7 +28,7 @@ _TREE_SCHEMA = (
 def _use_torch(op: str, x: Tensor, backend: str) -> bool:
     if backend == "torch" or x.device.type == "cpu":
         return True
-    checks.kernel_device(op, x)
+    checks.support.kernel_device(op, x)
     return False
 
 
@@ -58,13 +60,13 @@ def tree_pool(k: Tensor, v: Tensor, *, compression_rate: int, max_top_nodes: int
     A node is the mean of its existing children, added in ascending order in float32, divided by their count and
     rounded to the dtype; both backends give the same bits. No gradient: the forward op has its own.
     """
-    sizes = checks.tree_pool(k, v, compression_rate=compression_rate, max_top_nodes=max_top_nodes, backend=backend)
+    sizes = checks.tree.tree_pool(k, v, compression_rate=compression_rate, max_top_nodes=max_top_nodes, backend=backend)
     if _use_torch("tree_pool", k, backend):
-        pooled = tuple(vectorised.tree_pool(x, compression_rate, max_top_nodes) for x in (k, v))
+        pooled = tuple(torch_tree.tree_pool(x, compression_rate, max_top_nodes) for x in (k, v))
         return pooled
     from . import kernels
 
-    checks.tree_pool_kernel(k, v)
+    checks.support.tree_pool(k, v)
     k_tree, v_tree = (x.new_empty(x.shape[0], x.shape[2], sum(sizes[1:]), x.shape[3]) for x in (k, v))
     if k_tree.numel():
         kernels.tree_pool(k, v, k_tree, v_tree, compression_rate=compression_rate, layers=len(sizes))
@@ -73,7 +75,7 @@ def tree_pool(k: Tensor, v: Tensor, *, compression_rate: int, max_top_nodes: int
 
 @tree_pool.register_fake
 def _(k, v, *, compression_rate, max_top_nodes, backend):
-    sizes = checks.tree_pool(k, v, compression_rate=compression_rate, max_top_nodes=max_top_nodes, backend=backend)
+    sizes = checks.tree.tree_pool(k, v, compression_rate=compression_rate, max_top_nodes=max_top_nodes, backend=backend)
     return tuple(x.new_empty(x.shape[0], x.shape[2], sum(sizes[1:]), x.shape[3]) for x in (k, v))
 
 
@@ -87,7 +89,7 @@ def _layers(k: Tensor, params) -> int:
 def _keeps_selection(q: Tensor, k: Tensor, v: Tensor, params, save_selection: str) -> bool:
     """Whether the backward's copy is kept. "auto": where it takes no more bytes than q and out, which are kept anyway;
     counted for one token, so the rule depends on neither B nor T_q, and on T through the number of layers alone."""
-    checks.save_mode("forward", save_selection)
+    checks.common.save_mode("forward", save_selection)
     if save_selection != "auto":
         return save_selection == "always"
     kept = 4 * (_layers(k, params) - 1) * k.shape[2] * params.top_k
@@ -115,19 +117,19 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, *, need_selection: bool, backend: str, deterministic: bool = False,
     save_selection: str = "never", **tree,
 ):  # fmt: skip
-    """(out, lse, selection); selection has size 0 in its first dimension unless kept. See `interface.forward`.
+    """(out, lse, selection); selection has size 0 in its first dimension unless kept. See `api.forward`.
 
     It is kept where it is needed as an output, or for the backward as save_selection says: "always", "never" or "auto"
     (`_keeps_selection`). The gradients are the same: a backward without it runs this op again. deterministic is the
     backward's; the forward always is.
     """
-    params = checks.forward(q, k, v, backend=backend, **tree)
+    params = checks.tree.forward(q, k, v, backend=backend, **tree)
     need_selection = _keeps_selection(q, k, v, params, save_selection) or need_selection
     if _use_torch("forward", q, backend):
-        return vectorised.forward(q, k, v, params, need_selection=need_selection)
+        return torch_tree.forward(q, k, v, params, need_selection=need_selection)
     from . import kernels
 
-    checks.forward_kernel(q, k, v, params)
+    checks.support.forward(q, k, v, params)
     out, lse, selection = _empty_results(q, k, v, params, need_selection)
     if out.numel():
         workspace = q.new_empty(kernels.forward_workspace(q, k, v, params), dtype=torch.uint8)
@@ -137,7 +139,7 @@ def forward(
 
 @forward.register_fake
 def _(q, k, v, *, need_selection, backend, deterministic=False, save_selection="never", **tree):
-    params = checks.forward(q, k, v, backend=backend, **tree)
+    params = checks.tree.forward(q, k, v, backend=backend, **tree)
     return _empty_results(q, k, v, params, _keeps_selection(q, k, v, params, save_selection) or need_selection)
 
 
@@ -154,13 +156,13 @@ def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 @_without_autocast
 def backward(dout, dlse, q, k, v, out, lse, selection, *, backend: str, deterministic: bool = False, **tree):
     """(dq, dk, dv) of `forward`, walked again from the selection chunk by chunk: nothing is taped."""
-    params = checks.forward(q, k, v, backend=backend, op="backward", **tree)
-    checks.backward(dout, dlse, q, k, v, out, lse, selection, params)
+    params = checks.tree.forward(q, k, v, backend=backend, op="backward", **tree)
+    checks.tree.backward(dout, dlse, q, k, v, out, lse, selection, params)
     if _use_torch("backward", q, backend):
-        return vectorised.backward(dout, dlse, q, k, v, out, lse, selection, params, deterministic=deterministic)
+        return torch_tree.backward(dout, dlse, q, k, v, out, lse, selection, params, deterministic=deterministic)
     from . import kernels
 
-    checks.backward_kernel(q, k, v, out, lse, selection, params)
+    checks.support.backward(q, k, v, out, lse, selection, params)
     dq, dk, dv = _empty_gradients(q, k, v)
     if dk.numel():
         workspace = q.new_empty(kernels.backward_workspace(q, k, v, params), dtype=torch.uint8)
@@ -170,7 +172,7 @@ def backward(dout, dlse, q, k, v, out, lse, selection, *, backend: str, determin
 
 @backward.register_fake
 def _(dout, dlse, q, k, v, out, lse, selection, *, backend, deterministic=False, **tree):
-    checks.forward(q, k, v, backend=backend, op="backward", **tree)
+    checks.tree.forward(q, k, v, backend=backend, op="backward", **tree)
     return _empty_gradients(q, k, v)
 
 
@@ -180,7 +182,7 @@ def _save_for_backward(ctx, inputs, keyword_only_inputs, output):
     ctx.options = {name: x for name, x in keyword_only_inputs.items() if name not in others}
     q, k, v = inputs
     tree = {name: x for name, x in ctx.options.items() if name != "deterministic"}
-    ctx.has_selection = output[2].shape[0] == _layers(k, checks.forward(q, k, v, **tree)) - 1
+    ctx.has_selection = output[2].shape[0] == _layers(k, checks.tree.forward(q, k, v, **tree)) - 1
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)  # or autograd makes zeros as large as the selection
 
@@ -209,12 +211,12 @@ torch.library.register_autograd("htree_cuda::backward", _no_double_backward("for
 _LIST_SCHEMA = "float? sm_scale, SymInt[]? q_start, SymInt k_stride, float lse_base, str backend"
 
 
-def _with_batch(params: checks.SparseParams, *tensors: Tensor | None) -> list[Tensor | None]:
+def _with_batch(params: ListParams, *tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors with a batch dimension, which a call without one gets here."""
     return [x if x is None or params.batched else x[None] for x in tensors]
 
 
-def _numbers(params: checks.SparseParams) -> dict:
+def _numbers(params: ListParams) -> dict:
     return {name: getattr(params, name) for name in ("sm_scale", "q_start", "k_stride", "lse_base")}
 
 
@@ -225,15 +227,15 @@ def _numbers(params: checks.SparseParams) -> dict:
 )
 @_without_autocast
 def attn_dist(q, k, indices, lse, topk_length, **options):
-    """[ceil(h_q / 64), s_q, topk] (batched: a leading B), a fresh tensor. Contract: `interface.attn_dist`."""
-    params = checks.attn_dist(q, k, indices, lse, topk_length, **options)
+    """[ceil(h_q / 64), s_q, topk] (batched: a leading B), a fresh tensor. Contract: `api.attn_dist`."""
+    params = checks.lists.attn_dist(q, k, indices, lse, topk_length, **options)
     q, k, indices, lse, topk_length = _with_batch(params, q, k, indices, lse, topk_length)
     if _use_torch("attn_dist", q, options["backend"]):
-        out = vectorised.attn_dist(q, k, indices, lse, topk_length=topk_length, **_numbers(params))
+        out = torch_lists.attn_dist(q, k, indices, lse, topk_length=topk_length, **_numbers(params))
     else:
         from . import kernels
 
-        checks.attn_dist_kernel(q, k, indices, lse, topk_length, params.sm_scale)
+        checks.support.attn_dist(q, k, indices, lse, topk_length, params.sm_scale)
         out = lse.new_empty(q.shape[0], (q.shape[2] + 63) // 64, q.shape[1], indices.shape[3])
         if out.numel():
             kernels.attn_dist(q, k, indices, lse, out, topk_length=topk_length, **_numbers(params))
@@ -242,7 +244,7 @@ def attn_dist(q, k, indices, lse, topk_length, **options):
 
 @attn_dist.register_fake
 def _(q, k, indices, lse, topk_length, **options):
-    checks.attn_dist(q, k, indices, lse, topk_length, **options)
+    checks.lists.attn_dist(q, k, indices, lse, topk_length, **options)
     groups = (q.shape[-2] + 63) // 64
     return q.new_empty(*q.shape[:-3], groups, q.shape[-3], indices.shape[-1], dtype=accumulation_dtype(q.dtype))
 
@@ -255,16 +257,16 @@ def _(q, k, indices, lse, topk_length, **options):
 )
 @_without_autocast
 def sparse_attention(q, kv, indices, topk_length, attn_sink, *, d_v, **options):
-    """(out [s_q, h_q, d_v], lse [s_q, h_q]) (batched: a leading B). Contract: `interface.sparse_attention`."""
-    params = checks.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, **options)
+    """(out [s_q, h_q, d_v], lse [s_q, h_q]) (batched: a leading B). Contract: `api.sparse_attention`."""
+    params = checks.lists.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, **options)
     q, kv, indices, topk_length = _with_batch(params, q, kv, indices, topk_length)
     numbers = {"topk_length": topk_length, "attn_sink": attn_sink, **_numbers(params)}
     if _use_torch("sparse_attention", q, options["backend"]):
-        results = vectorised.sparse_attention(q, kv, indices, d_v=d_v, **numbers)
+        results = torch_lists.sparse_attention(q, kv, indices, d_v=d_v, **numbers)
     else:
         from . import kernels
 
-        checks.sparse_attention_kernel(q, kv, indices, topk_length, attn_sink, params.sm_scale, d_v)
+        checks.support.sparse_attention(q, kv, indices, topk_length, attn_sink, params.sm_scale, d_v)
         results = q.new_empty(*q.shape[:-1], d_v), q.new_empty(q.shape[:-1], dtype=torch.float32)
         if results[0].numel():
             kernels.sparse_attention(q, kv, indices, *results, **numbers)
@@ -273,7 +275,7 @@ def sparse_attention(q, kv, indices, topk_length, attn_sink, *, d_v, **options):
 
 @sparse_attention.register_fake
 def _(q, kv, indices, topk_length, attn_sink, *, d_v, **options):
-    checks.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, **options)
+    checks.lists.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, **options)
     return q.new_empty(*q.shape[:-1], d_v), q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
 
 
@@ -287,14 +289,14 @@ def _(q, kv, indices, topk_length, attn_sink, *, d_v, **options):
 def sparse_attention_backward(dout, dlse, q, kv, indices, topk_length, attn_sink, out, lse, *, d_v, **options):
     """(dq, dkv, dsink) of `sparse_attention`; dsink has size 0 without a sink. Nothing is taped: it gathers again."""
     op = "sparse_attention_backward"
-    params = checks.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, op=op, **options)
-    checks.sparse_attention_backward(dout, dlse, q, out, lse, d_v=d_v)
+    params = checks.lists.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, op=op, **options)
+    checks.lists.sparse_attention_backward(dout, dlse, q, out, lse, d_v=d_v)
     if not _use_torch(op, q, options["backend"]):
-        checks.no_kernel(op)
+        checks.support.no_kernel(op)
     dout, dlse, q, kv, indices, topk_length, out, lse = _with_batch(
         params, dout, dlse, q, kv, indices, topk_length, out, lse
     )
-    dq, dkv, dsink = vectorised.sparse_attention_backward(
+    dq, dkv, dsink = torch_lists.sparse_attention_backward(
         dout, dlse, q, kv, indices, out, lse, topk_length=topk_length, attn_sink=attn_sink, **_numbers(params)
     )
     return (dq, dkv, dsink) if params.batched else (dq[0], dkv[0], dsink)
@@ -303,8 +305,8 @@ def sparse_attention_backward(dout, dlse, q, kv, indices, topk_length, attn_sink
 @sparse_attention_backward.register_fake
 def _(dout, dlse, q, kv, indices, topk_length, attn_sink, out, lse, *, d_v, **options):
     op = "sparse_attention_backward"
-    checks.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, op=op, **options)
-    checks.sparse_attention_backward(dout, dlse, q, out, lse, d_v=d_v)
+    checks.lists.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, op=op, **options)
+    checks.lists.sparse_attention_backward(dout, dlse, q, out, lse, d_v=d_v)
     dq, dkv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, kv))
     return dq, dkv, lse.new_empty(0 if attn_sink is None else attn_sink.shape[0])
 

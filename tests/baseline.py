@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from htree_cuda.reference import definition
+from htree_cuda import definition
 
 FACTOR = 2.0
 

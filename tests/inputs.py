@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from htree_cuda.reference.vectorised import TreeParams
+from htree_cuda.params import TreeParams
 
 
 @dataclass(frozen=True)

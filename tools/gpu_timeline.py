@@ -2,7 +2,7 @@
 
     python tools/gpu_timeline.py [--lengths 65536,131072] [--inputs local] [--launches]
 
-A kernel counts from the end of the one before to its own end (`htree_cuda.bench.increments`). Of several calls back to
+A kernel counts from the end of the one before to its own end (`bench.phases.increments`). Of several calls back to
 back the last is shown, by phase, beside the kernels' own times; --launches adds every launch in its order.
 """
 
@@ -37,21 +37,21 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     import htree_cuda
-    from htree_cuda import bench
+    from htree_cuda.bench import inputs, phases
 
     if not torch.cuda.is_available():
         raise SystemExit("gpu_timeline.py needs a CUDA GPU")
     for T in map(int, args.lengths.split(",")):
-        q, k, v = bench.tree_inputs(args.inputs, 1, T, T, 16, 1, 128, 128, torch.bfloat16, "cuda", 0)
+        q, k, v = inputs.tree_inputs(args.inputs, 1, T, T, 16, 1, 128, 128, torch.bfloat16, "cuda", 0)
         for _ in range(30):  # the clock settles at the power limit
             htree_cuda.forward(q, k, v)
-        rows = bench.kernels(lambda: htree_cuda.forward(q, k, v), CALLS)  # noqa: B023
+        rows = phases.kernels(lambda: htree_cuda.forward(q, k, v), CALLS)  # noqa: B023
         print(f"T = {T:,}, {args.inputs}: {sum(step for _, step, _ in rows):.2f} ms, {len(rows)} launches")
-        for phase, (step, own, count) in by_phase(rows, bench.phase_of).items():
+        for phase, (step, own, count) in by_phase(rows, phases.phase_of).items():
             print(f"  {phase:22s} {step:9.3f} ms  (by the kernels' own times {own:9.3f}) {count:5d} launches")
         if args.launches:
             for name, step, own in rows:
-                print(f"    {bench.phase_of(name):22s} {step * 1e3:9.1f} us  (its own time {own * 1e3:9.1f})")
+                print(f"    {phases.phase_of(name):22s} {step * 1e3:9.1f} us  (its own time {own * 1e3:9.1f})")
     return 0
 
 

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch, Rectangle
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from htree_cuda.reference import definition  # noqa: E402
+from htree_cuda import definition  # noqa: E402
 
 FIGURES = ROOT / "docs" / "figures"
 LEAF, EXPANDED, UNSEEN, FUTURE = "#4c9f70", "#e08e45", "#e6e6e6", "#ffffff"

@@ -9,7 +9,7 @@ selected (work that comes back), and queries whose bound fails, of which all wou
 
     python tools/model_put_off.py [--top-k 512] [--lengths 32768,131072] [--sample 256,512] [--queries 64]
 
-First layers, the inputs of the benchmark (bench.tree_inputs), K = V = 128, float32 on the CPU; docs/htree_layer.md.
+First layers, the inputs of the benchmark (inputs.tree_inputs), K = V = 128, float32 on the CPU; docs/htree_layer.md.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from htree_cuda import bench
-from htree_cuda.reference import definition
+from htree_cuda import definition
+from htree_cuda.bench import inputs
 
 TILE = 64
 
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     print("|---|---|---|---|---|---|")
     for T in map(int, args.lengths.split(",")):
         for kind in ("iid", "local"):
-            q, k, _ = bench.tree_inputs(kind, 1, T, T, 16, 1, 128, 128, torch.float32, "cpu", 0)
+            q, k, _ = inputs.tree_inputs(kind, 1, T, T, 16, 1, 128, 128, torch.float32, "cpu", 0)
             nodes = k[0, : T // 16 * 16, 0].unflatten(0, (-1, 16)).mean(1)
             first = max(T // 2, 3 * args.top_k * 16)
             ts = torch.linspace(first, T - 1, args.queries).long().tolist()

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import htree_cuda
-from htree_cuda import UnsupportedError, kernels
-from htree_cuda.reference import definition
+from htree_cuda import UnsupportedError, definition, kernels
 
 from .. import baseline
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import htree_cuda
-from htree_cuda import UnsupportedError, checks, kernels
-from htree_cuda.reference import definition
+from htree_cuda import UnsupportedError, checks, definition, kernels
 
 from .. import baseline
 
@@ -60,7 +59,7 @@ def tree_params(q, k, v, **options):
         "q_start": None, "compression_rate": 16, "top_k_per_layer": 512, "max_top_nodes": None, "scale": None,
         "rope_base": 10000.0, "strict_causal": True, "backend": "auto",
     }  # fmt: skip
-    return checks.forward(q, k, v, **{**defaults, **options})
+    return checks.tree.forward(q, k, v, **{**defaults, **options})
 
 
 def check(q, k, v, dout, dlse, **options):

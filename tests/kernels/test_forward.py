@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import htree_cuda
-from htree_cuda import UnsupportedError, kernels
-from htree_cuda.reference import definition
+from htree_cuda import UnsupportedError, definition, kernels
 
 from .. import baseline
 
@@ -333,7 +332,7 @@ def test_one_query_of_a_long_sequence_needs_little_workspace():
     T = 1 << 20
     q = torch.empty(1, 1, 16, 64, dtype=BF16, device=DEVICE)
     k = torch.empty(1, 1, 1, 64, dtype=BF16, device=DEVICE).expand(1, T, 1, 64)
-    params = htree_cuda.checks.forward(
+    params = htree_cuda.checks.tree.forward(
         q, k, k, q_start=None, compression_rate=16, top_k_per_layer=512, max_top_nodes=None, scale=None,
         rope_base=10000.0, strict_causal=True, backend="auto",
     )  # fmt: skip
@@ -719,7 +718,7 @@ def test_strided_views():
 
 def test_every_output_is_written():
     _, (q, k, v) = inputs(3000, 50, B=2, H_kv=2, G=3, K=64, V=128)
-    params = htree_cuda.checks.forward(
+    params = htree_cuda.checks.tree.forward(
         q, k, v, q_start=None, compression_rate=16, top_k_per_layer=16, max_top_nodes=None, scale=None,
         rope_base=10000.0, strict_causal=True, backend="auto",
     )  # fmt: skip
@@ -740,7 +739,7 @@ def test_every_output_is_written():
 def test_what_a_launcher_refuses(rule):
     """Nothing is written then. Tensors that `forward` makes are neither, but the launcher has other callers."""
     _, (q, k, v) = inputs(600, 10, G=2, K=64, V=64)
-    params = htree_cuda.checks.forward(
+    params = htree_cuda.checks.tree.forward(
         q, k, v, q_start=None, compression_rate=16, top_k_per_layer=16, max_top_nodes=None, scale=None,
         rope_base=10000.0, strict_causal=True, backend="auto",
     )  # fmt: skip

@@ -15,7 +15,7 @@ import torch
 
 import htree_cuda  # noqa: F401  (registers the ops)
 from htree_cuda import kernels
-from htree_cuda.reference.definition import layer_sizes
+from htree_cuda.definition import layer_sizes
 
 pytestmark = pytest.mark.gpu
 

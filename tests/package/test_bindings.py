@@ -71,7 +71,7 @@ void attn_dist(AttnDistParams const& p, void*) {
 SCRIPT = r"""
 import math, torch
 from htree_cuda import kernels
-from htree_cuda.reference import definition
+from htree_cuda import definition
 kernels._place = lambda x: {"device": 0, "stream": 0}
 g = torch.Generator().manual_seed(0)
 for dtype in (torch.bfloat16, torch.float16):

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import htree_cuda
-from htree_cuda.reference import definition
+from htree_cuda import definition
 
 from ..baseline import attn_dist_arithmetic_bound
 

@@ -9,7 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import htree_cuda
-from htree_cuda.reference import definition, vectorised
+from htree_cuda import definition
+from htree_cuda.torch_backend import chunks
+from htree_cuda.torch_backend import tree as torch_tree
 
 from ..inputs import Config, configs
 
@@ -19,12 +21,12 @@ TOLERANCE = 1e-10
 def compare(config: Config) -> None:
     q, k, v = config.tensors()
     exact = definition.forward(q, k, v, strict_causal=config.strict_causal, **config.options)
-    out, lse, selection = vectorised.forward(q, k, v, config.params, need_selection=True)
+    out, lse, selection = torch_tree.forward(q, k, v, config.params, need_selection=True)
     assert torch.equal(selection, exact.selection)
     torch.testing.assert_close(out, exact.out, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(lse, exact.lse, rtol=0, atol=TOLERANCE)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    mine = vectorised.backward(dout, dlse, q, k, v, out, lse, selection, config.params)
+    mine = torch_tree.backward(dout, dlse, q, k, v, out, lse, selection, config.params)
     theirs = definition.backward(dout, dlse, q, k, v, exact.selection, **config.options)
     for x, y in zip(mine, theirs):
         torch.testing.assert_close(x, y, rtol=0, atol=TOLERANCE)
@@ -73,7 +75,7 @@ def test_defaults_are_the_documented_ones():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rope_tables_come_from_float64_angles(dtype):
     """A float32 angle at p = 8191 is off by 5e-4 in cos."""
-    cos, sin = vectorised.rope_tables(8192, 64, 10000.0, dtype, torch.device("cpu"))
+    cos, sin = torch_tree.rope_tables(8192, 64, 10000.0, dtype, torch.device("cpu"))
     for m in (0, 1, 7, 31):
         angle = 8191 * 10000.0 ** (-2 * m / 64)
         assert abs(float(cos[8191, m]) - math.cos(angle)) < (1e-7 if dtype == torch.float32 else 1e-11)
@@ -83,17 +85,17 @@ def test_rope_tables_come_from_float64_angles(dtype):
 @pytest.mark.parametrize(("T", "r"), [(5_000, 16), (70_000, 16), (100, 1 << 20), (3, 1 << 30)])
 def test_chunks_hold_bounded_memory(T, r, monkeypatch):
     """The rows of a chunk times the bytes of a row stay within the budget, whatever T and r."""
-    monkeypatch.setattr(vectorised, "CHUNK_BYTES_CPU", 4 << 20)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES_CPU", 4 << 20)
     top_k = 4
     config = Config(1, T, 64 if T > 64 else T, 0, 4, 2, 16, 16, r, top_k, top_k if T < 1000 else top_k * r, True, 0)
     q, k, v = config.tensors(torch.float32)
-    walk = vectorised._Walk(q, k, v, config.params)
+    walk = torch_tree._Walk(q, k, v, config.params)
     width = walk.cos.shape[0]
     assert width <= max(top_k * min(r, 2 * T), 64)
     largest = max((bh.stop - bh.start) * (queries.stop - queries.start) for bh, queries in walk.chunks())
     temporaries = 4 * width * (2 * (16 + 16) + 4 * 4)  # gathered and rotated keys, values, scores and their copies
     assert largest == 1 or largest * temporaries <= 4 << 20
-    out = vectorised.forward(q, k, v, config.params)[0]
+    out = torch_tree.forward(q, k, v, config.params)[0]
     assert out.isfinite().all()
 
 
@@ -103,11 +105,11 @@ def test_chunks_hold_bounded_memory(T, r, monkeypatch):
 def test_a_poisoned_query_reaches_the_gradients_of_what_it_attends(what, poison, T):
     config = Config(1, T, T, 0, 2, 1, 4, 4, 4, 4, 16, True, 3)
     q, k, v = config.tensors()
-    clean = vectorised.forward(q, k, v, config.params, need_selection=True)
+    clean = torch_tree.forward(q, k, v, config.params, need_selection=True)
     dout, dlse = torch.randn_like(clean[0]), torch.zeros_like(clean[1])
     (q if what == "q" else dout)[:, 9] = poison
-    out, lse, selection = vectorised.forward(q, k, v, config.params, need_selection=True)
-    _, dk, dv = vectorised.backward(dout, dlse, q, k, v, out, lse, selection, config.params)
+    out, lse, selection = torch_tree.forward(q, k, v, config.params, need_selection=True)
+    _, dk, dv = torch_tree.backward(dout, dlse, q, k, v, out, lse, selection, config.params)
     for name, x in (("dk", dk), ("dv", dv)):
         reached = ~x.isfinite().all(-1)[0, :, 0]
         assert not reached[10:].any(), f"{name} of later tokens"
@@ -117,7 +119,7 @@ def test_a_poisoned_query_reaches_the_gradients_of_what_it_attends(what, poison,
 @pytest.mark.parametrize("chunk_bytes", [1, 20_000, 1 << 30])
 def test_any_chunk_size(chunk_bytes, monkeypatch):
     """One query and one (b, h_kv) at a time, a few, and everything at once."""
-    monkeypatch.setattr(vectorised, "CHUNK_BYTES_CPU", chunk_bytes)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES_CPU", chunk_bytes)
     compare(Config(2, 83, 17, 60, 3, 2, 6, 5, 4, 4, 9, True, seed=1))
 
 
@@ -131,7 +133,7 @@ def test_float32_and_half_inputs_stay_close_to_float64():
     config = Config(1, 300, 24, 276, 4, 2, 16, 16, 4, 8, 32, True, seed=3)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
         q, k, v = config.tensors(dtype)
-        out, lse, selection = vectorised.forward(q, k, v, config.params, need_selection=True)
+        out, lse, selection = torch_tree.forward(q, k, v, config.params, need_selection=True)
         assert out.dtype == dtype and lse.dtype == torch.float32
         exact = definition.forward(q, k, v, selection=selection, **config.options)
         torch.testing.assert_close(out.double(), exact.out, rtol=0, atol=tolerance)
@@ -142,7 +144,7 @@ def test_float32_and_half_inputs_stay_close_to_float64():
 @pytest.mark.parametrize("r", [2, 8, 16])
 def test_tree_is_bit_equal_to_the_definition(dtype, r):
     x = torch.randn(2, 211, 3, 5).to(dtype)
-    trees = definition.build_tree(x, r, 7), vectorised.build_tree(x, r, 7)
+    trees = definition.build_tree(x, r, 7), torch_tree.build_tree(x, r, 7)
     for a, b in zip(*trees, strict=True):
         assert torch.equal(a.transpose(1, 2).reshape(b.shape), b)
 
@@ -150,13 +152,13 @@ def test_tree_is_bit_equal_to_the_definition(dtype, r):
 def test_strided_offset_and_expanded_views():
     config = Config(2, 90, 9, 70, 2, 2, 6, 5, 4, 4, 16, True, seed=9)
     q, k, v = config.tensors()
-    expected = vectorised.forward(q, k, v, config.params)
+    expected = torch_tree.forward(q, k, v, config.params)
     wide = torch.randn(2, 91, 4, 12, dtype=torch.float64)
     k_view = wide[:, 1:, ::2, 3:9]
     k_view.copy_(k)
     q_view = q.transpose(1, 2).contiguous().transpose(1, 2)
-    for x, y in zip(expected, vectorised.forward(q_view, k_view, v, config.params)):
+    for x, y in zip(expected, torch_tree.forward(q_view, k_view, v, config.params)):
         assert torch.equal(x, y)
     shared = k[:1].expand(2, -1, -1, -1)
-    both = vectorised.forward(q, shared, v, config.params)[0]
-    assert torch.equal(both, vectorised.forward(q, shared.contiguous(), v, config.params)[0])
+    both = torch_tree.forward(q, shared, v, config.params)[0]
+    assert torch.equal(both, torch_tree.forward(q, shared.contiguous(), v, config.params)[0])

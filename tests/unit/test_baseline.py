@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import htree_cuda
-from htree_cuda.reference import definition, vectorised
+from htree_cuda import definition
+from htree_cuda.torch_backend import tree as torch_tree
 
 from .. import baseline
 from ..inputs import Config
@@ -22,7 +23,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 
 
 def run(q, k, v, config=CONFIG):
-    return vectorised.forward(q, k, v, config.params, need_selection=True)
+    return torch_tree.forward(q, k, v, config.params, need_selection=True)
 
 
 def check(out, lse, q, k, v, selection, config=CONFIG):
@@ -53,15 +54,15 @@ def one_parent_dropped(q, k, v):
 
 def rank_off_by_one(q, k, v):
     """Candidate positions shifted by one against the query."""
-    original = vectorised._Walk.query_at
+    original = torch_tree._Walk.query_at
     try:
-        vectorised._Walk.query_at = lambda self, q, layer, sign=1: vectorised._rotate(
+        torch_tree._Walk.query_at = lambda self, q, layer, sign=1: torch_tree._rotate(
             q, self.cos[layer.n.clamp(max=self.cos.shape[0] - 1)][:, None],
             self.sin[layer.n.clamp(max=self.sin.shape[0] - 1)][:, None], sign,
         )  # fmt: skip
         out, lse, _ = run(q, k, v)
     finally:
-        vectorised._Walk.query_at = original
+        torch_tree._Walk.query_at = original
     return out, lse, run(q, k, v)[2]
 
 
@@ -95,7 +96,7 @@ def test_wrong_forwards_fail(wrong, dtype):
 
 
 def gradients_of(q, k, v, results, dout, dlse):
-    return vectorised.backward(dout, dlse, q, k, v, *results, CONFIG.params)
+    return torch_tree.backward(dout, dlse, q, k, v, *results, CONFIG.params)
 
 
 def backward_variants(q, k, v, results, dout, dlse):
@@ -107,12 +108,12 @@ def backward_variants(q, k, v, results, dout, dlse):
     last = CONFIG.q_start
     stale[:, last - 16 : last] = k[:, last - 32 : last - 16]
     swapped = dout[:, :, [1, 0, *range(2, dout.shape[2])]]
-    unpool = vectorised._unpool
+    unpool = torch_tree._unpool
     try:
-        vectorised._unpool = lambda grad, below, r: unpool(grad, below, r) * r
+        torch_tree._unpool = lambda grad, below, r: unpool(grad, below, r) * r
         undivided = gradients_of(q, k, v, results, dout, dlse)
     finally:
-        vectorised._unpool = unpool
+        torch_tree._unpool = unpool
     everything = ("dq", "dk", "dv")
     return {
         "one parent dropped": (gradients_of(q, k, v, (out, lse, fewer.sort(-1).values), dout, dlse), everything),

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from htree_cuda import attn_dist, bench, sparse_attention
-from htree_cuda.reference import definition
+from htree_cuda import attn_dist, definition, sparse_attention
+from htree_cuda.bench import attn_dist as bench_attn_dist
+from htree_cuda.bench import backward, cli, inputs, peers, phases, protocol, tables
+from htree_cuda.bench import sparse_attention as bench_sparse_attention
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
@@ -36,15 +38,15 @@ def test_visited_counts_candidates_and_leaves(T, T_q, r, top_k):
                 row = selection[layer - 1, 0, i, 0]
                 parents = row[row >= 0].to(torch.int64)
                 leaves -= len(parents)
-    assert bench.visited(T, T - T_q, T, r, top_k, top_k * r) == (candidates, leaves)
+    assert inputs.visited(T, T - T_q, T, r, top_k, top_k * r) == (candidates, leaves)
 
 
 def test_crossover_is_where_dense_attention_stays_behind():
     figures = [
         {"T": T, "speedup_over_dense": x, "dense": {}} for T, x in ((8, 1.2), (16, 0.9), (64, 3.0), (32, 1.0), (4, 0.5))
     ]
-    assert bench.crossover(figures) == 32
-    assert bench.crossover(figures[1:2]) is None
+    assert tables.crossover(figures) == 32
+    assert tables.crossover(figures[1:2]) is None
 
 
 def test_phases_know_every_kernel_of_the_forward():
@@ -56,11 +58,11 @@ def test_phases_know_every_kernel_of_the_forward():
     for number, name in enumerate(("choice", "values")):
         for walk, where in enumerate(("first layer", "layers below", "layers below")):
             kernel = f"{layer}<{config.format(number, walk)} >(htree_cuda::layer::Args)"
-            assert bench.phase_of(kernel) == f"{where}: {name}"
+            assert phases.phase_of(kernel) == f"{where}: {name}"
         for later, earlier in ((1, 0), (1, 2), (2, 0)):
             configs = ", ".join(config.format(number, walk) for walk in (later, earlier))
             kernel = f"{layer}_of_two<{configs} >(htree_cuda::layer::Args, unsigned int)"
-            assert bench.phase_of(kernel) == f"layers below: {name}"
+            assert phases.phase_of(kernel) == f"layers below: {name}"
     bounds = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s+"
     folders = ("smxx/tree_pool", "smxx/tree_pack", "smxx/select", "smxx/unite", "sm90/htree_layer")
     found = set()
@@ -69,33 +71,33 @@ def test_phases_know_every_kernel_of_the_forward():
             found |= set(re.findall(rf"__global__ void (?:{bounds})?(\w+)\(", path.read_text()))
     assert len(found) >= 6
     template = "<" + config.format(0, 0) + ">"
-    assert {name for name in found if bench.phase_of(name + template) == "other"} == set()
-    assert bench.phase_of("void at::native::vectorized_elementwise_kernel<4>") == "other"
+    assert {name for name in found if phases.phase_of(name + template) == "other"} == set()
+    assert phases.phase_of("void at::native::vectorized_elementwise_kernel<4>") == "other"
 
 
 def test_profiles_count_what_a_kernel_adds_to_the_call():
     """Launches overlap: `b` begins before `a` ends, and waits for it."""
     first = [("a", 0.0, 4.0), ("b", 3.0, 9.0), ("a", 8.5, 10.0)]
     second = [(name, start + 10.0, end + 10.0) for name, start, end in first]
-    rows = bench.increments([*second, *first], calls=2)
+    rows = phases.increments([*second, *first], calls=2)
     assert rows == [("a", 4.0, 4.0), ("b", 5.0, 6.0), ("a", 1.0, 1.5)]
     assert sum(step for _, step, _ in rows) == 10.0  # the call
     for events, calls in ((first, 2), (first, 1), ([], 2)):
         with pytest.raises(ValueError, match="equal calls"):
-            bench.increments(events, calls)
+            phases.increments(events, calls)
 
 
 def test_the_backward_is_timed_on_the_gradients_of_its_inputs(tmp_path, monkeypatch, capsys):
     """Every figure has times of htree and dense attention, and what was timed gives dq, dk and dv."""
-    monkeypatch.setattr(bench, "TIMED_S", 0.0)
+    monkeypatch.setattr(protocol, "TIMED_S", 0.0)
     shapes = []
-    original = bench.measure
+    original = backward.measure
 
     def measure(call, device):
         shapes.append([x.shape for x in call()])
         return original(call, device)
 
-    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(backward, "measure", measure)
     options = [
         "--lengths",
         "40,70",
@@ -115,7 +117,7 @@ def test_the_backward_is_timed_on_the_gradients_of_its_inputs(tmp_path, monkeypa
         "float32",
     ]
     options += ["--dense-up-to", "40", "--out", str(tmp_path / "b.json")]
-    assert bench.main(["backward", *options]) == 0
+    assert cli.main(["backward", *options]) == 0
     figures = json.loads((tmp_path / "b.json").read_text())["figures"]
     assert [(f["T"], "dense" in f) for f in figures] == [(40, True), (70, False)]
     assert all(f["ms"] > 0 and f["gradient_bytes"] == 4 * f["T"] * 4 * (2 + 1 + 1) for f in figures)
@@ -125,14 +127,14 @@ def test_the_backward_is_timed_on_the_gradients_of_its_inputs(tmp_path, monkeypa
 
 def test_a_long_dense_peer_is_called_once(tmp_path, monkeypatch):
     """Beyond --dense-up-to and up to --dense-once."""
-    monkeypatch.setattr(bench, "TIMED_S", 0.0)
+    monkeypatch.setattr(protocol, "TIMED_S", 0.0)
     options = ["--lengths", "40,70,100", "--heads", "2", "--kv-heads", "1", "--dim", "4", "--top-k", "4"]
     options += ["--device", "cpu", "--dtype", "float32", "--dense-up-to", "40", "--dense-once", "70"]
     options += ["--out", str(tmp_path / "f.json")]
-    assert bench.main(["forward", *options]) == 0
+    assert cli.main(["forward", *options]) == 0
     figures = json.loads((tmp_path / "f.json").read_text())["figures"]
     calls = [f["dense"]["calls"] if "dense" in f else 0 for f in figures]
-    assert calls[0] >= bench.LEAST_CALLS_CPU and calls[1:] == [1, 0]
+    assert calls[0] >= protocol.LEAST_CALLS_CPU and calls[1:] == [1, 0]
     assert all(f["gathered_bytes"] == 4 * 4 * f["T"] * f["candidates_per_query"] * 2 for f in figures[:1])
 
 
@@ -150,19 +152,19 @@ class Peer:
 
 
 def test_the_cudnn_peer_is_given_what_it_documents(monkeypatch):
-    q, k, indices, lse = bench.dist_inputs(5, 3, 40, 16, 8, torch.float32, "cpu", 0)
+    q, k, indices, lse = inputs.dist_inputs(5, 3, 40, 16, 8, torch.float32, "cpu", 0)
     monkeypatch.setitem(sys.modules, "cudnn", None)
-    assert bench.cudnn_attn_dist(q, k, indices, lse) is None, "not installed"
+    assert peers.cudnn_attn_dist(q, k, indices, lse) is None, "not installed"
     monkeypatch.setitem(sys.modules, "cudnn", types.SimpleNamespace(DSA=Peer))
-    monkeypatch.setattr(bench, "TIMED_S", 0.0)
+    monkeypatch.setattr(protocol, "TIMED_S", 0.0)
     ours = attn_dist(q, k, indices, lse)
-    figures = bench._cudnn_figures(ours, bench.cudnn_attn_dist(q, k, indices, lse), "cpu")
+    figures = bench_attn_dist._cudnn_figures(ours, peers.cudnn_attn_dist(q, k, indices, lse), "cpu")
     assert figures["cudnn_frontend"]["ms"] > 0 and figures["cudnn_frontend"]["relative_error"] < 1e-5
     monkeypatch.setattr(Peer, "scale_error", 3.0)
-    wrong = bench._cudnn_figures(ours, bench.cudnn_attn_dist(q, k, indices, lse), "cpu")
+    wrong = bench_attn_dist._cudnn_figures(ours, peers.cudnn_attn_dist(q, k, indices, lse), "cpu")
     assert "differs" in wrong["cudnn_frontend_error"] and "cudnn_frontend" not in wrong
     monkeypatch.setattr(Peer, "scale_error", None)
-    refused = bench._cudnn_figures(ours, bench.cudnn_attn_dist(q, k, indices, lse), "cpu")
+    refused = bench_attn_dist._cudnn_figures(ours, peers.cudnn_attn_dist(q, k, indices, lse), "cpu")
     assert refused["cudnn_frontend_error"].startswith("TypeError")
 
 
@@ -181,17 +183,17 @@ class FlashMLA:
 
 
 def test_sparse_attention_is_measured_without_a_peer(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "TIMED_S", 0.0)
+    monkeypatch.setattr(protocol, "TIMED_S", 0.0)
     monkeypatch.setitem(sys.modules, "flash_mla", FlashMLA)
     options = ["--lengths", "40,50", "--queries", "3", "--heads-list", "65,2", "--topk", "16", "--dim", "8"]
     options += ["--value-dim", "4", "--device", "cpu", "--dtype", "float32", "--out", str(tmp_path / "s.json")]
-    assert bench.main(["sparse_attention", *options]) == 0
+    assert cli.main(["sparse_attention", *options]) == 0
     figures = json.loads((tmp_path / "s.json").read_text())["figures"]
     assert [(f["h_q"], f["s_kv"]) for f in figures] == [(65, 40), (65, 50), (2, 40), (2, 50)]
     for f in figures:
         assert f["flops"] == 2 * 3 * 16 * f["h_q"] * (8 + 4)
         assert f["gathered_bytes"] == 3 * 16 * 8 * 4 * (2 if f["h_q"] == 65 else 1)
-        assert f["calls"] >= bench.TURNS * bench.LEAST_CALLS_CPU and f["spaced"]["ms"] > 0
+        assert f["calls"] >= protocol.TURNS * protocol.LEAST_CALLS_CPU and f["spaced"]["ms"] > 0
         assert "flash_mla" not in f, "the peer is a kernel"
     header, *rows = capsys.readouterr().out.splitlines()
     assert "FlashMLA ms" in header and rows[0].split()[-1] == "-"
@@ -199,34 +201,34 @@ def test_sparse_attention_is_measured_without_a_peer(tmp_path, monkeypatch, caps
 
 def test_the_flash_mla_peer_is_given_what_it_documents(monkeypatch):
     shape = (2, 64, 200, 128, 576)
-    q, kv, indices = bench.list_inputs(*shape, torch.bfloat16, "cpu", 0)
+    q, kv, indices = inputs.list_inputs(*shape, torch.bfloat16, "cpu", 0)
     assert all(len(set(row.tolist())) == 128 for row in indices[:, 0]) and 0 <= indices.min() <= indices.max() < 200
 
     def ours():
         return sparse_attention(q, kv, indices)[0]
 
     monkeypatch.setitem(sys.modules, "flash_mla", None)
-    assert bench.flash_mla_attention(q, kv, indices) is None, "not installed"
+    assert peers.flash_mla_attention(q, kv, indices) is None, "not installed"
     monkeypatch.setitem(sys.modules, "flash_mla", FlashMLA)
     for lacking in ((q.float(), kv.float(), indices), (q[:, :63], kv, indices), (q, kv, indices[..., :127])):
-        assert bench.flash_mla_attention(*lacking) is None
-    monkeypatch.setattr(bench, "TIMED_S", 0.0)
-    peer = bench.flash_mla_attention(q, kv, indices)
-    figures = bench._sparse_attention_figures(ours, peer, "cpu")
+        assert peers.flash_mla_attention(*lacking) is None
+    monkeypatch.setattr(protocol, "TIMED_S", 0.0)
+    peer = peers.flash_mla_attention(q, kv, indices)
+    figures = bench_sparse_attention._figures(ours, peer, "cpu")
     found = figures["flash_mla"]
     assert found["version"] is None and "note" not in found and found["difference"] < 0.01
     for mine, other in ((figures, found), (figures["spaced"], found["spaced"])):
         assert mine["speedup_over_flash_mla"] == pytest.approx(other["ms"] / mine["ms"], abs=1e-4)
     monkeypatch.setattr(FlashMLA, "__version__", "1.2", raising=False)
     monkeypatch.setattr(FlashMLA, "__note__", "built here", raising=False)
-    assert bench._flash_mla_identity() == {"version": "1.2", "note": "built here"}
+    assert peers.flash_mla_identity() == {"version": "1.2", "note": "built here"}
     distributions = {"flash_mla": ["sgl-flash-mla"]}
     monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: distributions)
-    assert bench._flash_mla_identity()["distribution"] == "sgl-flash-mla"
+    assert peers.flash_mla_identity()["distribution"] == "sgl-flash-mla"
     for wrong in (3.0, math.nan):
         monkeypatch.setattr(FlashMLA, "scale_error", wrong)
         with pytest.raises(RuntimeError, match="FlashMLA differs from sparse_attention by"):
-            bench._sparse_attention_figures(ours, peer, "cpu")
+            bench_sparse_attention._figures(ours, peer, "cpu")
 
     def keeps_hopper_apart(q, kv, indices, sm_scale, use_legacy=False, return_log2_lse=None):
         asked.append((use_legacy, return_log2_lse))
@@ -234,7 +236,7 @@ def test_the_flash_mla_peer_is_given_what_it_documents(monkeypatch):
 
     asked = []
     monkeypatch.setattr(FlashMLA, "flash_mla_sparse_fwd", staticmethod(keeps_hopper_apart))
-    bench.flash_mla_attention(q, kv, indices)()
+    peers.flash_mla_attention(q, kv, indices)()
     assert asked == [(True, True)]
 
 
@@ -246,8 +248,8 @@ def test_calls_take_turns_and_their_times_are_pooled(monkeypatch):
         seen.append((call, pause_ms))
         return [len(seen)] * 3, {"power_w": len(seen) if len(seen) > 1 else None}
 
-    monkeypatch.setattr(bench, "_turn", turn)
-    results = bench.measure_in_turns({"a": "A", "b": "B"}, "cuda")
+    monkeypatch.setattr(protocol, "turn", turn)
+    results = protocol.measure_in_turns({"a": "A", "b": "B"}, "cuda")
     assert seen == [("A", 0.0), ("B", 0.0)] * 3 + [("A", 3), ("B", 4)] * 3
     assert [results[name]["ms"] for name in "ab"] == [3, 4]
     assert results["a"]["calls"] == 9 and results["a"]["p90_ms"] == 5 and results["a"]["power_w"] == 3
@@ -279,18 +281,18 @@ def test_a_pause_is_spent_before_a_call_is_timed(monkeypatch):
     }  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(bench, "_this_gpu", lambda: "--id=0")
-    monkeypatch.setattr(bench, "WARM_UP_S", 0.0)
-    monkeypatch.setattr(bench, "TIMED_S", 0.0)
+    monkeypatch.setattr(protocol, "_this_gpu", lambda: "--id=0")
+    monkeypatch.setattr(protocol, "WARM_UP_S", 0.0)
+    monkeypatch.setattr(protocol, "TIMED_S", 0.0)
     monkeypatch.setattr(
-        bench.subprocess, "Popen", lambda *_, **__: types.SimpleNamespace(communicate=lambda timeout: probed)
+        protocol.subprocess, "Popen", lambda *_, **__: types.SimpleNamespace(communicate=lambda timeout: probed)
     )
-    for pause_ms, spent_ms in ((3.0, 3.0), (0.01, bench.LEAST_PAUSE_MS)):
+    for pause_ms, spent_ms in ((3.0, 3.0), (0.01, protocol.LEAST_PAUSE_MS)):
         queue.clear()
-        times, about = bench._turn(lambda: queue.append("call"), "cuda", pause_ms)
-        assert times == pytest.approx([2.0] * bench.LEAST_CALLS_GPU)
+        times, about = protocol.turn(lambda: queue.append("call"), "cuda", pause_ms)
+        assert times == pytest.approx([2.0] * protocol.LEAST_CALLS_GPU)
         assert about == pytest.approx({"clock_mhz": 1500.0, "power_w": 500.5, "peak_bytes": 7, "pause_ms": spent_ms})
         assert queue[4:8] == [round(spent_ms * 1e6), "event", "call", "event"]
     queue.clear()
-    times, about = bench._turn(lambda: queue.append("call"), "cuda")
-    assert queue == ["event", "call", "event"] * bench.LEAST_CALLS_GPU and "pause_ms" not in about
+    times, about = protocol.turn(lambda: queue.append("call"), "cuda")
+    assert queue == ["event", "call", "event"] * protocol.LEAST_CALLS_GPU and "pause_ms" not in about

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from htree_cuda.reference import definition, vectorised
+from htree_cuda import definition
+from htree_cuda.torch_backend import tree as torch_tree
 
 from ..inputs import Config
 
@@ -16,7 +17,7 @@ from ..inputs import Config
 def run(q, k, v, params, backend="torch"):
     """(out, lse, selection) of either implementation."""
     if backend == "torch":
-        return vectorised.forward(q, k, v, params, need_selection=True)
+        return torch_tree.forward(q, k, v, params, need_selection=True)
     result = definition.forward(
         q, k, v, q_start=params.q_start, compression_rate=params.compression_rate, top_k_per_layer=params.top_k,
         max_top_nodes=params.max_top_nodes, scale=params.scale, rope_base=params.rope_base,
@@ -117,18 +118,18 @@ def test_causality_with_a_nan_key_alone():
 def test_gradients_never_see_later_tokens():
     config = whole(70, 4, 4)
     q, k, v = config.tensors()
-    out, lse, selection = vectorised.forward(q, k, v, config.params, need_selection=True)
+    out, lse, selection = torch_tree.forward(q, k, v, config.params, need_selection=True)
     dout, dlse = torch.zeros_like(out), torch.zeros_like(lse)
     t = 41
     dout[:, : t + 1], dlse[:, : t + 1] = torch.randn_like(dout)[:, : t + 1], torch.randn_like(dlse)[:, : t + 1]
-    clean = vectorised.backward(dout, dlse, q, k, v, out, lse, selection, config.params)
+    clean = torch_tree.backward(dout, dlse, q, k, v, out, lse, selection, config.params)
     k2, v2 = k.clone(), v.clone()
     k2[:, t + 1 :] = math.nan
     v2[:, t + 1 :] = math.nan
     short = Config(1, 70, t + 1, 0, 2, 2, 6, 5, 4, 4, 16, True, 0).params
     rows = slice(0, t + 1)
     args = (dout[:, rows], dlse[:, rows], q[:, rows], k2, v2, out[:, rows], lse[:, rows], selection[:, :, rows])
-    dirty = vectorised.backward(*args, short)
+    dirty = torch_tree.backward(*args, short)
     torch.testing.assert_close(dirty[0], clean[0][:, rows], rtol=0, atol=1e-13)
     for x, y in zip(clean[1:], dirty[1:]):
         torch.testing.assert_close(x[:, rows], y[:, rows], rtol=0, atol=1e-13)

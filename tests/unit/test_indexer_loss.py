@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import htree_cuda
-from htree_cuda.reference import definition
+from htree_cuda import definition
 
 
 def problem(s_q=5, topk=9, s_kv=20, B=None, groups=2, dtype=torch.float64, hostile=True):

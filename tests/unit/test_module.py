@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import htree_cuda
-from htree_cuda import HTreeAttention
-from htree_cuda.reference import definition
+from htree_cuda import HTreeAttention, definition
 
 TREE = {"compression_rate": 4, "top_k_per_layer": 2, "rope_base": 100.0}
 

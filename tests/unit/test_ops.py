@@ -67,7 +67,7 @@ def test_opcheck_tree_pool():
 def test_tree_pool_concatenates_the_layers():
     _, k, v = qkv(T=70, B=2, dtype=torch.bfloat16)
     k_tree, v_tree = torch.ops.htree_cuda.tree_pool(k, v, compression_rate=4, max_top_nodes=5, backend="auto")
-    layers = htree_cuda.reference.definition.build_tree(k, 4, 5)[1:]
+    layers = htree_cuda.definition.build_tree(k, 4, 5)[1:]
     assert torch.equal(k_tree, torch.cat(layers, 1).transpose(1, 2)) and k_tree.shape == (2, 2, 18 + 5, 8)
     assert v_tree.shape == (2, 2, 23, 6)
     assert torch.ops.htree_cuda.tree_pool(k, v, compression_rate=4, max_top_nodes=70, backend="auto")[0].shape[2] == 0
@@ -137,13 +137,13 @@ def test_autocast():
 
 def test_inference_keeps_no_selection(monkeypatch):
     seen = []
-    original = htree_cuda.reference.vectorised.forward
+    original = htree_cuda.torch_backend.tree.forward
 
     def spy(*args, need_selection):
         seen.append(need_selection)
         return original(*args, need_selection=need_selection)
 
-    monkeypatch.setattr(htree_cuda.reference.vectorised, "forward", spy)
+    monkeypatch.setattr(htree_cuda.torch_backend.tree, "forward", spy)
     htree_cuda.forward(*qkv(), **SMALL)
     with torch.no_grad():
         htree_cuda.forward(*qkv(grad=True), **SMALL)
@@ -180,13 +180,13 @@ def counted_calls(monkeypatch) -> list[str]:
     """Names of the torch backend's functions, as they are called."""
     calls = []
     for name in ("forward", "backward"):
-        original = getattr(htree_cuda.reference.vectorised, name)
+        original = getattr(htree_cuda.torch_backend.tree, name)
 
         def spy(*args, original=original, name=name, **options):
             calls.append(name)
             return original(*args, **options)
 
-        monkeypatch.setattr(htree_cuda.reference.vectorised, name, spy)
+        monkeypatch.setattr(htree_cuda.torch_backend.tree, name, spy)
     return calls
 
 
@@ -292,13 +292,13 @@ def test_compile_with_gradients_and_dynamic_length():
 def test_deterministic_follows_torch(monkeypatch):
     """None is what torch says at the call; an answer overrides it. On a CPU the bits are the same either way."""
     seen = []
-    original = htree_cuda.reference.vectorised.backward
+    original = htree_cuda.torch_backend.tree.backward
 
     def spy(*args, deterministic):
         seen.append(deterministic)
         return original(*args, deterministic=deterministic)
 
-    monkeypatch.setattr(htree_cuda.reference.vectorised, "backward", spy)
+    monkeypatch.setattr(htree_cuda.torch_backend.tree, "backward", spy)
     q, k, v = qkv(T=300, T_q=90, grad=True)
     grads = []
     for torch_says in (False, True):
@@ -554,7 +554,7 @@ def test_other_devices_get_a_way_out():
     from htree_cuda import checks
 
     with pytest.raises(UnsupportedError, match=r'no kernels exist for device type .meta.*backend="torch"'):
-        checks.kernel_device("forward", torch.empty(1, device="meta"))
+        checks.support.kernel_device("forward", torch.empty(1, device="meta"))
 
 
 def test_kernel_limits_have_their_messages():
@@ -563,10 +563,10 @@ def test_kernel_limits_have_their_messages():
 
     def tree(**change):
         options = {**TREE, "compression_rate": 16, "top_k_per_layer": 16, "backend": "auto", **change}
-        return checks.forward(q, k, v, **options)
+        return checks.tree.forward(q, k, v, **options)
 
     q, k, v = (x.bfloat16() for x in qkv(K=64, V=128))
-    checks.forward_kernel(q, k, v, tree())
+    checks.support.forward(q, k, v, tree())
     for change, match in (
         ({"compression_rate": 8}, r"compression_rate 16, got 8"),
         ({"top_k_per_layer": 8}, r"top_k_per_layer in 16 .. 512, got 8"),
@@ -575,7 +575,7 @@ def test_kernel_limits_have_their_messages():
         ({"scale": 3e38}, r"\|scale\| \* log2\(e\) finite in float32, got 3e\+38"),
     ):
         with pytest.raises(UnsupportedError, match=match):
-            checks.forward_kernel(q, k, v, tree(**change))
+            checks.support.forward(q, k, v, tree(**change))
     for tensors, match in (
         ((q.float(), k.float(), v.float()), r"float16 or bfloat16, q is torch.float32"),
         ((q[..., :32], k[..., :32], v), r"K \(dimension 3 of q\) to be 64 or 128, got 32"),
@@ -584,15 +584,15 @@ def test_kernel_limits_have_their_messages():
         ((q, k, v.repeat(1, 1, 1, 2)[..., ::2]), r"last dimension of v contiguous, its stride is 2"),
     ):
         with pytest.raises(UnsupportedError, match=match):
-            checks.forward_kernel(*tensors, tree())
+            checks.support.forward(*tensors, tree())
     out, lse, selection = q.new_empty(1, 12, 2, 128), torch.empty(1, 12, 2), torch.empty(0, 1, 12, 2, 16)
-    checks.backward_kernel(q, k, v, out, lse, selection, tree())
+    checks.support.backward(q, k, v, out, lse, selection, tree())
     with pytest.raises(UnsupportedError, match=r"backward: .*top_k_per_layer in 16 .. 512, got 8"):
-        checks.backward_kernel(q, k, v, out, lse, selection, tree(top_k_per_layer=8))
+        checks.support.backward(q, k, v, out, lse, selection, tree(top_k_per_layer=8))
     with pytest.raises(UnsupportedError, match=r"backward: the kernels need lse contiguous"):
-        checks.backward_kernel(q, k, v, out, lse.transpose(1, 2).contiguous().transpose(1, 2), selection, tree())
+        checks.support.backward(q, k, v, out, lse.transpose(1, 2).contiguous().transpose(1, 2), selection, tree())
     q, k, indices, lse = (x[None] for x in dist_args(d_qk=128, dtype=torch.bfloat16))
-    checks.attn_dist_kernel(q, k, indices, lse, None, 0.1)
+    checks.support.attn_dist(q, k, indices, lse, None, 0.1)
     many = torch.empty(1, 1, 1, 1, dtype=torch.int32).expand(1, 1, 1, 2**30 + 1)
     for args, match in (
         ((q, k, indices, lse, None, 3e38), r"\|sm_scale\| \* log2\(e\) finite in float32"),
@@ -604,7 +604,7 @@ def test_kernel_limits_have_their_messages():
         ((q, torch.zeros(2561).bfloat16()[1:].view(1, 20, 1, 128), indices, lse, None, 0.1), r"multiple of 16 bytes"),
     ):
         with pytest.raises(UnsupportedError, match=match):
-            checks.attn_dist_kernel(*args)
+            checks.support.attn_dist(*args)
 
 
 def test_meta_tensors_go_through_the_fake():

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import htree_cuda
-from htree_cuda import UnsupportedError, checks
-from htree_cuda.reference import definition, vectorised
+from htree_cuda import UnsupportedError, checks, definition
+from htree_cuda.torch_backend import chunks
+from htree_cuda.torch_backend import lists as torch_lists
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 OP = torch.ops.htree_cuda.sparse_attention
@@ -366,7 +367,7 @@ def test_views_and_chunks(monkeypatch):
     view = wide[:, :, ::2, 4:12]
     view.copy_(q)
     lists = indices.repeat(1, 1, 1, 2)[..., :12]
-    monkeypatch.setattr(vectorised, "CHUNK_BYTES_CPU", 1)  # a chunk for each query
+    monkeypatch.setattr(chunks, "CHUNK_BYTES_CPU", 1)  # a chunk for each query
     results = htree_cuda.sparse_attention(view.requires_grad_(), kv.requires_grad_(), lists, d_v=5, q_start=[10, 30])
     for x, y in zip(results, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-14)
@@ -380,15 +381,15 @@ def test_views_and_chunks(monkeypatch):
 def test_memory_is_bounded(monkeypatch):
     """The gathered keys of all queries would be 4 MiB; a chunk may hold 1 MiB in all its temporaries."""
     largest = 0
-    original = vectorised._Lists._gather
+    original = torch_lists._Lists._gather
 
     def spy(self, k, index):
         nonlocal largest
         largest = max(largest, index.numel() * self.d_qk * 8)
         return original(self, k, index)
 
-    monkeypatch.setattr(vectorised._Lists, "_gather", spy)
-    monkeypatch.setattr(vectorised, "CHUNK_BYTES_CPU", 1 << 20)
+    monkeypatch.setattr(torch_lists._Lists, "_gather", spy)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES_CPU", 1 << 20)
     q, kv, indices = problem(s_q=128, h_q=2, s_kv=200, topk=64, d_qk=64, grad=True)
     htree_cuda.sparse_attention(q, kv, indices, d_v=32)[0].sum().backward()
     assert 0 < largest <= 1 << 19
@@ -603,9 +604,9 @@ def test_what_the_kernel_does_not_take_names_the_way_out(monkeypatch, change, me
 
 def test_gradients_on_a_gpu_name_the_way_out():
     with pytest.raises(UnsupportedError, match=r'no backward kernel, and gradients are wanted for q.*backend="torch"'):
-        checks.sparse_attention_gradients(q=True, kv=False, attn_sink=False)
+        checks.support.sparse_attention_gradients(q=True, kv=False, attn_sink=False)
     with pytest.raises(UnsupportedError, match=r'sparse_attention_backward: there is no kernel.*backend="torch"'):
-        checks.no_kernel("sparse_attention_backward")
+        checks.support.no_kernel("sparse_attention_backward")
 
 
 def test_transforms_are_refused():

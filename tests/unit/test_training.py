@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from htree_cuda.reference import definition
+from htree_cuda import definition
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 

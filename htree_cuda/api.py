@@ -27,7 +27,7 @@ def _starts(op: str, q_start: int | Sequence[int] | None, B: int) -> list[int] |
         return None
     starts = list(q_start) if isinstance(q_start, Sequence) else [q_start] * B
     for start in starts:
-        checks.integer(op, "q_start", start)
+        checks.common.integer(op, "q_start", start)
     return starts
 
 
@@ -120,18 +120,18 @@ def forward(
         "deterministic": deterministic, "save_selection": save_selection,
     }  # fmt: skip
     for name, x in (("q", q), ("k", k), ("v", v)):
-        checks.tensor(op, name, x)
-    checks.integer(op, "q_start", q_start, optional=True)
-    checks.tree_option_types(op, options)
+        checks.common.tensor(op, name, x)
+    checks.common.integer(op, "q_start", q_start, optional=True)
+    checks.tree.tree_option_types(op, options)
     for name, flag in (("return_lse", return_lse), ("return_selection", return_selection)):
-        checks.boolean(op, name, flag)
+        checks.common.boolean(op, name, flag)
     q, k, v = _autocast(q, k, v)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     tree = {name: x for name, x in options.items() if name not in ("deterministic", "save_selection")}
     tree["q_start"] = q_start
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    save_mode = checks.SAVE_SELECTION[save_selection if needs_grad else False]
+    save_mode = checks.common.SAVE_SELECTION[save_selection if needs_grad else False]
     out, lse, selection = torch.ops.htree_cuda.forward(
         q, k, v, need_selection=return_selection, **tree, deterministic=deterministic, save_selection=save_mode
     )
@@ -195,15 +195,15 @@ def attn_dist(
     Source: the indexer loss of DeepSeek-V3.2 (DeepSeek Sparse Attention), docs/algorithm.md.
     """
     op = "attn_dist"
-    checks.backend_name(op, backend)
+    checks.common.backend_name(op, backend)
     for name, x in (("q", q), ("k", k), ("indices", indices), ("lse", lse)):
-        checks.tensor(op, name, x)
+        checks.common.tensor(op, name, x)
     if topk_length is not None:
-        checks.tensor(op, "topk_length", topk_length)
-    checks.number(op, "sm_scale", sm_scale, optional=True)
+        checks.common.tensor(op, "topk_length", topk_length)
+    checks.common.number(op, "sm_scale", sm_scale, optional=True)
     q_start = _starts(op, q_start, q.shape[0] if q.dim() == 4 else 1)
-    checks.integer(op, "k_stride", k_stride)
-    checks.number(op, "lse_base", lse_base)
+    checks.common.integer(op, "k_stride", k_stride)
+    checks.common.number(op, "lse_base", lse_base)
     q, k = _autocast(q, k)
     return torch.ops.htree_cuda.attn_dist(
         q.detach(),
@@ -285,18 +285,18 @@ def sparse_attention(
     Source: DeepSeek-V3.2 (DeepSeek Sparse Attention), docs/sparse_attention.md.
     """
     op = "sparse_attention"
-    checks.backend_name(op, backend)
+    checks.common.backend_name(op, backend)
     for name, x in (("q", q), ("kv", kv), ("indices", indices)):
-        checks.tensor(op, name, x)
+        checks.common.tensor(op, name, x)
     for name, x in (("topk_length", topk_length), ("attn_sink", attn_sink)):
         if x is not None:
-            checks.tensor(op, name, x)
-    checks.integer(op, "d_v", d_v)
-    checks.number(op, "sm_scale", sm_scale, optional=True)
+            checks.common.tensor(op, name, x)
+    checks.common.integer(op, "d_v", d_v)
+    checks.common.number(op, "sm_scale", sm_scale, optional=True)
     q_start = _starts(op, q_start, q.shape[0] if q.dim() == 4 else 1)
-    checks.integer(op, "k_stride", k_stride)
-    checks.boolean(op, "return_lse", return_lse)
-    checks.number(op, "lse_base", lse_base)
+    checks.common.integer(op, "k_stride", k_stride)
+    checks.common.boolean(op, "return_lse", return_lse)
+    checks.common.number(op, "lse_base", lse_base)
     q, kv = _autocast(q, kv)
     options = {
         "d_v": d_v, "sm_scale": sm_scale, "q_start": q_start, "k_stride": k_stride, "lse_base": lse_base,
@@ -305,8 +305,8 @@ def sparse_attention(
     wanted = {name: x is not None and x.requires_grad for name, x in (("q", q), ("kv", kv), ("attn_sink", attn_sink))}
     if torch.is_grad_enabled() and any(wanted.values()) and q.is_cuda and backend == "auto":
         # What is wrong with the call comes before what is not supported.
-        checks.sparse_attention(q, kv, indices, topk_length, attn_sink, **options)
-        checks.sparse_attention_gradients(**wanted)
+        checks.lists.sparse_attention(q, kv, indices, topk_length, attn_sink, **options)
+        checks.support.sparse_attention_gradients(**wanted)
     out, lse = torch.ops.htree_cuda.sparse_attention(q, kv, indices, topk_length, attn_sink, **options)
     return (out, lse) if return_lse else out
 
@@ -337,9 +337,9 @@ def normalize_attn_dist(attn_dist: Tensor, *, group: torch.distributed.ProcessGr
     Source: the indexer loss of DeepSeek-V3.2 (DeepSeek Sparse Attention), docs/sparse_attention.md.
     """
     op = "normalize_attn_dist"
-    checks.tensor(op, "attn_dist", attn_dist)
-    checks.process_group(op, "group", group)
-    checks.normalize_attn_dist(attn_dist)
+    checks.common.tensor(op, "attn_dist", attn_dist)
+    checks.common.process_group(op, "group", group)
+    checks.lists.normalize_attn_dist(attn_dist)
     return indexer.normalize_attn_dist(attn_dist.detach(), group)
 
 
@@ -391,13 +391,13 @@ def indexer_loss(
     """
     op = "indexer_loss"
     for name, x in (("logits", logits), ("attn_dist", attn_dist), ("indices", indices)):
-        checks.tensor(op, name, x)
+        checks.common.tensor(op, name, x)
     if topk_length is not None:
-        checks.tensor(op, "topk_length", topk_length)
-    checks.integer(op, "s_kv", s_kv)
+        checks.common.tensor(op, "topk_length", topk_length)
+    checks.common.integer(op, "s_kv", s_kv)
     q_start = _starts(op, q_start, logits.shape[0] if logits.dim() == 3 else 1)
-    checks.integer(op, "k_stride", k_stride)
-    starts = checks.indexer_loss(
+    checks.common.integer(op, "k_stride", k_stride)
+    starts = checks.lists.indexer_loss(
         logits, attn_dist, indices, topk_length, s_kv=s_kv, q_start=q_start, k_stride=k_stride, reduction=reduction
     )
     return indexer.indexer_loss(

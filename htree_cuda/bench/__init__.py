@@ -1,0 +1,18 @@
+"""The one Python benchmark program: `python -m htree_cuda bench {forward,backward,attn_dist,sparse_attention} ...`.
+
+Protocol. On a GPU: 0.5 s of warm-up, then back-to-back calls for at least 1 s (at least 5 calls), CUDA events around
+each; median and 90th percentile; SM clock and power are read while the calls run. Beyond --dense-up-to dense attention
+is called once, cold, by the wall clock. On a CPU: one warm-up call, then calls for at least 1 s (at least 3 calls),
+wall clock. Everything a call needs is inside the time: there is no cache between calls. Peers run in the same process
+on the same data. Inputs have unit variance and are never zeros.
+
+sparse_attention and its peer take turns, three each, over which median and percentile are taken. Then they do so once
+more with a pause before each call, as long as the call: back to back the power cap sets the clock, with pauses not.
+
+Every figure carries the FLOPs and bytes it counts; the JSON names the sources (content hash), machine and torch. The
+tables and plots of the README are made from these files by tools/update_docs.py.
+"""
+
+from .cli import main
+
+__all__ = ["main"]

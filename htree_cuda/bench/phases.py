@@ -1,0 +1,82 @@
+"""What the kernels of one call are for, and how long each delays the end of the call."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable
+
+import torch
+
+# What the kernels of one call are for, by their names; the first that matches.
+PHASES = {
+    "pooling": r"tree_pool",
+    "packing": r"tree_pack|turns_kernel",
+    "selection": r"select_kernel",
+    "union": r"unite_kernel",
+    "first layer: choice": r"htree_layer_kernel<[^>]*Pass\)0[^>]*Walk\)0",
+    "first layer: values": r"htree_layer_kernel<[^>]*Pass\)1[^>]*Walk\)0",
+    # Launches of two ways to walk a layer: few, and mostly of queries below their first.
+    "layers below: choice": r"htree_layer_kernel(_of_two<[^>]*Pass\)0|<[^>]*Pass\)0[^>]*Walk\)[12])",
+    "layers below: values": r"htree_layer_kernel(_of_two<[^>]*Pass\)1|<[^>]*Pass\)1[^>]*Walk\)[12])",
+}
+
+
+def phase_of(kernel: str) -> str:
+    """The phase that a kernel of `forward` belongs to, by its demangled name."""
+    return next((phase for phase, pattern in PHASES.items() if re.search(pattern, kernel)), "other")
+
+
+PROFILED_CALLS = 3
+
+
+def increments(events: Iterable[tuple[str, float, float]], calls: int) -> list[tuple[str, float, float]]:
+    """Of the last of several equal calls: name, how much later each kernel ends than the one before, and its own time.
+
+    Launches overlap, so that a kernel's own time counts what it waited for the one before it, and own times add up to
+    more than the call. From end to end they add up to the call.
+
+    Args:
+      events: name, start and end of every kernel of all calls, in any unit and order.
+      calls: how many there were; at least two, since the first kernel of the last follows another.
+
+    Raises:
+      ValueError: these are not the kernels of so many equal calls.
+    """
+    ordered = sorted(events, key=lambda event: event[2])
+    if calls < 2 or not ordered or len(ordered) % calls:
+        raise ValueError(f"{len(ordered)} kernels are not those of {calls} equal calls, two at least")
+    last = ordered[-(len(ordered) // calls) - 1 :]
+    return [(name, end - before[2], end - start) for before, (name, start, end) in itertools.pairwise(last)]
+
+
+def kernels(call: Callable[[], object], calls: int = PROFILED_CALLS) -> list[tuple[str, float, float]]:
+    """Kernels of a call on a GPU, of the last of several back to back: demangled name, milliseconds from the end of the
+    one before to its own end, and its own time (see `increments`)."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    found = [(event.name, event.time_range.start / 1e3, event.time_range.end / 1e3) for event in events]
+    return increments(found, calls)
+
+
+def phases(call: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds by which the kernels of a call on a GPU delay its end, by phase, in the order of PHASES."""
+    sums: dict[str, float] = {}
+    for name, ms, _ in kernels(call):
+        phase = phase_of(name)
+        sums[phase] = sums.get(phase, 0.0) + ms
+    return {phase: round(sums[phase], 4) for phase in (*PHASES, "other") if phase in sums}
+
+
+# The kernels of the backward that multiply, by their names: below the first layer of a query, and in it.
+GRADIENT_KERNELS = {
+    "queries": "gradient::Pass)0", "nodes": "gradient::Pass)1", "first queries": "gradient::Pass)2",
+    "first nodes": "gradient::Pass)3",
+}  # fmt: skip

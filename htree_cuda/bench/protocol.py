@@ -1,0 +1,174 @@
+"""How a call is timed, and which sources ran on which machine; the protocol is the package's docstring."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .. import __version__
+
+WARM_UP_S, TIMED_S = 0.5, 1.0
+LEAST_CALLS_GPU, LEAST_CALLS_CPU = 5, 3
+TURNS = 3  # of each of several calls that are measured in turns
+LEAST_PAUSE_MS = 0.5  # the host enqueues a call in less
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def identity(device: str) -> dict:
+    """Which sources ran where."""
+    script = Path(__file__).resolve().parent.parent.parent / "tools" / "content_hash.py"
+    about = {
+        "version": __version__,
+        "content_hash": _output([sys.executable, str(script)]) if script.exists() else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+    }
+    if device == "cuda":
+        driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", _this_gpu()])
+        about |= {"gpu": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda}
+    else:
+        about |= {"cpu": _cpu_name(), "threads": torch.get_num_threads(), "cores": os.cpu_count()}
+    return about
+
+
+def _this_gpu() -> str:
+    """The option of nvidia-smi that picks the current device."""
+    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
+    return "--id=0" if uuid is None else f"--id=GPU-{uuid}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _quantile(times: list[float], q: float) -> float:
+    times = sorted(times)
+    return times[min(len(times) - 1, math.ceil(q * len(times)) - 1)]
+
+
+def _summary(times: list[float], **extra) -> dict:
+    median, p90 = (round(_quantile(times, q), 4) for q in (0.5, 0.9))
+    return {"ms": median, "p90_ms": p90, "calls": len(times), **extra}
+
+
+def turn(call: Callable[[], object], device: str, pause_ms: float = 0.0) -> tuple[list[float], dict]:
+    """Milliseconds of each call by the protocol above, and what was read meanwhile. With a pause before each call: the
+    GPU spends it in a kernel of one thread, while the host enqueues the call behind it, so that no time of the host is
+    in the call's."""
+    times: list[float] = []
+    if device == "cpu":
+        call()
+        while len(times) < LEAST_CALLS_CPU or sum(times) < 1e3 * TIMED_S:
+            time.sleep(pause_ms / 1e3)
+            start = time.perf_counter()
+            call()
+            times.append(1e3 * (time.perf_counter() - start))
+        return times, {}
+    start = time.perf_counter()
+    while time.perf_counter() - start < WARM_UP_S:
+        call()
+        torch.cuda.synchronize()
+        time.sleep(pause_ms / 1e3)
+    clocks = round(max(pause_ms, LEAST_PAUSE_MS) * _clocks_per_ms()) if pause_ms else 0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", _this_gpu()]
+    probe = None
+    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    start = time.perf_counter()
+    while len(pairs) < LEAST_CALLS_GPU or time.perf_counter() - start < TIMED_S:
+        pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        if clocks:
+            torch.cuda._sleep(clocks)
+        pair[0].record()
+        call()
+        pair[1].record()
+        pairs.append(pair)
+        if len(pairs) % 16 == 0:  # keeps the queue short, never empty
+            pairs[-8][1].synchronize()
+        if probe is None and time.perf_counter() - start > 0.3 * TIMED_S:
+            probe = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    torch.cuda.synchronize()
+    clock = power = None
+    if probe is not None:
+        fields = probe.communicate(timeout=60)[0].split(",")
+        if len(fields) == 2:
+            clock, power = (float(x) for x in fields)
+    about = {"clock_mhz": clock, "power_w": power, "peak_bytes": torch.cuda.max_memory_allocated() - before}
+    if clocks:
+        pauses = [a[1].elapsed_time(b[0]) for a, b in itertools.pairwise(pairs)]
+        about["pause_ms"] = round(_quantile(pauses, 0.5), 4)
+    return [a.elapsed_time(b) for a, b in pairs], about
+
+
+def _clocks_per_ms() -> float:
+    """Of the kernel that torch.cuda._sleep launches: it counts clocks, and their rate follows power."""
+    clocks = 1_000_000
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(clocks)  # the host enqueues the rest meanwhile
+    first.record()
+    torch.cuda._sleep(clocks)
+    last.record()
+    last.synchronize()
+    return clocks / first.elapsed_time(last)
+
+
+def _pooled(turns: list[tuple[list[float], dict]]) -> dict:
+    """One summary of a call's turns: over all calls; of what was read beside them, the median of the turns."""
+    known = {key: [about[key] for _, about in turns if about[key] is not None] for key in turns[0][1]}
+    read = {key: _quantile(values, 0.5) if values else None for key, values in known.items()}
+    return _summary([ms for times, _ in turns for ms in times], **read)
+
+
+def measure(call: Callable[[], object], device: str) -> dict:
+    """Median and p90 in milliseconds by the protocol above."""
+    return _pooled([turn(call, device)])
+
+
+def measure_in_turns(calls: dict[str, Callable[[], object]], device: str) -> dict[str, dict]:
+    """`measure` of calls that take turns, so that all meet the same machine; `spaced`: with pauses as long as each."""
+    results: dict[str, dict] = {}
+    for spaced in (False, True):
+        turns: dict[str, list] = {name: [] for name in calls}
+        for _ in range(TURNS):
+            for name, call in calls.items():
+                turns[name].append(turn(call, device, results[name]["ms"] if spaced else 0.0))
+        for name, mine in turns.items():
+            if spaced:
+                results[name]["spaced"] = _pooled(mine)
+            else:
+                results[name] = _pooled(mine)
+    return results
+
+
+def measure_once(call: Callable[[], object], device: str) -> dict:
+    """One call without warm-up, by the wall clock: for a peer that takes seconds."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return _summary([1e3 * (time.perf_counter() - start)])

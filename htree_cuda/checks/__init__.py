@@ -1,0 +1,16 @@
+"""Every rule an argument must keep, once. The real and the fake implementation of an op call the same function here.
+
+``common``   Python types, and the pieces that every op's rules are made of.
+``tree``     rules of forward, backward, tree_pool and `HTreeAttention`.
+``lists``    rules of attn_dist, sparse_attention and the indexer's loss.
+``support``  what the Hopper kernels do of what is valid.
+
+A message names the op, the argument, the rule and the value: ``attn_dist: indices must be int32, got torch.int64``.
+TypeError: not a tensor / not a number. ValueError: dtype, shape, range, device. UnsupportedError: correct, but outside
+what the Hopper kernels do; it names the way out (``backend="torch"``). All are raised before any launch.
+"""
+
+from . import common, lists, support, tree
+from .common import UnsupportedError
+
+__all__ = ["UnsupportedError", "common", "lists", "support", "tree"]

@@ -1,0 +1,159 @@
+"""What the Hopper kernels do of what is valid; an UnsupportedError names the way out for the rest."""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from ..params import TreeParams
+from .common import UnsupportedError
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def _way_out(op: str, reason: str) -> NoReturn:
+    raise UnsupportedError(f'{op}: {reason}; pass backend="torch" to run it with PyTorch operations')
+
+
+def kernel_device(op: str, x: Tensor) -> None:
+    """x is not on the CPU and backend is "auto": kernels or an error, never something else."""
+    from .. import kernels
+
+    if x.device.type != "cuda":
+        _way_out(op, f"no kernels exist for device type {x.device.type!r}")
+    if not kernels.built():
+        _way_out(op, f"this installation has no Hopper kernels ({kernels.why_not_built()})")
+    supported, reason = kernels.device_supported(x.device.index)
+    if not supported:
+        _way_out(op, f"the kernels do not run on {x.device}: {reason}")
+
+
+def _kernel_dtype(op: str, name: str, x: Tensor) -> None:
+    if x.dtype not in KERNEL_DTYPES:
+        _way_out(op, f"the kernels take float16 or bfloat16, {name} is {x.dtype}")
+
+
+def _contiguous_rows(op: str, **tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            _way_out(op, f"the kernels need the last dimension of {name} contiguous, its stride is {x.stride(-1)}")
+
+
+KERNEL_HEAD_DIMS = (64, 128)
+KERNEL_MAX_G = 16
+KERNEL_TOP_K = (16, 512)
+KERNEL_COMPRESSION_RATE = 16
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, params: TreeParams, op: str = "forward") -> None:
+    """What the htree kernels, forward and backward, support of a valid call."""
+    _kernel_dtype(op, "q", q)
+    _contiguous_rows(op, q=q, k=k, v=v)
+    for name, dim in (("K (dimension 3 of q)", q.shape[3]), ("V (dimension 3 of v)", v.shape[3])):
+        if dim not in KERNEL_HEAD_DIMS:
+            _way_out(op, f"the kernels need {name} to be 64 or 128, got {dim}")
+    G = q.shape[2] // k.shape[2]
+    if G > KERNEL_MAX_G:
+        _way_out(op, f"the kernels need at most {KERNEL_MAX_G} query heads for each KV head (H / H_kv), got {G}")
+    if params.compression_rate != KERNEL_COMPRESSION_RATE:
+        _way_out(op, f"the kernels need compression_rate {KERNEL_COMPRESSION_RATE}, got {params.compression_rate}")
+    low, high = KERNEL_TOP_K
+    if not low <= params.top_k <= high:
+        _way_out(op, f"the kernels need top_k_per_layer in {low} .. {high}, got {params.top_k}")
+    _kernel_scale(op, "scale", params.scale)
+    most = params.top_k * KERNEL_COMPRESSION_RATE
+    if params.max_top_nodes != most:
+        _way_out(op, f"the kernels need max_top_nodes = top_k * compression_rate ({most}), got {params.max_top_nodes}")
+
+
+def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor, params: TreeParams) -> None:
+    """What the htree backward kernels support of a valid call: what the forward's do, with results as it wrote them."""
+    op = "backward"
+    forward(q, k, v, params, op)
+    for name, x in (("out", out), ("lse", lse), ("selection", selection)):
+        if not x.is_contiguous():
+            _way_out(op, f"the kernels need {name} contiguous, its strides are {tuple(x.stride())}")
+
+
+def _kernel_scale(op: str, name: str, value: float) -> None:
+    """The kernels compute in base 2: the scale is multiplied by log2(e), in float32."""
+    if abs(value) * math.log2(math.e) > torch.finfo(torch.float32).max:
+        _way_out(op, f"the kernels need |{name}| * log2(e) finite in float32, got {value}")
+
+
+def tree_pool(k: Tensor, v: Tensor) -> None:
+    _kernel_dtype("tree_pool", "k", k)
+    _contiguous_rows("tree_pool", k=k, v=v)
+
+
+def no_kernel(op: str) -> NoReturn:
+    """An op that has no kernel: its CUDA calls with backend "auto" end here."""
+    _way_out(op, "there is no kernel for it")
+
+
+ATTN_DIST_HEAD_DIMS = (576, 512, 192, 128)
+SPARSE_ATTENTION_HEAD_DIMS = (576, 512)
+SPARSE_ATTENTION_D_V = 512
+
+
+def _list_kernel(
+    op: str, q: Tensor, rows: dict[str, Tensor], others: dict[str, Tensor | None], sm_scale: float, topk: int, dims
+) -> None:
+    """What both kernels over index lists support of a valid call (tensors batched); `rows`: q and what is gathered."""
+    _kernel_scale(op, "sm_scale", sm_scale)
+    for name, size, most in (("h_q", q.shape[2], 2**24), ("topk", topk, 2**30)):
+        if size > most:
+            _way_out(op, f"the kernel needs {name} to be at most {most}, got {size}")
+    _kernel_dtype(op, "q", q)
+    if q.shape[3] not in dims:
+        _way_out(op, f"the kernel needs d_qk to be one of {', '.join(map(str, dims))}, got {q.shape[3]}")
+    _contiguous_rows(op, **rows)
+    for name, x in rows.items():
+        # TMA (q) and 16-byte asynchronous copies (keys) fault on anything else.
+        if x.numel() and x.data_ptr() % 16:
+            _way_out(op, f"the kernel needs {name} to begin at a multiple of 16 bytes, it begins at {x.data_ptr()}")
+        for dim in range(3):
+            if x.shape[dim] > 1 and x.stride(dim) * x.element_size() % 16:
+                _way_out(
+                    op,
+                    f"the kernel needs the strides of {name} to be multiples of 16 bytes, "
+                    f"that of dimension {dim - 4} is {x.stride(dim) * x.element_size()} bytes",
+                )
+    if q.shape[2] > 1 and q.stride(2) == 0:
+        _way_out(op, "the kernel needs the heads of q apart: its stride of dimension -2 is 0 (heads expanded from one)")
+    for name, x in others.items():
+        if x is not None and not x.is_contiguous():
+            _way_out(op, f"the kernel needs {name} contiguous, its strides are {tuple(x.stride())}")
+
+
+def attn_dist(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, topk_length: Tensor | None, sm_scale: float) -> None:
+    """What the attn_dist kernel supports of a valid call (all tensors batched)."""
+    others = {"indices": indices, "lse": lse, "topk_length": topk_length}
+    _list_kernel("attn_dist", q, {"q": q, "k": k}, others, sm_scale, indices.shape[3], ATTN_DIST_HEAD_DIMS)
+
+
+def sparse_attention(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    topk_length: Tensor | None,
+    attn_sink: Tensor | None,
+    sm_scale: float,
+    d_v: int,
+) -> None:
+    """What the sparse_attention kernel supports of a valid call (all tensors batched)."""
+    op = "sparse_attention"
+    others = {"indices": indices, "topk_length": topk_length, "attn_sink": attn_sink}
+    _list_kernel(op, q, {"q": q, "kv": kv}, others, sm_scale, indices.shape[3], SPARSE_ATTENTION_HEAD_DIMS)
+    if d_v != SPARSE_ATTENTION_D_V:
+        _way_out(op, f"the kernel needs d_v to be {SPARSE_ATTENTION_D_V}, got {d_v}")
+
+
+def sparse_attention_gradients(**requires_grad: bool) -> NoReturn:
+    """A CUDA call that needs gradients: nothing falls back silently."""
+    names = ", ".join(name for name, needed in requires_grad.items() if needed)
+    why = f"gradients are wanted for {names} (under torch.no_grad() the forward kernel runs)"
+    _way_out("sparse_attention", f"there is no backward kernel, and {why}")

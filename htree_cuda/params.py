@@ -1,0 +1,29 @@
+"""The numbers that define one call of an op, every default resolved: what `checks` returns and the backends take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TreeParams:
+    """One call of forward or backward."""
+
+    q_start: int
+    compression_rate: int
+    top_k: int
+    max_top_nodes: int
+    scale: float
+    rope_base: float
+    strict_causal: bool
+
+
+@dataclass(frozen=True)
+class ListParams:
+    """One call of attn_dist or sparse_attention; q_start holds B numbers or is None (no causal rule)."""
+
+    batched: bool
+    sm_scale: float
+    q_start: list[int] | None
+    k_stride: int
+    lse_base: float
