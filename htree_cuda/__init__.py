@@ -1,6 +1,8 @@
 """htree_cuda: hierarchical-tree sparse causal attention, and sparse attention with its indexer loss, for NVIDIA Hopper.
 
 `forward`              hierarchical-tree sparse causal attention (differentiable).
+`TreeCache`            keys and values of growing sequences with their tree: a KV cache for decoding.
+`forward_cached`       attention of the last tokens of the sequences in a `TreeCache`.
 `HTreeAttention`       the same as a module: projections, grouped KV heads, a KV cache.
 `sparse_attention`     multi-query attention over an index list (differentiable).
 `attn_dist`            head-summed attention distribution over an index list.
@@ -10,15 +12,18 @@
 
 from ._version import __version__
 from .api import attn_dist, forward, indexer_loss, normalize_attn_dist, sparse_attention
+from .cache import TreeCache, forward_cached
 from .checks import UnsupportedError
 from .module import HTreeAttention
 
 __all__ = [
     "HTreeAttention",
+    "TreeCache",
     "UnsupportedError",
     "__version__",
     "attn_dist",
     "forward",
+    "forward_cached",
     "indexer_loss",
     "normalize_attn_dist",
     "sparse_attention",

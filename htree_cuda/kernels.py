@@ -15,6 +15,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from .checks import UnsupportedError
+
 _PACKAGE = Path(__file__).resolve().parent
 _LIBRARY = _PACKAGE / "libhtree_cuda.so"
 CAPABILITY = (9, 0)  # code for sm_90a runs on exactly this
@@ -285,3 +287,18 @@ def sparse_attention(
         dtype=_dtype(q),
         **_place(q),
     )
+
+
+def tree_append(k_new, v_new, seqused, lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, *, layout):
+    """Writes the first seqused [B] (None: all) of k_new, v_new [B, T_new, H_kv, D] (strided) behind lengths, then the
+    nodes that they complete, then lengths; layout: layout.TreeLayout, which says where rows lie."""
+    raise UnsupportedError('append: no kernel appends to a cached tree yet; pass backend="torch"')
+
+
+def tree_decode(
+    q, seqused_q, lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, rope_table, out, lse, selection,
+    *, layout, params,
+):  # fmt: skip
+    """Fills out [B, T_q, H, V], lse [B, T_q, H] and, where given, selection [L-1, B, T_q, H_kv, top_k], contiguous,
+    for T_q of 1 to 8; rope_table [positions, K/2, 2] float32; params: params.CachedParams."""
+    raise UnsupportedError('forward_cached: no kernel decodes from a cached tree yet; pass backend="torch"')

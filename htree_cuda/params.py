@@ -19,6 +19,17 @@ class TreeParams:
 
 
 @dataclass(frozen=True)
+class CachedParams:
+    """One call of forward_cached, which is strictly causal and whose positions follow from the cache's lengths."""
+
+    compression_rate: int
+    top_k: int
+    max_top_nodes: int
+    scale: float
+    rope_base: float
+
+
+@dataclass(frozen=True)
 class ListParams:
     """One call of attn_dist or sparse_attention; q_start holds B numbers or is None (no causal rule)."""
 

@@ -1,0 +1,673 @@
+"""`TreeCache`, the keys and values of growing sequences with their tree, and `forward_cached`, attention to it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import checks, ops_cache  # noqa: F401  (importing ops_cache registers its ops)
+from .definition import layer_sizes
+from .layout import TreeLayout, default_layers
+from .torch_backend import decode
+from .torch_backend.decode import CacheTensors
+
+# Up to here a table of rotations holds top_k * compression_rate positions, as the kernels ask; beyond it as many as a
+# cache of this size can need.
+WHOLE_TABLE = 16384
+
+
+def _checks_always() -> bool:
+    return not torch.compiler.is_compiling() and os.environ.get("HTREE_CUDA_CHECK") == "1"
+
+
+class TreeCache:
+    """Keys and values of a batch of growing sequences, with the complete nodes of their trees.
+
+    A token completes a node of layer ``l`` where ``(t + 1) % compression_rate**l == 0``. What is stored once never
+    changes, so a new token adds 1/15 of a node on average, and a step of decoding reads the candidates of its query
+    alone. Lengths lie on the device: `append`, `truncate` and `forward_cached` of up to 8 queries never wait for it,
+    and a captured CUDA graph of them is right for every later length.
+
+    Args:
+        batch_size: int >= 0, sequences.
+        max_tokens: int >= 1, tokens that a sequence can have.
+        n_kv_heads: int >= 1.
+        head_dim: int >= 2, even, of keys.
+        v_head_dim: int >= 1, of values; default head_dim.
+        compression_rate: int, power of two >= 2, children per node; default 16.
+        dtype: of keys and values: float16, bfloat16, float32 or float64.
+        device: where everything lies.
+        num_layers: int >= 1, layers that are stored, tokens included; default: every layer with
+            ``compression_rate**l <= max_tokens``.
+        page_size: int, a multiple of 256, tokens of a page; default None: no pages, max_tokens for each sequence.
+        num_pages: int >= 1, pages of the pool; default: enough for batch_size sequences of max_tokens.
+        block_table: [batch_size, max_pages] int32, the pages of each sequence in order, where the caller keeps the
+            table and counts the pages; default None: the cache does.
+
+    Attributes:
+        lengths: [batch_size] int32 on the device, tokens of each sequence.
+        overflowed: [batch_size] int32 on the device, not 0 where an append found no room. Nothing was written then,
+            and out and lse of the sequence are NaN until `truncate` or `reset`.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule above; the message names the rule and the value.
+
+    Notes:
+        Keys are stored without RoPE: a key's position depends on who looks at it.
+        Memory: 1/15 above plain K and V (compression_rate 16), and at most 15 rows a layer of rounding; pages in
+        `num_pages`.
+        Pages: `reserve` takes them from the pool on the host, and `append` writes only where they were reserved. A page
+        that several sequences hold is never written. The content of a caller's block_table is trusted, clamped to the
+        pool: garbage gives garbage, never a fault.
+        HTREE_CUDA_CHECK=1 in the environment has every call of `append` and `forward_cached` wait for the device and
+        run `check`.
+
+    Example:
+        >>> cache = htree_cuda.TreeCache(1, 4096, n_kv_heads=2, head_dim=64, dtype=torch.float32)
+        >>> q = torch.randn(1, 1, 8, 64); k, v = torch.randn(2, 1, 1, 2, 64)
+        >>> cache.append(k, v)
+        >>> out = htree_cuda.forward_cached(q, cache, top_k_per_layer=32)
+
+    Source: docs/guides/decoding.md; the block table is that of FlashAttention.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        max_tokens: int,
+        n_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        *,
+        compression_rate: int = 16,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        num_layers: int | None = None,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        block_table: Tensor | None = None,
+    ):
+        self.layout, self.num_pages = checks.cache.new_cache(
+            batch_size=batch_size, max_tokens=max_tokens, n_kv_heads=n_kv_heads, head_dim=head_dim,
+            v_head_dim=v_head_dim, compression_rate=compression_rate, dtype=dtype, num_layers=num_layers,
+            page_size=page_size, num_pages=num_pages, block_table=block_table,
+        )  # fmt: skip
+        self.batch_size, self.n_kv_heads, self.head_dim = batch_size, n_kv_heads, head_dim
+        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        self.dtype = dtype
+        self._pool_grows = num_pages is None
+        self._owns_table = block_table is None
+        device = torch.device(torch.get_default_device() if device is None else device)
+        if block_table is not None and block_table.device.type != device.type:
+            raise ValueError(
+                f"TreeCache: block_table must be on the device of the cache ({device}), got {block_table.device}"
+            )
+        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self.overflowed = torch.zeros_like(self.lengths)
+        self._allocate(block_table)
+        self._rope_tables: dict[tuple[int, float], Tensor] = {}
+
+    def _allocate(self, block_table: Tensor | None) -> None:
+        """New buffers of the layout. They begin as zeros, so that no number in them is an accident."""
+        layout, place = self.layout, {"dtype": self.dtype, "device": self.lengths.device}
+        paged = layout.page_size > 0
+        outer, rows = (self.num_pages, layout.page_rows) if paged else (self.batch_size, layout.sequence_rows)
+        upper = layout.sequence_rows if paged else 0
+        self._k = torch.zeros(outer, self.n_kv_heads, rows, self.head_dim, **place)
+        self._v = torch.zeros(outer, self.n_kv_heads, rows, self.v_head_dim, **place)
+        self._k_upper = torch.zeros(self.batch_size, self.n_kv_heads, upper, self.head_dim, **place)
+        self._v_upper = torch.zeros(self.batch_size, self.n_kv_heads, upper, self.v_head_dim, **place)
+        if block_table is None:
+            block_table = torch.full((self.batch_size, layout.max_pages), -1, dtype=torch.int32, device=place["device"])
+        self.block_table = block_table
+        counts = paged and self._owns_table
+        self.reserved = torch.full_like(self.lengths, 0 if counts else layout.max_tokens)
+        self._shared = torch.zeros_like(self.lengths)  # tokens up to the end of the last page that others hold too
+        self._pages: list[list[int]] = [[] for _ in range(self.batch_size)]
+        self._holders = [0] * (self.num_pages if counts else 0)
+        self._free = list(range(self.num_pages - 1, -1, -1)) if counts else []
+
+    # ---------------------------------------------------------------------------------------------------- what it is
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache lies."""
+        return self.lengths.device
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that a sequence can have."""
+        return self.layout.max_tokens
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are stored, tokens included."""
+        return self.layout.num_layers
+
+    @property
+    def compression_rate(self) -> int:
+        """Children per node."""
+        return self.layout.compression_rate
+
+    @property
+    def page_size(self) -> int | None:
+        """Tokens of a page; None without pages."""
+        return self.layout.page_size or None
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence holds; 0 without pages and where the caller keeps the table."""
+        return len(self._free)
+
+    @property
+    def k(self) -> Tensor:
+        """[batch_size, max_tokens, n_kv_heads, head_dim], the keys as they were given: a view without pages, a copy
+        with them. What lies at and past lengths is unspecified."""
+        return self._tokens(0)
+
+    @property
+    def v(self) -> Tensor:
+        """[batch_size, max_tokens, n_kv_heads, v_head_dim], the values, likewise."""
+        return self._tokens(1)
+
+    def _tokens(self, which: int) -> Tensor:
+        if not self.layout.page_size:
+            return (self._k, self._v)[which][:, :, : self.max_tokens].transpose(1, 2)
+        rows = [decode.tokens(self._tensors(), self.layout, b, self.max_tokens)[which] for b in range(self.batch_size)]
+        dim = (self.head_dim, self.v_head_dim)[which]
+        return torch.cat(rows) if rows else self._k.new_empty(0, self.max_tokens, self.n_kv_heads, dim)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the cache, tables of rotations apart."""
+        return sum(x.numel() * x.element_size() for x in (*self._tensors(), self._shared))
+
+    def __repr__(self) -> str:
+        pages = f", page_size={self.page_size}, num_pages={self.num_pages}" if self.layout.page_size else ""
+        return (
+            f"TreeCache(batch_size={self.batch_size}, max_tokens={self.max_tokens}, n_kv_heads={self.n_kv_heads}, "
+            f"head_dim={self.head_dim}, v_head_dim={self.v_head_dim}, compression_rate={self.compression_rate}, "
+            f"dtype={self.dtype}, device='{self.device}', num_layers={self.num_layers}{pages}, nbytes={self.nbytes})"
+        )
+
+    def _tensors(self) -> CacheTensors:
+        return CacheTensors(
+            self.lengths, self.overflowed, self._k, self._v, self._k_upper, self._v_upper, self.block_table,
+            self.reserved,
+        )  # fmt: skip
+
+    def _numbers(self) -> dict[str, int]:
+        layout = self.layout
+        return {
+            "compression_rate": layout.compression_rate, "max_tokens": layout.max_tokens,
+            "num_layers": layout.num_layers, "page_size": layout.page_size,
+        }  # fmt: skip
+
+    def _rope_table(self, top_k: int, max_top_nodes: int | None, rope_base: float) -> Tensor:
+        """cos and sin [positions, head_dim / 2, 2] of every position in a candidate list, made once and kept."""
+        r = self.compression_rate
+        positions = top_k * r
+        if positions > WHOLE_TABLE:
+            sizes = layer_sizes(self.max_tokens, r, positions if max_top_nodes is None else max_top_nodes)
+            positions = min(
+                positions, max(sizes[-1], *(min(top_k, n) * min(r, 2 * self.max_tokens) for n in sizes[1:]), 1)
+            )
+        key = (positions, float(rope_base))
+        table = self._rope_tables.get(key)
+        if table is None:
+            table = torch.ops.htree_cuda.rope_table(
+                self._k, positions=positions, head_dim=self.head_dim, rope_base=key[1]
+            )
+            self._rope_tables[key] = table
+        return table
+
+    # ------------------------------------------------------------------------------------------------ append, truncate
+
+    def append(self, k: Tensor, v: Tensor, *, seqused: Tensor | None = None, backend: str = "auto") -> None:
+        """Writes tokens behind the lengths, the nodes that they complete, and then the lengths.
+
+        Args:
+            k: [batch_size, T_new, n_kv_heads, head_dim], dtype of the cache; not rotated.
+            v: [batch_size, T_new, n_kv_heads, v_head_dim], dtype of the cache.
+            seqused: [batch_size] int32 on the device, 0 .. T_new, how many of them exist, the first ones; default: all.
+            backend: "auto" or "torch", as in `htree_cuda.forward`.
+
+        Raises:
+            TypeError, ValueError, UnsupportedError: as `htree_cuda.forward`.
+
+        Notes:
+            A sequence whose tokens do not all fit in max_tokens, or in the pages reserved, keeps what it has, and
+            overflowed is set. The cache is the same bits however the tokens were cut into calls.
+            Gradients: none; k and v are constants.
+        """
+        for name, x in (("k", k), ("v", v)):
+            checks.common.tensor("append", name, x)
+        if seqused is not None:
+            checks.common.tensor("append", "seqused", seqused)
+        if torch.is_autocast_enabled(self.device.type):
+            k, v = k.to(self.dtype), v.to(self.dtype)
+        t = self._tensors()
+        torch.ops.htree_cuda.tree_append(
+            k.detach(), v.detach(), seqused, t.lengths, t.overflowed, t.k, t.v, t.k_upper, t.v_upper, t.block_table,
+            t.reserved, **self._numbers(), backend=backend,
+        )  # fmt: skip
+        if _checks_always():
+            self.check()
+
+    def truncate(self, lengths: Tensor | int | Sequence[int]) -> None:
+        """Forgets the tokens at and past lengths, and that an append found no room.
+
+        Args:
+            lengths: [batch_size] int32 or int64 on the device, clamped to 0 .. the lengths that there are; or one int
+                for all, or a list of batch_size ints.
+
+        Notes:
+            Truncating and appending gives the bits of never having appended. A tensor or one int can be captured in a
+            CUDA graph. Pages stay reserved.
+        """
+        checks.cache.lengths("truncate", lengths, self.batch_size)
+        if not isinstance(lengths, Tensor):
+            if isinstance(lengths, Sequence):
+                lengths = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+            else:
+                lengths = torch.full_like(self.lengths, lengths)
+        torch.ops.htree_cuda.tree_truncate(self.lengths, self.overflowed, self.reserved, self._shared, lengths)
+
+    def check(self) -> None:
+        """Waits for the device and raises a RuntimeError that names the sequences that overflowed."""
+        failed = [b for b, x in enumerate(self.overflowed.tolist()) if x]
+        if failed:
+            room = f"max_tokens {self.max_tokens}" + (" or the pages reserved" if self.layout.page_size else "")
+            raise RuntimeError(
+                f"TreeCache: an append found no room ({room}) in the sequences {failed}; truncate or reset them"
+            )
+
+    # ------------------------------------------------------------------------------------- reuse, beam search, growth
+
+    def reset(self, rows: int | Sequence[int] | None = None) -> None:
+        """Empties the sequences `rows` (default: all) and gives back their pages. Nothing else changes."""
+        rows = range(self.batch_size) if rows is None else checks.cache.rows("reset", "rows", rows, self.batch_size)
+        if len(rows) == self.batch_size:
+            self.lengths.zero_(), self.overflowed.zero_()
+        else:
+            for b in rows:
+                self.lengths[b].zero_(), self.overflowed[b].zero_()
+        if self._holders:
+            for b in rows:
+                self._release(self._pages[b])
+                self._pages[b] = []
+            self._update_pages()
+
+    def reorder(self, indices: Tensor | Sequence[int]) -> None:
+        """Sequence b becomes what sequence indices[b] was, as beam search asks.
+
+        Args:
+            indices: [batch_size] int32 or int64 tensor, or batch_size ints; each 0 .. batch_size - 1.
+
+        Notes:
+            Without pages all rows are copied on the device; a tensor is clamped, and the call can be captured. With
+            pages the call works on the host: full pages are shared, and a sequence that is taken more than once has
+            its last page copied. Where the caller keeps the block_table, the caller reorders its rows.
+        """
+        if isinstance(indices, Tensor):
+            checks.cache.lengths("reorder", indices, self.batch_size)
+        else:
+            indices = checks.cache.rows("reorder", "indices", indices, self.batch_size)
+            checks.common.equal("reorder", "the number of indices", len(indices), "batch_size", self.batch_size)
+        source = torch.as_tensor(indices, device=self.device).long().clamp(0, max(0, self.batch_size - 1))
+        pages = self._reordered_pages(source.tolist()) if self._holders else None
+        per_sequence = [self.lengths, self.overflowed]
+        per_sequence += [self._k_upper, self._v_upper] if self.layout.page_size else [self._k, self._v]
+        for x in per_sequence:
+            x.copy_(x.index_select(0, source))
+        if pages is not None:
+            self._pages = pages
+            self._update_pages()
+
+    def clone(self) -> TreeCache:
+        """A cache of its own with the same content."""
+        new = copy.copy(self)
+        for name in ("lengths", "overflowed", "_k", "_v", "_k_upper", "_v_upper", "block_table", "reserved", "_shared"):
+            setattr(new, name, getattr(self, name).clone())
+        new._pages, new._holders, new._free = [list(p) for p in self._pages], list(self._holders), list(self._free)
+        new._rope_tables = dict(self._rope_tables)
+        return new
+
+    def resize(self, max_tokens: int) -> None:
+        """Changes the room of every sequence, on the host, by new buffers: graphs that were captured are void.
+
+        A pool of pages whose size was not given grows with it; a pool of a given size stays, and `reserve` says where
+        it is too small.
+        """
+        checks.common.integer("resize", "max_tokens", max_tokens)
+        longest = max(self.lengths.tolist(), default=0)
+        checks.common.size("resize", "max_tokens", max_tokens, max(1, longest), checks.common.MAX_INT32)
+        old, old_pages = self.layout, self.num_pages
+        was_default = old.num_layers == default_layers(old.max_tokens, old.compression_rate)
+        num_layers = default_layers(max_tokens, old.compression_rate) if was_default else old.num_layers
+        layout = TreeLayout(old.compression_rate, max_tokens, num_layers, old.page_size)
+        if not self._owns_table and layout.max_pages > self.block_table.shape[1]:
+            rule = f"max_tokens needs {layout.max_pages} columns of the caller's block_table"
+            checks.common.fail("resize", rule, self.block_table.shape[1])
+        if any(len(pages) > layout.max_pages for pages in self._pages):
+            for b, length in enumerate(self.lengths.tolist()):
+                keep = -(-length // layout.page_size)
+                self._release(self._pages[b][keep:])
+                del self._pages[b][keep:]
+        before = self._tensors()
+        table, kept, holders = self.block_table, self._pages, self._holders
+        self.layout = layout
+        if old.page_size and self._owns_table and self._pool_grows:
+            self.num_pages = max(old_pages, self.batch_size * layout.max_pages)
+        self._allocate(None if self._owns_table else table)
+        pairs = [(before.k_upper, self._k_upper), (before.v_upper, self._v_upper)]
+        if not old.page_size:
+            pairs = [(before.k, self._k), (before.v, self._v)]
+        for source, target in pairs:
+            for layer in range(min(old.num_layers, layout.num_layers)):
+                rows = min(old.layer_rows[layer], layout.layer_rows[layer])
+                first, begin = old.layer_begin[layer], layout.layer_begin[layer]
+                target[:, :, begin : begin + rows] = source[:, :, first : first + rows]
+        if old.page_size:
+            self._k, self._v = self._grown_pool(before.k), self._grown_pool(before.v)
+        if self._holders:
+            self._pages = kept
+            self._holders[: len(holders)] = holders
+            self._free = [page for page in reversed(range(self.num_pages)) if not self._holders[page]]
+            self._update_pages()
+
+    def _grown_pool(self, pool: Tensor) -> Tensor:
+        """The pool with pages of zeros behind it, up to num_pages; the number of layers in pages is part of it."""
+        rows = self.layout.page_rows
+        if (self.num_pages, rows) == (pool.shape[0], pool.shape[2]):
+            return pool
+        new = pool.new_zeros(self.num_pages, pool.shape[1], rows, pool.shape[3])
+        new[: pool.shape[0], :, : min(rows, pool.shape[2])] = pool[:, :, : min(rows, pool.shape[2])]
+        return new
+
+    # ------------------------------------------------------------------------------------------------------------ pages
+
+    def _counts_pages(self, op: str) -> None:
+        if not self.layout.page_size:
+            checks.common.fail(op, "the cache must have pages (page_size)", "a cache without")
+        if not self._owns_table:
+            checks.common.fail(op, "the cache must own its block_table", "a caller's, who counts the pages")
+
+    def pages(self, row: int) -> list[int]:
+        """The pages that a sequence holds, in order."""
+        self._counts_pages("pages")
+        (row,) = checks.cache.rows("pages", "row", row, self.batch_size)
+        return list(self._pages[row])
+
+    def reserve(self, tokens: int | Sequence[int]) -> None:
+        """Gives sequences the pages that `append` of so many more tokens will write. On the host.
+
+        Args:
+            tokens: int >= 0 for all sequences, or a list of batch_size ints; counted from the lengths at the call.
+
+        Raises:
+            ValueError: more than max_tokens.
+            RuntimeError: the pool has too few free pages; nothing was changed.
+
+        Notes:
+            Reads the lengths, so it waits for the device. A page that other sequences hold too is replaced where the
+            append would meet it: the one that holds tokens of this sequence by a copy, later ones by empty ones.
+            Without pages there is nothing to reserve: max_tokens alone is checked.
+        """
+        counts = checks.cache.numbers("reserve", "tokens", tokens, self.batch_size)
+        lengths = self.lengths.tolist()
+        for b, (length, more) in enumerate(zip(lengths, counts)):
+            if length + more > self.max_tokens:
+                rule = (
+                    f"the length of sequence {b} ({length}) and tokens must be at most max_tokens ({self.max_tokens})"
+                )
+                checks.common.fail("reserve", rule, more)
+        if not self.layout.page_size:
+            return
+        self._counts_pages("reserve")
+        size = self.layout.page_size
+        wanted: list[tuple[int, int, bool]] = []  # sequence, place among its pages, whether its content is needed
+        for b, (length, more) in enumerate(zip(lengths, counts)):
+            if more == 0:
+                continue
+            first, last = length // size, -(-(length + more) // size)
+            for i in range(first, max(last, len(self._pages[b]))):
+                held = i < len(self._pages[b])
+                if not held or self._holders[self._pages[b][i]] > 1:
+                    wanted.append((b, i, held and i == first and length % size > 0))
+        # A page that two sequences are about to leave is free for the last of them, which is not counted on here.
+        if len(wanted) > len(self._free):
+            raise RuntimeError(
+                f"reserve: {len(wanted)} pages are needed, {len(self._free)} of {self.num_pages} are free"
+            )
+        for b, i, needed in wanted:
+            page = self._free.pop()
+            self._holders[page] = 1
+            if i < len(self._pages[b]):
+                if needed:
+                    self._copy_page(self._pages[b][i], page)
+                self._release([self._pages[b][i]])
+                self._pages[b][i] = page
+            else:
+                self._pages[b].append(page)
+        self._update_pages()
+
+    def attach(self, row: int, pages: Sequence[int], length: int) -> None:
+        """Lets an empty sequence begin with pages that other sequences hold: a common prefix is stored once.
+
+        Args:
+            row: int, a sequence without tokens and pages (`reset` makes one).
+            pages: the pages of the prefix in order, as `pages` of another sequence gives them.
+            length: int, tokens of the prefix; it ends in the last of the pages.
+
+        Notes:
+            The layers above the pages are built from them, with the bits of appending the tokens. Appending to a
+            sequence whose end lies in a page that others hold needs `reserve` first, which copies that page.
+        """
+        self._counts_pages("attach")
+        (row,) = checks.cache.rows("attach", "row", row, self.batch_size)
+        pages = list(pages)
+        for page in pages:
+            checks.common.integer("attach", "pages", page)
+            if not 0 <= page < self.num_pages or not self._holders[page]:
+                checks.common.fail("attach", "every page must be held by a sequence", page)
+        if len(set(pages)) != len(pages):
+            checks.common.fail("attach", "pages must differ from each other", pages)
+        checks.common.integer("attach", "length", length)
+        size = self.layout.page_size
+        if -(-length // size) != len(pages) or length > self.max_tokens:
+            rule = f"length must lie in the last of the {len(pages)} pages of {size} tokens and in max_tokens"
+            checks.common.fail("attach", rule, length)
+        if self._pages[row] or self.lengths[row].item():
+            checks.common.fail("attach", "row must be a sequence without tokens and pages", row)
+        for page in pages:
+            self._holders[page] += 1
+        self._pages[row] = pages
+        new = torch.zeros_like(self.lengths, dtype=torch.int64)
+        new[row] = length
+        self.lengths[row] = length
+        self.overflowed[row] = 0
+        self._update_pages()
+        first = max(1, self.layout.paged_layers)
+        decode.complete_nodes(self._tensors(), self.layout, torch.zeros_like(new), new, first)
+
+    def _copy_page(self, source: int, target: int) -> None:
+        self._k[target], self._v[target] = self._k[source], self._v[source]
+
+    def _release(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+    def _update_pages(self) -> None:
+        """The device's tables, from the pages that the host counts."""
+        size, width = self.layout.page_size, self.layout.max_pages
+        table = [pages + [-1] * (width - len(pages)) for pages in self._pages]
+        shared = [
+            size * max((i + 1 for i, page in enumerate(pages) if self._holders[page] > 1), default=0)
+            for pages in self._pages
+        ]
+        held = [min(size * len(pages), self.max_tokens) for pages in self._pages]
+        place = {"dtype": torch.int32, "device": self.device}
+        self.block_table.copy_(torch.tensor(table, **place).view(self.batch_size, width))
+        self._shared.copy_(torch.tensor(shared, **place))
+        held = torch.tensor(held, **place)
+        self.reserved.copy_(torch.where(self.lengths < self._shared, torch.minimum(self.lengths, held), held))
+
+    def _reordered_pages(self, source: list[int]) -> list[list[int]]:
+        """The pages of each sequence after a reordering. Pages full of tokens are shared; the others of a sequence go
+        to the first that takes it, and the next ones get pages of their own with the same tokens."""
+        size, lengths = self.layout.page_size, self.lengths.tolist()
+        taken: set[int] = set()
+        copies = 0
+        for s in source:
+            copies += len(self._pages[s]) - lengths[s] // size if s in taken else 0
+            taken.add(s)
+        lost = [page for s, pages in enumerate(self._pages) if s not in taken for page in pages]
+        freed = sum(self._holders[page] == 1 for page in set(lost))
+        if copies > len(self._free) + freed:
+            raise RuntimeError(f"reorder: {copies} pages are needed, {len(self._free) + freed} are free")
+        self._release(lost)
+        taken.clear()
+        pages: list[list[int]] = []
+        for s in source:
+            full = lengths[s] // size
+            mine = list(self._pages[s])
+            if s in taken:
+                for page in mine[:full]:
+                    self._holders[page] += 1
+                for i in range(full, len(mine)):
+                    page = self._free.pop()
+                    self._holders[page] = 1
+                    if i == full and lengths[s] % size:
+                        self._copy_page(mine[i], page)
+                    mine[i] = page
+            taken.add(s)
+            pages.append(mine)
+        return pages
+
+    # ------------------------------------------------------------------------------------------------------------ state
+
+    def _settings(self) -> dict:
+        return {
+            **self._numbers(), "batch_size": self.batch_size, "n_kv_heads": self.n_kv_heads, "head_dim": self.head_dim,
+            "v_head_dim": self.v_head_dim, "dtype": str(self.dtype), "num_pages": self.num_pages,
+        }  # fmt: skip
+
+    def state_dict(self) -> dict:
+        """Everything that the cache holds, as torch.save takes it: tensors (not copied), numbers and lists."""
+        state = {name.lstrip("_"): getattr(self, name) for name in self._STATE}
+        return {"settings": self._settings(), **state, "pages": [list(pages) for pages in self._pages]}
+
+    _STATE = ("lengths", "overflowed", "_k", "_v", "_k_upper", "_v_upper", "block_table")
+
+    def load_state_dict(self, state: dict) -> None:
+        """Takes what `state_dict` of a cache of the same settings gave, from any device."""
+        if state["settings"] != self._settings():
+            differ = {
+                k: (v, state["settings"].get(k)) for k, v in self._settings().items() if state["settings"].get(k) != v
+            }
+            checks.common.fail("load_state_dict", "settings must be those of this cache", f"(here, there) {differ}")
+        for name in self._STATE:
+            getattr(self, name).copy_(state[name.lstrip("_")])
+        if self._holders:
+            self._pages = [list(pages) for pages in state["pages"]]
+            self._holders = [0] * self.num_pages
+            for page in (page for pages in self._pages for page in pages):
+                self._holders[page] += 1
+            self._free = [page for page in reversed(range(self.num_pages)) if not self._holders[page]]
+            self._update_pages()
+
+
+def forward_cached(
+    q: Tensor,
+    cache: TreeCache,
+    *,
+    seqused_q: Tensor | None = None,
+    top_k_per_layer: int = 512,
+    max_top_nodes: int | None = None,
+    scale: float | None = None,
+    rope_base: float = 10000.0,
+    return_lse: bool = False,
+    return_selection: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """Attention of the last tokens of each cached sequence: `forward` without pooling the keys again.
+
+    Append the tokens first: row ``j`` of q is the position ``lengths - seqused_q + j`` of its sequence. Every position
+    has the output that `forward` gives it in a call over its whole sequence.
+
+    Args:
+        q: [B, T_q, H, K], dtype of the cache; B its batch_size, K its head_dim, H a multiple of its n_kv_heads.
+        cache: a TreeCache.
+        seqused_q: [B] int32 on the device, 0 .. T_q, how many rows of q exist, the first ones; default: all.
+        top_k_per_layer, max_top_nodes, scale, rope_base: as in `htree_cuda.forward`.
+        return_lse: bool; also return lse.
+        return_selection: bool; also return the selected nodes.
+        backend: "auto" or "torch", as in `htree_cuda.forward`.
+
+    Returns:
+        out [B, T_q, H, V] in the dtype of the cache; or a tuple (out[, lse][, selection]).
+        lse: [B, T_q, H] float32 (float64 for float64).
+        selection: [L-1, B, T_q, H_kv, top_k] int32, L the layers of max_tokens tokens; layers above those that a
+        shorter sequence has hold all nodes up to the query's own, then -1.
+        Rows past seqused_q and rows without a key (more rows than tokens) give 0, lse -inf and selection -1. A sequence
+        that overflowed gives NaN and selection -1.
+
+    Raises:
+        TypeError, ValueError: an argument breaks a rule above; also where the cache stores fewer layers than needed,
+            ``ceil(max_tokens / r**(num_layers - 1)) <= max_top_nodes``.
+        UnsupportedError: backend "auto" and CUDA tensors that the kernels do not cover.
+        RuntimeError: q requires a gradient, which a cached call does not have.
+
+    Notes:
+        Always strictly causal. Deterministic. Up to 8 rows nothing waits for the device, and the call can be captured
+        in a CUDA graph once it has run before with its options (a table of rotations is made then and kept). More rows
+        are a prefill: each sequence is a call of `forward` on its tokens, with its bits, and lengths are read on the
+        host.
+        Work of a call of up to 8 rows grows with the number of layers alone.
+
+    Example:
+        >>> cache = htree_cuda.TreeCache(1, 4096, n_kv_heads=2, head_dim=64, dtype=torch.float32)
+        >>> q = torch.randn(1, 100, 8, 64); k, v = torch.randn(2, 1, 100, 2, 64)
+        >>> cache.append(k, v)
+        >>> out, lse = htree_cuda.forward_cached(q, cache, top_k_per_layer=32, return_lse=True)
+
+    Source: docs/guides/decoding.md.
+    """
+    op = "forward_cached"
+    checks.common.tensor(op, "q", q)
+    if not isinstance(cache, TreeCache):
+        raise TypeError(f"{op}: cache must be a htree_cuda.TreeCache, got {type(cache).__name__}")
+    if seqused_q is not None:
+        checks.common.tensor(op, "seqused_q", seqused_q)
+    checks.cache.option_types(
+        op, top_k_per_layer=top_k_per_layer, max_top_nodes=max_top_nodes, scale=scale, rope_base=rope_base,
+        return_lse=return_lse, return_selection=return_selection,
+    )  # fmt: skip
+    checks.tree.tree_options(
+        op, dtype=cache.dtype, head_dim=cache.head_dim, compression_rate=cache.compression_rate,
+        top_k_per_layer=top_k_per_layer, max_top_nodes=max_top_nodes, scale=scale, rope_base=rope_base,
+    )  # fmt: skip
+    if torch.is_grad_enabled() and q.requires_grad:
+        raise RuntimeError(
+            f"{op}: a cached call has no gradient; run it under torch.no_grad() or torch.inference_mode(), or train "
+            "with htree_cuda.forward"
+        )
+    if torch.is_autocast_enabled(q.device.type) and q.is_floating_point():
+        q = q.to(cache.dtype)
+    t = cache._tensors()
+    table = cache._rope_table(top_k_per_layer, max_top_nodes, rope_base)
+    out, lse, selection = torch.ops.htree_cuda.forward_cached(
+        q, seqused_q, *t, table, **cache._numbers(), top_k_per_layer=top_k_per_layer, max_top_nodes=max_top_nodes,
+        scale=scale, rope_base=rope_base, need_selection=return_selection, backend=backend,
+    )  # fmt: skip
+    if _checks_always():
+        cache.check()
+    extra = ([lse] if return_lse else []) + ([selection] if return_selection else [])
+    return (out, *extra) if extra else out

@@ -1,0 +1,247 @@
+"""Rules of `TreeCache`, its ops and `forward_cached`, and what the Hopper kernels do of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import TreeLayout, default_layers
+from ..params import CachedParams
+from . import support
+from .common import (
+    FLOAT_DTYPES,
+    MAX_INT32,
+    backend_name,
+    boolean,
+    dimensions,
+    equal,
+    fail,
+    float_dtype,
+    integer,
+    number,
+    power_of_two,
+    same_device,
+    same_dtype,
+    size,
+    strided,
+    tensor,
+)
+from .tree import even, tree_options
+
+PAGE_MULTIPLE = 256
+FEW_QUERIES = 8  # of a cached call: up to here a kernel of its own, beyond it the forward's
+
+
+def new_cache(
+    *,
+    batch_size: int,
+    max_tokens: int,
+    n_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int | None,
+    compression_rate: int,
+    dtype: Any,
+    num_layers: int | None,
+    page_size: int | None,
+    num_pages: int | None,
+    block_table: Tensor | None,
+) -> tuple[TreeLayout, int]:
+    """Rules of ``TreeCache``'s arguments; returns the layout and the number of pages (0 without pages)."""
+    op = "TreeCache"
+    for name, value, least in (
+        ("batch_size", batch_size, 0), ("max_tokens", max_tokens, 1), ("n_kv_heads", n_kv_heads, 1),
+        ("head_dim", head_dim, 1), ("compression_rate", compression_rate, 2),
+    ):  # fmt: skip
+        integer(op, name, value)
+        size(op, name, value, least, MAX_INT32)
+    power_of_two(op, "compression_rate", compression_rate, 2)
+    even(op, "head_dim", head_dim)
+    integer(op, "v_head_dim", v_head_dim, optional=True)
+    if v_head_dim is not None:
+        size(op, "v_head_dim", v_head_dim)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{op}: dtype must be a torch.dtype, got {dtype!r}")
+    if dtype not in FLOAT_DTYPES:
+        fail(op, "dtype must be float16, bfloat16, float32 or float64", dtype)
+    integer(op, "num_layers", num_layers, optional=True)
+    if num_layers is None:
+        num_layers = default_layers(max_tokens, compression_rate)
+    size(op, "num_layers", num_layers, 1, 32)
+    integer(op, "page_size", page_size, optional=True)
+    integer(op, "num_pages", num_pages, optional=True)
+    if page_size is None:
+        for name, value in (("num_pages", num_pages), ("block_table", block_table)):
+            if value is not None:
+                fail(op, f"{name} needs page_size", "page_size None")
+        return TreeLayout(compression_rate, max_tokens, num_layers), 0
+    if page_size < PAGE_MULTIPLE or page_size % PAGE_MULTIPLE:
+        fail(op, f"page_size must be a positive multiple of {PAGE_MULTIPLE} tokens", page_size)
+    layout = TreeLayout(compression_rate, max_tokens, num_layers, page_size)
+    if block_table is not None:
+        tensor(op, "block_table", block_table)
+        dimensions(op, "block_table", block_table, ("B", "max_pages"))
+        if block_table.dtype != torch.int32:
+            fail(op, "block_table must be int32", block_table.dtype)
+        equal(op, "dimension 0 of block_table", block_table.shape[0], "batch_size", batch_size)
+        if block_table.shape[1] < layout.max_pages:
+            rule = f"block_table needs max_tokens / page_size ({layout.max_pages}) columns"
+            fail(op, rule, block_table.shape[1])
+        if num_pages is None:
+            fail(op, "num_pages must be given with a block_table of the caller", None)
+    num_pages = batch_size * layout.max_pages if num_pages is None else num_pages
+    size(op, "num_pages", num_pages, 1, MAX_INT32)
+    return layout, num_pages
+
+
+def _int32(op: str, **tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if x.dtype != torch.int32:
+            fail(op, f"{name} must be int32", x.dtype)
+
+
+def _cache_tensors(op: str, first: str, x: Tensor, B: int, cache, layout: TreeLayout) -> None:
+    """The tensors of a cache, as an op that is called by its name gets them; x is the call's own tensor `first`."""
+    num, H_kv, K, V = cache.k.shape[0], cache.k.shape[1], cache.k.shape[3], cache.v.shape[3]
+    rows = layout.page_rows if layout.page_size else layout.sequence_rows
+    upper = layout.sequence_rows if layout.page_size else 0
+    if not layout.page_size:
+        equal(op, "dimension 0 of k of the cache", num, f"B of {first}", B)
+    for name, part, shape in (
+        ("k", cache.k, (num, H_kv, rows, K)), ("v", cache.v, (num, H_kv, rows, V)),
+        ("k_upper", cache.k_upper, (B, H_kv, upper, K)), ("v_upper", cache.v_upper, (B, H_kv, upper, V)),
+        ("lengths", cache.lengths, (B,)), ("overflowed", cache.overflowed, (B,)), ("reserved", cache.reserved, (B,)),
+    ):  # fmt: skip
+        if tuple(part.shape) != shape:
+            fail(op, f"{name} of the cache must have the shape {shape}", tuple(part.shape))
+        if not part.is_contiguous():
+            fail(op, f"{name} of the cache must be contiguous", f"strides {tuple(part.stride())}")
+    _int32(op, lengths=cache.lengths, overflowed=cache.overflowed, reserved=cache.reserved)
+    _int32(op, block_table=cache.block_table)
+    same_dtype(op, first, x, k=cache.k, v=cache.v, k_upper=cache.k_upper, v_upper=cache.v_upper)
+    same_device(op, first, x, **{f"{name} of the cache": part for name, part in cache._asdict().items()})
+
+
+def _seqused(op: str, name: str, seqused: Tensor | None, first: str, x: Tensor) -> None:
+    if seqused is None:
+        return
+    dimensions(op, name, seqused, ("B",))
+    _int32(op, **{name: seqused})
+    equal(op, f"dimension 0 of {name}", seqused.shape[0], f"B of {first}", x.shape[0])
+    same_device(op, first, x, **{name: seqused})
+
+
+def append(k: Tensor, v: Tensor, seqused: Tensor | None, cache, layout: TreeLayout, backend: str) -> None:
+    """Rules of ``htree_cuda::tree_append``."""
+    op = "append"
+    backend_name(op, backend)
+    strided(op, k=k, v=v)
+    dimensions(op, "k", k, ("B", "T_new", "H_kv", "K"))
+    dimensions(op, "v", v, ("B", "T_new", "H_kv", "V"))
+    float_dtype(op, "k", k)
+    same_dtype(op, "k", k, v=v)
+    same_device(op, "k", k, v=v)
+    for i, what in enumerate(("B", "T_new", "H_kv")):
+        equal(op, f"dimension {i} of v", v.shape[i], f"{what} of k", k.shape[i])
+    size(op, "T_new (dimension 1 of k)", k.shape[1], 0, MAX_INT32)
+    equal(op, "B (dimension 0 of k)", k.shape[0], "batch_size of the cache", cache.lengths.shape[0])
+    equal(op, "H_kv (dimension 2 of k)", k.shape[2], "n_kv_heads of the cache", cache.k.shape[1])
+    equal(op, "K (dimension 3 of k)", k.shape[3], "head_dim of the cache", cache.k.shape[3])
+    equal(op, "V (dimension 3 of v)", v.shape[3], "v_head_dim of the cache", cache.v.shape[3])
+    _cache_tensors(op, "k", k, k.shape[0], cache, layout)
+    _seqused(op, "seqused", seqused, "k", k)
+
+
+def append_kernel(k: Tensor, v: Tensor) -> None:
+    """What the append kernels support of a valid call."""
+    op = "append"
+    support._kernel_dtype(op, "k", k)
+    support._contiguous_rows(op, k=k, v=v)
+
+
+def forward_cached(
+    q: Tensor,
+    seqused_q: Tensor | None,
+    cache,
+    layout: TreeLayout,
+    *,
+    top_k_per_layer: int,
+    max_top_nodes: int | None,
+    scale: float | None,
+    rope_base: float,
+    backend: str,
+) -> CachedParams:
+    """Rules of ``htree_cuda::forward_cached``; returns the numbers with every default resolved."""
+    op = "forward_cached"
+    backend_name(op, backend)
+    strided(op, q=q)
+    dimensions(op, "q", q, ("B", "T_q", "H", "K"))
+    float_dtype(op, "q", q)
+    B, T_q, H, K = q.shape
+    H_kv = cache.k.shape[1]
+    equal(op, "B (dimension 0 of q)", B, "batch_size of the cache", cache.lengths.shape[0])
+    size(op, "T_q (dimension 1 of q)", T_q, 0, MAX_INT32)
+    equal(op, "K (dimension 3 of q)", K, "head_dim of the cache", cache.k.shape[3])
+    if H_kv > H or H % H_kv:
+        fail(op, f"H (dimension 2 of q) must be a positive multiple of n_kv_heads of the cache ({H_kv})", H)
+    _cache_tensors(op, "q", q, B, cache, layout)
+    _seqused(op, "seqused_q", seqused_q, "q", q)
+    max_top_nodes, scale = tree_options(
+        op, dtype=q.dtype, head_dim=K, compression_rate=layout.compression_rate, top_k_per_layer=top_k_per_layer,
+        max_top_nodes=max_top_nodes, scale=scale, rope_base=rope_base,
+    )  # fmt: skip
+    top = -(-layout.max_tokens // layout.compression_rate ** (layout.num_layers - 1))
+    if top > max_top_nodes:
+        fail(
+            op, f"max_top_nodes must be at least {top}, the nodes of the highest of the {layout.num_layers} layers "
+            f"that the cache stores of {layout.max_tokens} tokens (more num_layers need fewer)", max_top_nodes,
+        )  # fmt: skip
+    return CachedParams(layout.compression_rate, top_k_per_layer, max_top_nodes, scale, rope_base)
+
+
+def forward_cached_kernel(q: Tensor, cache, params: CachedParams) -> None:
+    """What the decoding kernels support of a valid call: what the forward's do."""
+    support.forward(q, cache.k.transpose(1, 2), cache.v.transpose(1, 2), params, "forward_cached")
+
+
+def option_types(op: str, *, return_lse: bool, return_selection: bool, **tree: Any) -> None:
+    """Python types of `forward_cached`'s options that are no tensors."""
+    integer(op, "top_k_per_layer", tree["top_k_per_layer"])
+    integer(op, "max_top_nodes", tree["max_top_nodes"], optional=True)
+    number(op, "scale", tree["scale"], optional=True)
+    number(op, "rope_base", tree["rope_base"])
+    boolean(op, "return_lse", return_lse)
+    boolean(op, "return_selection", return_selection)
+
+
+def lengths(op: str, value: Any, batch_size: int) -> None:
+    """One int, B ints or a tensor [B]."""
+    if isinstance(value, Tensor):
+        dimensions(op, "lengths", value, ("B",))
+        if value.dtype not in (torch.int32, torch.int64):
+            fail(op, "lengths must be int32 or int64", value.dtype)
+        equal(op, "dimension 0 of lengths", value.shape[0], "batch_size of the cache", batch_size)
+        return
+    numbers(op, "lengths", value, batch_size)
+
+
+def numbers(op: str, name: str, value: Any, batch_size: int) -> list[int]:
+    """One int or B ints, none of them negative, as B ints."""
+    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * batch_size
+    for x in values:
+        integer(op, name, x)
+        size(op, name, x, 0, MAX_INT32)
+    equal(op, f"the number of {name}", len(values), "batch_size of the cache", batch_size)
+    return values
+
+
+def rows(op: str, name: str, value: Any, batch_size: int) -> list[int]:
+    """Sequences of the batch, by index."""
+    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    for x in values:
+        integer(op, name, x)
+        if not 0 <= x < batch_size:
+            fail(op, f"{name} must lie in 0 .. batch_size - 1 ({batch_size - 1})", x)
+    return values
