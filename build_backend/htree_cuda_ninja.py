@@ -85,7 +85,7 @@ def headers_of(root: Path, source: str) -> list[Path]:
     Named besides the depfiles: nvcc was seen to leave an empty one, and with it an object that no header made stale.
     """
     csrc = root / "csrc"
-    ops = [folder for place in ("sm90", "smxx") for folder in (csrc / place).iterdir() if folder.name != "device"]
+    ops = [folder for place in ("sm90", "tree") for folder in (csrc / place).iterdir()]
     others = [folder for folder in ops if folder.is_dir() and folder not in (root / source).parents]
     headers = [path for suffix in ("h", "cuh") for path in csrc.rglob(f"*.{suffix}")]
     return sorted(path for path in headers if not any(folder in path.parents for folder in others))

@@ -17,10 +17,8 @@ import retired_words
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".h", ".hpp", ".cuh", ".cu", ".cpp"}
 MAX_INSTANTIATION_FILES = 40
-ASM_FILES = {"csrc/sm90/device/ptx.cuh", "csrc/sm90/device/barriers.cuh"}
-BARRIER_FILE = "csrc/sm90/device/barriers.cuh"
-# Folders that are no op: everyone may include them.
-SHARED_FOLDERS = {"csrc", "csrc/common", "csrc/device", "csrc/sm90/device"}
+ASM_FILES = {"csrc/device/ptx.cuh", "csrc/device/barriers.cuh"}
+BARRIER_FILE = "csrc/device/barriers.cuh"
 
 TORCH_INCLUDE = re.compile(r'#\s*include\s*[<"](torch|ATen|c10|THC?)/')
 ASM = re.compile(r"(?<![\w\"])(asm|__asm__|__asm)\b\s*(volatile|__volatile__|goto)?\s*\(")
@@ -42,9 +40,9 @@ def strip_comments(text: str) -> str:
 
 
 def op_folder(path: str) -> str | None:
-    """The op that a file belongs to: csrc/<arch>/<op>; None for shared files."""
+    """The op that a file belongs to: csrc/sm90/<op> or csrc/tree/<op>; None for what all ops share."""
     parts = path.split("/")
-    if len(parts) < 4 or "/".join(parts[:2]) in SHARED_FOLDERS or "/".join(parts[:3]) in SHARED_FOLDERS:
+    if len(parts) < 4:
         return None
     return "/".join(parts[:3])
 

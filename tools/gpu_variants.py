@@ -1,4 +1,4 @@
-"""Times variants of the kernels in turn: one loan of a GPU, a process for each.
+"""Times variants of the kernels interleaved: one loan of a GPU, a process for each.
 
     python tools/gpu_variants.py build NAME [--csrc DIR | --ref COMMIT] [--patch FILE ...] [--leave-out PART ...]
     python tools/gpu_variants.py time NAME... [--op backward] [--lengths 65536,131072] [--inputs local] [--rounds 2]
@@ -33,7 +33,7 @@ from gpu_common import ensure_built, machine, run
 VARIANTS = ROOT / "build" / "variants"
 LIMIT_S = 120
 
-LAYER = "csrc/sm90/htree_layer"
+FWD = "csrc/sm90/htree_fwd"
 
 
 def copies_of(layers: str, is_one: str) -> list[tuple[str, str, str]]:
@@ -45,24 +45,24 @@ def copies_of(layers: str, is_one: str) -> list[tuple[str, str, str]]:
         "copies * Cfg::kCopyBytes": f"(given_{layers} ? 0 : 1) * copies * Cfg::kCopyBytes",
         "exists && slot %": f"!given_{layers} && exists && slot %",
     }
-    return [(f"{LAYER}/mainloop.cuh", old, new) for old, new in edits.items()]
+    return [(f"{FWD}/producer.cuh", old, new) for old, new in edits.items()]
 
 
 # Part -> edits: (file, what stands there once, what takes its place).
 PARTS = {
-    "first-copies": copies_of("first", "!Cfg::kIsBelow"),
-    "below-copies": copies_of("below", "Cfg::kIsBelow"),
-    # Fragments of two of eight steps serve all of a parent in values, those of one in choices.
-    "below-reads": [
+    "entry-copies": copies_of("entry", "!Cfg::kIsSelected"),
+    "selected-copies": copies_of("selected", "Cfg::kIsSelected"),
+    # Fragments of two of eight steps serve all of a parent in attend passes, those of one in score passes.
+    "selected-reads": [
         (
-            f"{LAYER}/below.cuh",
+            f"{FWD}/attend_selected.cuh",
             "      if (i + 1 < kValueSteps) load_values(values[(i + 1) % 2], waiting.slot, i + 1);\n"
             "      if (i + 1 < kSteps) load_keys(keys[(i + 1) % 2], slot, i + 1);\n",
             "      if (i == 0) load_values(values[1], waiting.slot, 1);\n"
             "      if (i == 0) load_keys(keys[1], slot, 1);\n",
         ),
         (
-            f"{LAYER}/choice.cuh",
+            f"{FWD}/score_selected.cuh",
             "#pragma unroll\n"
             "    for (int i = 0; i < kSteps; ++i) {\n"
             "      uint32_t keys[4];\n"
@@ -73,22 +73,22 @@ PARTS = {
             "    for (int i = 0; i < kSteps; ++i) {\n",
         ),
         (
-            f"{LAYER}/choice.cuh",
+            f"{FWD}/score_selected.cuh",
             "        load_keys(keys, slots[parent], i);\n",
             "        load_keys(keys, slots[parent], 0);\n",
         ),
         (
-            f"{LAYER}/choice.cuh",
+            f"{FWD}/score_selected.cuh",
             "          load_keys(keys, stage + parent * Cfg::kSlotBytes, i);\n",
             "          load_keys(keys, stage + parent * Cfg::kSlotBytes, 0);\n",
         ),
     ],
-    # From rank to rank; queries begin anew as often.
-    "below-turns": [
+    # From rank to rank; queries restart as often.
+    "selected-rotations": [
         (
-            f"{LAYER}/turning.cuh",
-            "    multiply(kk, reinterpret_cast<uint32_t const(&)[4]>(turned()[kk]), step_[2 * kk]",
-            "    if (false) multiply(kk, reinterpret_cast<uint32_t const(&)[4]>(turned()[kk]), step_[2 * kk]",
+            f"{FWD}/rope_inplace.cuh",
+            "    multiply(kk, reinterpret_cast<uint32_t const(&)[4]>(rotated()[kk]), step_[2 * kk]",
+            "    if (false) multiply(kk, reinterpret_cast<uint32_t const(&)[4]>(rotated()[kk]), step_[2 * kk]",
         ),
     ],
 }

@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "common/cuda_check.h"
+#include "host/cuda_check.h"
 
 namespace htree_cuda::benchmark {
 

@@ -15,7 +15,7 @@
 
 #include <cstdint>
 
-namespace htree_cuda::topk {
+namespace htree_cuda::device::topk {
 
 inline constexpr int kGroups = 8;  // of a thread
 inline constexpr int kBins = 256;
@@ -188,4 +188,4 @@ __device__ __forceinline__ Threshold threshold(Scratch& scratch, int end, uint32
   return {low + scratch.digit, scratch.room, scratch.equal};
 }
 
-}  // namespace htree_cuda::topk
+}  // namespace htree_cuda::device::topk

@@ -11,14 +11,14 @@ import torch
 # What the kernels of one call are for, by their names; the first that matches.
 PHASES = {
     "pooling": r"tree_pool",
-    "packing": r"tree_pack|turns_kernel",
+    "packing": r"tree_pack|rotations_kernel",
     "selection": r"select_kernel",
-    "union": r"unite_kernel",
-    "first layer: choice": r"htree_layer_kernel<[^>]*Pass\)0[^>]*Walk\)0",
-    "first layer: values": r"htree_layer_kernel<[^>]*Pass\)1[^>]*Walk\)0",
-    # Launches of two ways to walk a layer: few, and mostly of queries below their first.
-    "layers below: choice": r"htree_layer_kernel(_of_two<[^>]*Pass\)0|<[^>]*Pass\)0[^>]*Walk\)[12])",
-    "layers below: values": r"htree_layer_kernel(_of_two<[^>]*Pass\)1|<[^>]*Pass\)1[^>]*Walk\)[12])",
+    "union": r"build_union_kernel",
+    "entry layer: score": r"htree_fwd_kernel<[^>]*Pass\)0[^>]*LayerKind\)0",
+    "entry layer: attend": r"htree_fwd_kernel<[^>]*Pass\)1[^>]*LayerKind\)0",
+    # Joint launches of two layer kinds count here: they are few, and mostly of queries in selected layers.
+    "selected layers: score": r"htree_fwd_(joint_kernel<[^>]*Pass\)0|kernel<[^>]*Pass\)0[^>]*LayerKind\)[12])",
+    "selected layers: attend": r"htree_fwd_(joint_kernel<[^>]*Pass\)1|kernel<[^>]*Pass\)1[^>]*LayerKind\)[12])",
 }
 
 
@@ -75,8 +75,8 @@ def phases(call: Callable[[], object]) -> dict[str, float]:
     return {phase: round(sums[phase], 4) for phase in (*PHASES, "other") if phase in sums}
 
 
-# The kernels of the backward that multiply, by their names: below the first layer of a query, and in it.
+# The kernels of the backward that multiply, by their names: in selected layers, and in the entry layer of a query.
 GRADIENT_KERNELS = {
-    "queries": "gradient::Pass)0", "nodes": "gradient::Pass)1", "first queries": "gradient::Pass)2",
-    "first nodes": "gradient::Pass)3",
+    "queries": "htree_bwd::Pass)0", "nodes": "htree_bwd::Pass)1", "first queries": "htree_bwd::Pass)2",
+    "first nodes": "htree_bwd::Pass)3",
 }  # fmt: skip

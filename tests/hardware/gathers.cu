@@ -5,7 +5,7 @@
 //   ./gathers [blocks]         132 blocks, or so many
 //
 // Parents: blocks with twelve queries each, 512 parents of 8,192 a query, drawn at random or 12% apart from the query
-// before; a ring of 5 stages of 4 parents, 8,256 bytes each; twelve warps that hold a parent of theirs for so many clocks.
+// before; a ring of 5 stages of 4 parents, 8,256 bytes each; twelve warps that hold a parent of theirs for so many cycles.
 // In a cluster the blocks walk the union of their 24 queries, and a parent that both want is copied to both. Then without a
 // cluster: bulk copies of parents that lie as they do in shared memory, or half a line apart; and, as the layer kernel does,
 // with the list read 32 parents ahead, which the others read where they need it: by one warp or two, and some of eight
@@ -21,11 +21,11 @@
 #include <random>
 #include <vector>
 
-#include "common/cuda_check.h"
-#include "common/driver.h"
+#include "host/cuda_check.h"
+#include "host/driver.h"
 #include "measure.h"
-#include "sm90/device/barriers.cuh"
-#include "sm90/device/ptx.cuh"
+#include "device/barriers.cuh"
+#include "device/ptx.cuh"
 
 namespace {
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "common/cuda_check.h"
+#include "host/cuda_check.h"
 
 namespace htree_cuda::hardware {
 

@@ -1,23 +1,23 @@
 // What the forward of htree attention, as its kernels multiply, cannot go below on the GPU at hand, however they are
 // scheduled (docs/htree_layer.md, "The clock"): the matrix products of its pairs (a query with 16 heads, a parent with 16 children, K = V = 128) and nothing else,
-// on all multiprocessors for seconds, so that the clock is the one that the power limit leaves. Then the same with the reads
+// on all SMs for seconds, so that the clock is the one that the power limit leaves. Then the same with the reads
 // of shared memory that feed them, and with exponentials.
 //
 //   nvcc -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a --expt-relaxed-constexpr -I csrc -I <CUTLASS>/include tests/hardware/products.cu -o products
 //   ./products [transposes]
 //
-// Prints nanoseconds a pair of the whole GPU, clocks a pair of one multiprocessor and the clock; then, with the pairs of
-// whole sequences (device/candidates.cuh; top_k 512, 16 heads, one KV head), milliseconds a call. Then, or alone, what
+// Prints nanoseconds a pair of the whole GPU, cycles a pair of one SM and the clock; then, with the pairs of
+// whole sequences (tree/geometry.cuh; top_k 512, 16 heads, one KV head), milliseconds a call. Then, or alone, what
 // movmatrix costs, and whether it passes beside ldmatrix and mma.sync (docs/htree_backward.md).
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <vector>
 
-#include "common/cuda_check.h"
-#include "device/candidates.cuh"
-#include "sm90/device/pairs.cuh"
-#include "sm90/device/wgmma.cuh"
+#include "host/cuda_check.h"
+#include "tree/geometry.cuh"
+#include "device/pairs.cuh"
+#include "device/wgmma.cuh"
 
 namespace {
 

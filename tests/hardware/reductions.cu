@@ -16,9 +16,9 @@
 #include <random>
 #include <vector>
 
-#include "common/cuda_check.h"
+#include "host/cuda_check.h"
 #include "measure.h"
-#include "sm90/device/ptx.cuh"
+#include "device/ptx.cuh"
 
 namespace {
 

@@ -2,7 +2,8 @@
 #include <exception>
 #include <string>
 
-#include "../../csrc/device/forward_steps.h"
+#include "tree/build_union.h"
+#include "tree/select.h"
 
 // One block of at most 12 queries of one head, in memory of the caller. They return what went wrong.
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -21,8 +22,8 @@ static char const* attempt(Run const& run) {
 
 EXPORT char const* emulator_select(long long T_q, long long q_start, int layer, int layers, int top_k,
                                    float const* importance, long long width, std::int32_t const* parents,
-                                   std::int32_t* nodes, std::uint16_t* closed, std::int32_t* selection) {
-  htree_cuda::selecting::Args args{};
+                                   std::int32_t* nodes, std::uint16_t* expanded, std::int32_t* selection) {
+  htree_cuda::tree::select::Args args{};
   args.blocks = {0, 1, T_q, q_start};
   args.H_kv = 1;
   args.layer = layer;
@@ -30,20 +31,20 @@ EXPORT char const* emulator_select(long long T_q, long long q_start, int layer, 
   args.top_k = top_k;
   args.importance = importance;
   args.width = width;
-  args.most = width;
+  args.max_candidates = width;
   args.parents_in = parents;
   args.nodes = nodes;
-  args.closed = closed;
+  args.expanded = expanded;
   args.selection = selection;
-  return attempt([&] { htree_cuda::selecting::select(args, htree_cuda::kBlockQueries, nullptr); });
+  return attempt([&] { htree_cuda::tree::select::select(args, htree_cuda::tree::kBlockQueries, nullptr); });
 }
 
 // Of one head, whose blocks are one group.
-EXPORT char const* emulator_unite(long long T_q, long long q_start, int layer, int layers, int top_k, int group,
+EXPORT char const* emulator_build_union(long long T_q, long long q_start, int layer, int layers, int top_k, int group,
                                   std::int32_t const* nodes, std::int32_t* union_nodes, void* union_masks,
                                   std::int32_t* union_count) {
-  int const blocks = static_cast<int>((T_q + htree_cuda::kBlockQueries - 1) / htree_cuda::kBlockQueries);
-  htree_cuda::uniting::Args args{};
+  int const blocks = static_cast<int>((T_q + htree_cuda::tree::kBlockQueries - 1) / htree_cuda::tree::kBlockQueries);
+  htree_cuda::tree::build_union::Args args{};
   args.blocks = {0, static_cast<std::uint32_t>(blocks), T_q, q_start};
   args.layer = layer;
   args.layers = layers;
@@ -52,6 +53,6 @@ EXPORT char const* emulator_unite(long long T_q, long long q_start, int layer, i
   args.union_nodes = union_nodes;
   args.union_masks = union_masks;
   args.union_count = union_count;
-  args.groups = htree_cuda::BlockGroups::of(args.blocks, 0, blocks, group);
-  return attempt([&] { htree_cuda::uniting::unite(args, nullptr); });
+  args.groups = htree_cuda::tree::BlockGroups::of(args.blocks, 0, blocks, group);
+  return attempt([&] { htree_cuda::tree::build_union::build_union(args, nullptr); });
 }

@@ -225,7 +225,7 @@ def test_unions(launch, top_k, T_q, reach, blocks):
         count = torch.zeros(1, dtype=torch.int32)
         q_start = 2**31 - 64  # deep enough that every query has top_k parents in the bottom layer
         place = ctypes.c_longlong(T_q), ctypes.c_longlong(q_start), 0, 6 if top_k == 512 else 7, top_k
-        launch("unite", seed, *place, blocks, lists, union, masks, count)
+        launch("build_union", seed, *place, blocks, lists, union, masks, count)
         expected, where = lists[:T_q].flatten().unique(return_inverse=True)
         bits = torch.zeros(expected.numel(), dtype=torch.int64)
         bits.scatter_add_(0, where, (1 << torch.arange(T_q)).repeat_interleave(top_k))

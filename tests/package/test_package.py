@@ -344,7 +344,7 @@ def test_ninja_file_quotes_everything(tmp_path):
     tools = build.Toolchain(
         "/x y/nvcc", "13.0", "toolkit", ("/lib dir",), "g++", "g++ 12", "/cut lass", "4.2.0", "ninja"
     )
-    options = ninja.Options(root, root / "build", ["csrc/common/library.cu"])
+    options = ninja.Options(root, root / "build", ["csrc/host/library.cu"])
     text = ninja.write_ninja(options, tools).read_text()
     assert "'/x y/nvcc'" in text and "'-L/lib dir'" in text and "'/cut lass'" in text
     assert f"build {tmp_path}/a$ b$$c'd/build/libhtree_cuda.so: link" in text
@@ -496,14 +496,14 @@ def test_build_log_checker(tmp_path):
     ("file", "line", "words"),
     [
         ("csrc/bindings.cpp", "#include <torch/extension.h>", "torch stops at Python"),
-        ("csrc/smxx/tree_pool/kernel.cuh", "#include <ATen/ATen.h>", "torch stops at Python"),
-        ("csrc/common/math.h", '#include "c10/util/Half.h"', "torch stops at Python"),
-        ("csrc/smxx/tree_pool/kernel.cuh", 'void f() { asm volatile("nop;"); }', "inline assembly belongs in"),
-        ("csrc/smxx/tree_pool/config.cuh", '#include "../../sm90/other/kernel.cuh"', "includes another op's"),
-        ("csrc/smxx/tree_pool/config.cuh", '#include "nowhere.cuh"', "is no file of csrc"),
-        ("csrc/smxx/tree_pool/kernel.cuh", "#include <cutlass/arch/barrier.h>", "memory clobber"),
-        ("csrc/smxx/tree_pool/kernel.cuh", "using B = cutlass::arch::ClusterBarrier;", "memory clobber"),
-        ("csrc/smxx/tree_pool/second.cu", "// not in setup.py", "KERNEL_SOURCES lacks csrc/smxx/tree_pool/second.cu"),
+        ("csrc/tree/pool/kernel.cuh", "#include <ATen/ATen.h>", "torch stops at Python"),
+        ("csrc/host/math.h", '#include "c10/util/Half.h"', "torch stops at Python"),
+        ("csrc/tree/pool/kernel.cuh", 'void f() { asm volatile("nop;"); }', "inline assembly belongs in"),
+        ("csrc/tree/pool/config.cuh", '#include "../../sm90/other/kernel.cuh"', "includes another op's"),
+        ("csrc/tree/pool/config.cuh", '#include "nowhere.cuh"', "is no file of csrc"),
+        ("csrc/tree/pool/kernel.cuh", "#include <cutlass/arch/barrier.h>", "memory clobber"),
+        ("csrc/tree/pool/kernel.cuh", "using B = cutlass::arch::ClusterBarrier;", "memory clobber"),
+        ("csrc/tree/pool/second.cu", "// not in setup.py", "KERNEL_SOURCES lacks csrc/tree/pool/second.cu"),
     ],
 )
 def test_house_rules_checker(tmp_path, file, line, words):
@@ -520,9 +520,9 @@ def test_house_rules_checker(tmp_path, file, line, words):
 
 
 def test_house_rules_count_instantiations(tmp_path):
-    folder = tmp_path / "csrc" / "sm90" / "op" / "inst"
+    folder = tmp_path / "csrc" / "sm90" / "op" / "instantiations"
     folder.mkdir(parents=True)
-    names = [f"csrc/sm90/op/inst/i{i}.cu" for i in range(41)]
+    names = [f"csrc/sm90/op/instantiations/i{i}.cu" for i in range(41)]
     for name in names:
         (tmp_path / name).write_text("__global__ void k() {}\n")
     (tmp_path / "setup.py").write_text(f"KERNEL_SOURCES = {names}\n")
@@ -655,7 +655,7 @@ def test_parts_of_the_forward_can_be_left_out(part, tmp_path):
     assert gpu_variants.differing(ninja, tmp_path, sources) == []
     gpu_variants.leave_out(tmp_path, part)
     again = gpu_variants.differing(ninja, tmp_path, sources)
-    assert again and again == [source for source in sources if "sm90/htree_layer" in source]
+    assert again and again == [source for source in sources if "sm90/htree_fwd" in source]
     for file, _, _ in gpu_variants.PARTS[part]:
         (tmp_path / file).write_text("")
     with pytest.raises(SystemExit, match="holds 0 times"):

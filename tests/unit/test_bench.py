@@ -52,19 +52,20 @@ def test_crossover_is_where_dense_attention_stays_behind():
 def test_phases_know_every_kernel_of_the_forward():
     """As a profiler names them; a kernel that nobody has sorted would count as other."""
     config = (
-        "htree_cuda::layer::Config<__nv_bfloat16, 128, 128, (htree_cuda::layer::Pass){}, (htree_cuda::layer::Walk){}>"
+        "htree_cuda::sm90::htree_fwd::Config<__nv_bfloat16, 128, 128, (htree_cuda::sm90::htree_fwd::Pass){}, "
+        "(htree_cuda::sm90::htree_fwd::LayerKind){}>"
     )
-    layer = "void htree_cuda::layer::htree_layer_kernel"
-    for number, name in enumerate(("choice", "values")):
-        for walk, where in enumerate(("first layer", "layers below", "layers below")):
-            kernel = f"{layer}<{config.format(number, walk)} >(htree_cuda::layer::Args)"
+    fwd = "void htree_cuda::sm90::htree_fwd::htree_fwd"
+    for number, name in enumerate(("score", "attend")):
+        for kind, where in enumerate(("entry layer", "selected layers", "selected layers")):
+            kernel = f"{fwd}_kernel<{config.format(number, kind)} >(htree_cuda::sm90::htree_fwd::Args)"
             assert phases.phase_of(kernel) == f"{where}: {name}"
         for later, earlier in ((1, 0), (1, 2), (2, 0)):
-            configs = ", ".join(config.format(number, walk) for walk in (later, earlier))
-            kernel = f"{layer}_of_two<{configs} >(htree_cuda::layer::Args, unsigned int)"
-            assert phases.phase_of(kernel) == f"layers below: {name}"
+            configs = ", ".join(config.format(number, kind) for kind in (later, earlier))
+            kernel = f"{fwd}_joint_kernel<{configs} >(htree_cuda::sm90::htree_fwd::Args, unsigned int)"
+            assert phases.phase_of(kernel) == f"selected layers: {name}"
     bounds = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s+"
-    folders = ("smxx/tree_pool", "smxx/tree_pack", "smxx/select", "smxx/unite", "sm90/htree_layer")
+    folders = ("tree", "sm90/htree_fwd")
     found = set()
     for folder in folders:
         for path in (CSRC / folder).rglob("*.cuh"):

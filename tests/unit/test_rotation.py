@@ -1,5 +1,5 @@
-"""What rounding adds up to while a query turns in place (csrc/sm90/htree_layer/below.cuh), by the arithmetic of
-csrc/device/rope.cuh in numpy: how far apart the kernel may begin anew."""
+"""What rounding adds up to while a query turns in place (csrc/sm90/htree_fwd/attend_selected.cuh), by the arithmetic of
+csrc/tree/rope.cuh in numpy: how far apart the kernel may begin anew."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def multiplied(x, turn):
 
 
 def packed(x, turn):
-    """By two products and two fused ones of packed elements (csrc/sm90/htree_layer/below_shared.cuh): rounded twice."""
+    """By two products and two fused ones of packed elements (csrc/sm90/htree_fwd/attend_selected_swapab.cuh): rounded twice."""
     lo, hi = np.split(x, 2, axis=-1)
     c, s = half(turn.real), half(turn.imag)
     return np.concatenate([half(lo * c - half(hi * s)), half(hi * c + half(lo * s))], -1)
@@ -80,7 +80,7 @@ def constant(path, name):
 
 def period_of(dtype):
     return int(
-        constant("csrc/sm90/htree_layer/launch.cu", "kTurnPeriodHalf" if dtype == torch.float16 else "kTurnPeriod")
+        constant("csrc/sm90/htree_fwd/forward.cu", "kRestartPeriodFp16" if dtype == torch.float16 else "kRestartPeriod")
     )
 
 

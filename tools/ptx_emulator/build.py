@@ -22,9 +22,10 @@ LIBRARY = "libhtree_cuda_emulated.so"
 FAULTS = "libfaults.so"
 BENCHMARKS = ["benchmarks/cpp/forward.cu", "benchmarks/cpp/sparse_attention.cu"]
 USUAL = [  # in every test run
-    "attn_dist/inst/bf16_576", "attn_dist/inst/bf16_128", "htree_backward/inst/bf16_64", "htree_layer/inst/64_choose",
-    "htree_layer/inst/bf16_64_64", "htree_layer/inst/bf16_64_128", "htree_layer/inst/fp16_64_64", "smxx",
-    "sparse_attention/inst/bf16_576", "sparse_attention/inst/fp16_512",
+    "attn_dist/instantiations/bf16_576", "attn_dist/instantiations/bf16_128", "htree_bwd/instantiations/bf16_64", "htree_bwd/pack",
+    "htree_fwd/instantiations/score_64", "htree_fwd/instantiations/attend_bf16_64_64",
+    "htree_fwd/instantiations/attend_bf16_64_128", "htree_fwd/instantiations/attend_fp16_64_64", "csrc/tree",
+    "sparse_attention/instantiations/bf16_576", "sparse_attention/instantiations/fp16_512",
 ]  # fmt: skip
 # Contraction would change the rounding of what PTX spells out; the translated code is long, so -O1.
 CXX_FLAGS = ["-std=c++20", "-mavx2", "-mf16c", "-mfma", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-w"]
@@ -122,7 +123,7 @@ def _write_ninja(only: tuple[str, ...], tools, kernels_dir: Path) -> None:
 
     # Launchers without a binding, for tests.
     steps = OUT / "steps.o"
-    edge("host", steps, [ROOT / "tests" / "kernels" / "steps.cu"], ninja.headers_of(ROOT, "csrc/smxx/select/launch.cu"))
+    edge("host", steps, [ROOT / "tests" / "kernels" / "steps.cu"], ninja.headers_of(ROOT, "csrc/tree/select/launch.cu"))
 
     objects = [*runtime_objects, steps]
     for source in tree.KERNEL_SOURCES:

@@ -5,11 +5,15 @@
 
 #include <cstdint>
 
-#include "../device/gather.cuh"
-#include "../device/slots.cuh"
-#include "../device/wgmma.cuh"
+#include "namespaces.h"
+#include "device/gather.cuh"
+#include "device/slots.cuh"
+#include "device/wgmma.cuh"
 
-namespace htree_cuda::distribution {
+namespace htree_cuda::sm90::attn_dist {
+
+using namespace host;
+using namespace device;
 
 // What the kernel is told. Strides in bytes.
 struct KernelParams {
@@ -133,4 +137,4 @@ struct Config {
 // Named barriers; 0 is __syncthreads'. One a consumer warpgroup.
 inline constexpr int kConsumerBarrier = 1;
 
-}  // namespace htree_cuda::distribution
+}  // namespace htree_cuda::sm90::attn_dist

@@ -13,13 +13,13 @@
 #include <cfloat>
 #include <cstdint>
 
-#include "../device/barriers.cuh"
-#include "../device/pipeline.cuh"
-#include "../device/ptx.cuh"
+#include "device/barriers.cuh"
+#include "device/pipeline.cuh"
+#include "device/ptx.cuh"
 #include "config.cuh"
 #include "work.cuh"
 
-namespace htree_cuda::distribution {
+namespace htree_cuda::sm90::attn_dist {
 
 // The sums of one consumer on their way to the reducer: one tile's at a time.
 template <class C>
@@ -108,4 +108,4 @@ private:
   float exponentials_[4];
 };
 
-}  // namespace htree_cuda::distribution
+}  // namespace htree_cuda::sm90::attn_dist

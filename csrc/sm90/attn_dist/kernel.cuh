@@ -1,4 +1,4 @@
-// Roles of the attn_dist kernel. A persistent grid of one CTA a multiprocessor: two consumer warpgroups, one producer, one
+// Roles of the attn_dist kernel. A persistent grid of one CTA a SM: two consumer warpgroups, one producer, one
 // reducer.
 #pragma once
 
@@ -6,7 +6,7 @@
 #include "mainloop.cuh"
 #include "reducer.cuh"
 
-namespace htree_cuda::distribution {
+namespace htree_cuda::sm90::attn_dist {
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
@@ -39,4 +39,4 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
 }
 
-}  // namespace htree_cuda::distribution
+}  // namespace htree_cuda::sm90::attn_dist

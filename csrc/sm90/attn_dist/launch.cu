@@ -7,39 +7,37 @@
 #include <stdexcept>
 #include <string>
 
-#include "../../common/cuda_check.h"
-#include "../../common/dispatch.h"
-#include "../../common/math.h"
-#include "../../params.h"
-#include "../device/request.h"
+#include "host/cuda_check.h"
+#include "host/dispatch_dtype.h"
+#include "host/math.h"
+#include "params.h"
+#include "host/list_args.h"
 #include "config.cuh"
 
-namespace htree_cuda {
+namespace htree_cuda::sm90::attn_dist {
 
 namespace {
 
-using distribution::KernelParams;
-using distribution::Split;
-using request::kGroupHeads;
+using host::list_args::kGroupHeads;
 
 constexpr char const* kOp = "attn_dist";
 constexpr int kPassHeads = 128;
 
 void check(AttnDistParams const& p) {
-  request::check(kOp, p);
-  request::require_aligned(kOp, "k", p.k);
-  request::require_aligned(kOp, "out", p.out);
-  request::require_strides(kOp, {{"k's batch", p.B, p.k_stride_b}, {"k's row", p.s_kv, p.k_stride_s}});
+  host::list_args::check(kOp, p);
+  host::list_args::require_aligned(kOp, "k", p.k);
+  host::list_args::require_aligned(kOp, "out", p.out);
+  host::list_args::require_strides(kOp, {{"k's batch", p.B, p.k_stride_b}, {"k's row", p.s_kv, p.k_stride_s}});
 }
 
 template <class Element, Split kSplit>
 void dispatch_head_dim(std::int64_t d_qk, KernelParams const& kernel, CUtensorMap const& map, int grid,
                        cudaStream_t stream) {
   switch (d_qk) {
-    case 576: return distribution::launch<Element, 576, kSplit>(kernel, map, grid, stream);
-    case 512: return distribution::launch<Element, 512, kSplit>(kernel, map, grid, stream);
-    case 192: return distribution::launch<Element, 192, kSplit>(kernel, map, grid, stream);
-    case 128: return distribution::launch<Element, 128, kSplit>(kernel, map, grid, stream);
+    case 576: return launch<Element, 576, kSplit>(kernel, map, grid, stream);
+    case 512: return launch<Element, 512, kSplit>(kernel, map, grid, stream);
+    case 192: return launch<Element, 192, kSplit>(kernel, map, grid, stream);
+    case 128: return launch<Element, 128, kSplit>(kernel, map, grid, stream);
   }
   throw std::invalid_argument("attn_dist: d_qk must be 576, 512, 192 or 128, got " + std::to_string(d_qk));
 }
@@ -53,7 +51,7 @@ void launch_passes(AttnDistParams const& p, KernelParams kernel, CUtensorMap con
   kernel.passes = static_cast<int>(passes);
   kernel.units = p.B * p.s_q * passes * kernel.tiles;
   int const grid = static_cast<int>(std::min<std::int64_t>(processors, kernel.units));
-  request::require(kOp, kernel.units / grid < std::numeric_limits<int>::max(), "too much work for one launch");
+  host::list_args::require(kOp, kernel.units / grid < std::numeric_limits<int>::max(), "too much work for one launch");
   if (p.dtype == DType::kBFloat16) {
     dispatch_head_dim<cutlass::bfloat16_t, kSplit>(p.d_qk, kernel, map, grid, stream);
   } else {
@@ -64,7 +62,7 @@ void launch_passes(AttnDistParams const& p, KernelParams kernel, CUtensorMap con
 // Batches small enough for one launch.
 void launch_chunk(AttnDistParams const& p, bool one_start, int processors, cudaStream_t stream) {
   KernelParams kernel{};
-  request::set_slots(p, one_start, kernel);
+  host::list_args::set_slots(p, one_start, kernel);
   kernel.k = static_cast<char const*>(p.k);
   kernel.k_stride_b = 2 * p.k_stride_b;
   kernel.k_stride_s = 2 * p.k_stride_s;
@@ -72,11 +70,11 @@ void launch_chunk(AttnDistParams const& p, bool one_start, int processors, cudaS
   kernel.out = p.out;
   kernel.h_q = static_cast<int>(p.h_q);
   kernel.groups = static_cast<int>(ceil_div(p.h_q, kGroupHeads));
-  kernel.tiles = static_cast<int>(ceil_div(p.topk, request::kTileKeys));
-  kernel.scale_log2 = static_cast<float>(p.sm_scale * request::kLog2E);
+  kernel.tiles = static_cast<int>(ceil_div(p.topk, host::list_args::kTileKeys));
+  kernel.scale_log2 = static_cast<float>(p.sm_scale * host::list_args::kLog2E);
   kernel.lse_scale = static_cast<float>(std::log2(p.lse_base));
   kernel.bulk_store = p.topk % 4 == 0;
-  CUtensorMap const map = request::encode_q(p, kernel);
+  CUtensorMap const map = host::list_args::encode_q(p, kernel);
   // Passes of 128 heads share each gather between the consumers; a remainder of at most 64 heads has nothing to share.
   std::int64_t const remainder = p.h_q % kPassHeads;
   std::int64_t const wide = p.h_q / kPassHeads + (remainder > kGroupHeads);
@@ -87,6 +85,12 @@ void launch_chunk(AttnDistParams const& p, bool one_start, int processors, cudaS
 
 }  // namespace
 
+}  // namespace htree_cuda::sm90::attn_dist
+
+namespace htree_cuda {
+
+using namespace sm90::attn_dist;
+
 void attn_dist(AttnDistParams const& params, void* stream) {
   check(params);
   if (params.B == 0 || params.s_q == 0 || params.topk == 0) return;
@@ -96,7 +100,7 @@ void attn_dist(AttnDistParams const& params, void* stream) {
   HTREE_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
 
   std::int64_t const groups = ceil_div(params.h_q, kGroupHeads);
-  request::for_each_chunk(params, [&](std::int64_t b, std::int64_t batches, bool one_start) {
+  host::list_args::for_each_chunk(params, [&](std::int64_t b, std::int64_t batches, bool one_start) {
     AttnDistParams part = params;
     part.B = batches;
     part.q = static_cast<char const*>(params.q) + 2 * b * params.q_stride_b;

@@ -1,10 +1,10 @@
-// Launches one instantiation; defined in inst/*.cu so that each compiles alone.
+// Launches one instantiation; defined in instantiations/*.cu so that each compiles alone.
 #pragma once
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
-namespace htree_cuda::distribution {
+namespace htree_cuda::sm90::attn_dist {
 
 struct KernelParams;
 enum class Split;
@@ -12,4 +12,4 @@ enum class Split;
 template <class Element, int kHeadDim, Split kSplit>
 void launch(KernelParams const& params, CUtensorMap const& q_map, int grid, cudaStream_t stream);
 
-}  // namespace htree_cuda::distribution
+}  // namespace htree_cuda::sm90::attn_dist

@@ -31,16 +31,16 @@
 #include <cstdint>
 #include <numeric>
 
-#include "../device/barriers.cuh"
-#include "../device/gather.cuh"
-#include "../device/pipeline.cuh"
-#include "../device/ptx.cuh"
-#include "../device/wgmma.cuh"
+#include "device/barriers.cuh"
+#include "device/gather.cuh"
+#include "device/pipeline.cuh"
+#include "device/ptx.cuh"
+#include "device/wgmma.cuh"
 #include "config.cuh"
 #include "epilogue.cuh"
 #include "work.cuh"
 
-namespace htree_cuda::distribution {
+namespace htree_cuda::sm90::attn_dist {
 
 // ---- producer --------------------------------------------------------------------------------------------------
 
@@ -437,4 +437,4 @@ private:
   uint32_t q_[C::kRegPanels * C::kPanelSteps][4];
 };
 
-}  // namespace htree_cuda::distribution
+}  // namespace htree_cuda::sm90::attn_dist

@@ -5,14 +5,14 @@
 
 #include <cstdint>
 
-#include "../device/barriers.cuh"
-#include "../device/pipeline.cuh"
-#include "../device/ptx.cuh"
+#include "device/barriers.cuh"
+#include "device/pipeline.cuh"
+#include "device/ptx.cuh"
 #include "config.cuh"
 #include "epilogue.cuh"
 #include "work.cuh"
 
-namespace htree_cuda::distribution {
+namespace htree_cuda::sm90::attn_dist {
 
 // Warps 2 c and 2 c + 1 serve consumer c, a thread a column.
 template <class C>
@@ -98,4 +98,4 @@ private:
   RingPosition<1> at_;
 };
 
-}  // namespace htree_cuda::distribution
+}  // namespace htree_cuda::sm90::attn_dist

@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
-#include "../device/slots.cuh"
+#include "device/slots.cuh"
 #include "config.cuh"
 
-namespace htree_cuda::distribution {
+namespace htree_cuda::sm90::attn_dist {
 
 using slots::uniform;
 
@@ -70,4 +70,4 @@ private:
   int row_, pass_, tile_, left_;
 };
 
-}  // namespace htree_cuda::distribution
+}  // namespace htree_cuda::sm90::attn_dist

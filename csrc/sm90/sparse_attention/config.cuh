@@ -5,12 +5,16 @@
 
 #include <cstdint>
 
-#include "../device/barriers.cuh"
-#include "../device/gather.cuh"
-#include "../device/slots.cuh"
-#include "../device/wgmma.cuh"
+#include "namespaces.h"
+#include "device/barriers.cuh"
+#include "device/gather.cuh"
+#include "device/slots.cuh"
+#include "device/wgmma.cuh"
 
-namespace htree_cuda::sparse {
+namespace htree_cuda::sm90::sparse_attention {
+
+using namespace host;
+using namespace device;
 
 // What the kernel is told. Strides in bytes.
 struct KernelParams {
@@ -117,4 +121,4 @@ struct Config {
   static constexpr int kFullArrivals = kGatherThreads / 32;
 };
 
-}  // namespace htree_cuda::sparse
+}  // namespace htree_cuda::sm90::sparse_attention

@@ -5,15 +5,15 @@
 
 #include <cstdint>
 
-#include "../device/barriers.cuh"
-#include "../device/gather.cuh"
-#include "../device/pairs.cuh"
-#include "../device/ptx.cuh"
+#include "device/barriers.cuh"
+#include "device/gather.cuh"
+#include "device/pairs.cuh"
+#include "device/ptx.cuh"
 #include "config.cuh"
 #include "softmax.cuh"
 #include "work.cuh"
 
-namespace htree_cuda::sparse {
+namespace htree_cuda::sm90::sparse_attention {
 
 template <class C>
 class Epilogue {
@@ -108,4 +108,4 @@ private:
   uint32_t unit_parity_ = 0;
 };
 
-}  // namespace htree_cuda::sparse
+}  // namespace htree_cuda::sm90::sparse_attention

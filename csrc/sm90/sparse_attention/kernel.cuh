@@ -1,11 +1,11 @@
-// Roles of the sparse_attention kernel. A persistent grid of one CTA a multiprocessor: two consumer warpgroups, one
+// Roles of the sparse_attention kernel. A persistent grid of one CTA a SM: two consumer warpgroups, one
 // producer.
 #pragma once
 
 #include "config.cuh"
 #include "mainloop.cuh"
 
-namespace htree_cuda::sparse {
+namespace htree_cuda::sm90::sparse_attention {
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
@@ -36,4 +36,4 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
 }
 
-}  // namespace htree_cuda::sparse
+}  // namespace htree_cuda::sm90::sparse_attention

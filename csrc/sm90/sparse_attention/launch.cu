@@ -6,36 +6,35 @@
 #include <stdexcept>
 #include <string>
 
-#include "../../common/cuda_check.h"
-#include "../../common/dispatch.h"
-#include "../../common/math.h"
-#include "../../params.h"
-#include "../device/request.h"
+#include "host/cuda_check.h"
+#include "host/dispatch_dtype.h"
+#include "host/math.h"
+#include "params.h"
+#include "host/list_args.h"
 #include "config.cuh"
 
-namespace htree_cuda {
+namespace htree_cuda::sm90::sparse_attention {
 
 namespace {
 
-using request::kGroupHeads;
-using sparse::KernelParams;
+using host::list_args::kGroupHeads;
 
 constexpr char const* kOp = "sparse_attention";
 constexpr int kValueDim = 512;
 
 void check(SparseAttentionParams const& p) {
-  request::check(kOp, p);
-  request::require(kOp, p.d_qk == 576 || p.d_qk == 512, "d_qk must be 576 or 512, got " + std::to_string(p.d_qk));
-  request::require(kOp, p.d_v == kValueDim, "d_v must be 512, got " + std::to_string(p.d_v));
-  request::require_aligned(kOp, "kv", p.kv);
-  request::require_aligned(kOp, "out", p.out);
-  request::require_strides(kOp, {{"kv's batch", p.B, p.kv_stride_b}, {"kv's row", p.s_kv, p.kv_stride_s}});
+  host::list_args::check(kOp, p);
+  host::list_args::require(kOp, p.d_qk == 576 || p.d_qk == 512, "d_qk must be 576 or 512, got " + std::to_string(p.d_qk));
+  host::list_args::require(kOp, p.d_v == kValueDim, "d_v must be 512, got " + std::to_string(p.d_v));
+  host::list_args::require_aligned(kOp, "kv", p.kv);
+  host::list_args::require_aligned(kOp, "out", p.out);
+  host::list_args::require_strides(kOp, {{"kv's batch", p.B, p.kv_stride_b}, {"kv's row", p.s_kv, p.kv_stride_s}});
 }
 
 // Batches small enough for one launch.
 void launch_chunk(SparseAttentionParams const& p, bool one_start, int processors, cudaStream_t stream) {
   KernelParams kernel{};
-  request::set_slots(p, one_start, kernel);
+  host::list_args::set_slots(p, one_start, kernel);
   kernel.q = static_cast<char const*>(p.q);
   kernel.q_stride_b = 2 * p.q_stride_b;
   kernel.q_stride_s = 2 * p.q_stride_s;
@@ -49,17 +48,23 @@ void launch_chunk(SparseAttentionParams const& p, bool one_start, int processors
   kernel.h_q = static_cast<int>(p.h_q);
   kernel.groups = static_cast<int>(ceil_div(p.h_q, kGroupHeads));
   kernel.rows = static_cast<int>(p.B * p.s_q);
-  kernel.scale_log2 = static_cast<float>(p.sm_scale * request::kLog2E);
+  kernel.scale_log2 = static_cast<float>(p.sm_scale * host::list_args::kLog2E);
   kernel.lse_scale = static_cast<float>(1.0 / std::log2(p.lse_base));
-  CUtensorMap const map = request::encode_q(p, kernel);
+  CUtensorMap const map = host::list_args::encode_q(p, kernel);
   int const grid = static_cast<int>(std::min<std::int64_t>(processors, p.B * p.s_q * kernel.groups));
   bool const bf16 = p.dtype == DType::kBFloat16;
-  auto const launch = p.d_qk == 576 ? (bf16 ? sparse::launch<cutlass::bfloat16_t, 576> : sparse::launch<cutlass::half_t, 576>)
-                                    : (bf16 ? sparse::launch<cutlass::bfloat16_t, 512> : sparse::launch<cutlass::half_t, 512>);
-  launch(kernel, map, grid, stream);
+  auto const run = p.d_qk == 576 ? (bf16 ? launch<cutlass::bfloat16_t, 576> : launch<cutlass::half_t, 576>)
+                                    : (bf16 ? launch<cutlass::bfloat16_t, 512> : launch<cutlass::half_t, 512>);
+  run(kernel, map, grid, stream);
 }
 
 }  // namespace
+
+}  // namespace htree_cuda::sm90::sparse_attention
+
+namespace htree_cuda {
+
+using namespace sm90::sparse_attention;
 
 void sparse_attention(SparseAttentionParams const& params, void* stream) {
   check(params);
@@ -69,7 +74,7 @@ void sparse_attention(SparseAttentionParams const& params, void* stream) {
   HTREE_CUDA_CHECK(cudaGetDevice(&device));
   HTREE_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
 
-  request::for_each_chunk(params, [&](std::int64_t b, std::int64_t batches, bool one_start) {
+  host::list_args::for_each_chunk(params, [&](std::int64_t b, std::int64_t batches, bool one_start) {
     SparseAttentionParams part = params;
     part.B = batches;
     part.q = static_cast<char const*>(params.q) + 2 * b * params.q_stride_b;

@@ -1,11 +1,11 @@
 // The body of launch.h's template, for the instantiation files.
 #pragma once
 
-#include "../../common/cuda_check.h"
+#include "host/cuda_check.h"
 #include "kernel.cuh"
 #include "launch.h"
 
-namespace htree_cuda::sparse {
+namespace htree_cuda::sm90::sparse_attention {
 
 template <class Element, int kHeadDim>
 void launch(KernelParams const& params, CUtensorMap const& q_map, int grid, cudaStream_t stream) {
@@ -17,4 +17,4 @@ void launch(KernelParams const& params, CUtensorMap const& q_map, int grid, cuda
   HTREE_CUDA_CHECK(cudaGetLastError());
 }
 
-}  // namespace htree_cuda::sparse
+}  // namespace htree_cuda::sm90::sparse_attention

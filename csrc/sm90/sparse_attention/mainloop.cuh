@@ -32,16 +32,16 @@
 
 #include <cstdint>
 
-#include "../device/barriers.cuh"
-#include "../device/gather.cuh"
-#include "../device/ptx.cuh"
-#include "../device/wgmma.cuh"
+#include "device/barriers.cuh"
+#include "device/gather.cuh"
+#include "device/ptx.cuh"
+#include "device/wgmma.cuh"
 #include "config.cuh"
 #include "epilogue.cuh"
 #include "softmax.cuh"
 #include "work.cuh"
 
-namespace htree_cuda::sparse {
+namespace htree_cuda::sm90::sparse_attention {
 
 // Shared addresses of the barriers.
 template <class C>
@@ -206,7 +206,7 @@ private:
 // ---- consumers -------------------------------------------------------------------------------------------------
 
 // Consumer kMe adds the tiles to its output columns in ascending order, its own (kMe, kMe + 2, ...) and the other's in
-// turn.
+// rotate.
 template <class C, int kMe>
 class Consumer {
 public:
@@ -459,4 +459,4 @@ private:
   uint32_t q_panel_[C::kRegPanels ? C::kPanelSteps : 1][4];
 };
 
-}  // namespace htree_cuda::sparse
+}  // namespace htree_cuda::sm90::sparse_attention

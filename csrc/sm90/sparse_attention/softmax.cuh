@@ -9,11 +9,11 @@
 #include <cfloat>
 #include <cstdint>
 
-#include "../device/pairs.cuh"
-#include "../device/ptx.cuh"
+#include "device/pairs.cuh"
+#include "device/ptx.cuh"
 #include "config.cuh"
 
-namespace htree_cuda::sparse {
+namespace htree_cuda::sm90::sparse_attention {
 
 template <class C>
 class Softmax {
@@ -162,4 +162,4 @@ private:
   float factor_[2];  // from the offset before to this one
 };
 
-}  // namespace htree_cuda::sparse
+}  // namespace htree_cuda::sm90::sparse_attention

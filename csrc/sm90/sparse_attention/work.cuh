@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
-#include "../device/slots.cuh"
+#include "device/slots.cuh"
 #include "config.cuh"
 
-namespace htree_cuda::sparse {
+namespace htree_cuda::sm90::sparse_attention {
 
 using slots::uniform;
 
@@ -55,4 +55,4 @@ private:
   unsigned row_, group_;
 };
 
-}  // namespace htree_cuda::sparse
+}  // namespace htree_cuda::sm90::sparse_attention

@@ -1,0 +1,313 @@
+// PTX that has no CUDA C++ spelling. Inline assembly lives here and in barriers.cuh, nowhere else.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace htree_cuda::device::ptx {
+
+// ---- proxies and register budget ---------------------------------------------------------------------------------
+
+// Orders this thread's generic-proxy accesses to shared memory (st.shared, completed cp.async) before later
+// async-proxy accesses (WGMMA operands, bulk copies) of threads that synchronise with it.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Raises or lowers the registers of every thread of this warpgroup. The sum over the CTA must stay within what the
+// launch granted (__launch_bounds__ threads x registers at entry): the hardware waits for ever for more.
+template <int kRegisters>
+__device__ __forceinline__ void raise_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void lower_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// True in one thread of a warp that has met.
+__device__ __forceinline__ bool elect() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
+
+// blockIdx.x, read where it is written: what follows from it is computed again rather than kept in registers.
+__device__ __forceinline__ uint32_t block_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
+// The lane's number, likewise.
+__device__ __forceinline__ uint32_t lane_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(index));
+  return index;
+}
+
+// ---- shared memory addresses and matrices ------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t shared_address(void const* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lanes 8 m .. 8 m + 7 name the 16-byte rows of matrix m.
+__device__ __forceinline__ void load_matrix_x4(uint32_t (&fragment)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&fragment)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// An 8 x 8 matrix of 16-bit elements, of which a lane has two columns of a row, transposed: two rows of a column.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
+  uint32_t transposed;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(x));
+  return transposed;
+}
+
+// The sign of byte i of x in all bits of the lower half of the result, that of y's in those of the upper half.
+__device__ __forceinline__ uint32_t spread_signs(uint32_t x, uint32_t y, int i) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(0xcc88 + 0x1111 * i));
+  return result;
+}
+
+// The inverse of load_matrix_x4.
+__device__ __forceinline__ void store_matrix_x4(uint32_t row_address, uint32_t const (&fragment)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(fragment[0]),
+               "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
+               : "memory");
+}
+
+__device__ __forceinline__ float load_shared_float(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ float2 load_shared_8B(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_shared_4B(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+// Else `value` stays.
+__device__ __forceinline__ void load_shared_4B_if(bool wanted, uint32_t& value, uint32_t address) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %2, 0;\n"
+      "@wanted ld.shared.u32 %0, [%1];\n"
+      "}\n"
+      : "+r"(value)
+      : "r"(address), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+}
+
+__device__ __forceinline__ void store_shared_4B(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_8B(uint32_t address, uint2 value) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(value.x), "r"(value.y) : "memory");
+}
+
+// Not moved across other volatile accesses or barrier operations.
+__device__ __forceinline__ void store_shared_8B_volatile(uint32_t address, float2 value) {
+  asm volatile("st.volatile.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared_16B(uint32_t address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_shared_16B(uint32_t address, uint4 value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+
+// Where `wanted`, without a branch.
+__device__ __forceinline__ void store_global_if(bool wanted, float* address, float value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %2, 0;\n"
+      "@wanted st.global.f32 [%0], %1;\n"
+      "}\n" ::"l"(address),
+      "f"(value), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+}
+
+__device__ __forceinline__ void store_global_4B_if(bool wanted, uint32_t* address, uint32_t value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %2, 0;\n"
+      "@wanted st.global.b32 [%0], %1;\n"
+      "}\n" ::"l"(address),
+      "r"(value), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+}
+
+__device__ __forceinline__ void store_global_8B_if(bool wanted, float* address, float2 value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %3, 0;\n"
+      "@wanted st.global.v2.f32 [%0], {%1, %2};\n"
+      "}\n" ::"l"(address),
+      "f"(value.x), "f"(value.y), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+}
+
+// ---- asynchronous copies -----------------------------------------------------------------------------------------
+
+// 16 bytes from global to shared memory, past L1; where `sign` is negative nothing is read and zeros are written.
+__device__ __forceinline__ void copy_async_16B(uint32_t shared, void const* global, int sign) {
+  asm volatile(
+      "{\n"
+      ".reg .pred ignore;\n"
+      "setp.lt.s32 ignore, %2, 0;\n"
+      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, ignore;\n"
+      "}\n" ::"r"(shared),
+      "l"(global), "r"(sign)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most kPending of this thread's latest committed groups are in flight.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_tensor_map(void const* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// L2 policy for data that is read once: the first to be evicted (createpolicy.fractional.L2::evict_first, fraction 1).
+inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;
+
+// One box of a 4-D tensor map to shared memory; its bytes count towards the transaction of `barrier`.
+__device__ __forceinline__ void tma_load_4d(uint32_t shared, void const* map, uint32_t barrier, uint64_t l2_policy, int x0,
+                                            int x1, int x2, int x3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "l"(l2_policy)
+      : "memory");
+}
+
+// `bytes` contiguous bytes from global to shared memory (the gathers of htree_fwd); they count towards the transaction
+// of `barrier`. Both addresses and the count are multiples of 16.
+__device__ __forceinline__ void bulk_load(uint32_t shared, void const* global, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// `bytes` contiguous bytes from shared to global memory; both addresses and the count are multiples of 16.
+__device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes, uint64_t l2_policy) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(global),
+               "r"(shared), "r"(bytes), "l"(l2_policy)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until the sources of all but kPending of this thread's bulk groups have been read, so that they may be rewritten.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// ---- tensor cores, warp level ------------------------------------------------------------------------------------
+
+// c += a b: m16n8k16, a row-major, b column-major, float32 accumulators.
+__device__ __forceinline__ void mma_fp16(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_bf16(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// a b: m16n8k8, a row-major, b column-major, sums rounded to fp16. A fragment of c is one of a.
+__device__ __forceinline__ void multiply_fp16(uint32_t& c0, uint32_t& c1, uint32_t a0, uint32_t a1, uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%5, %5};"
+      : "=r"(c0), "=r"(c1)
+      : "r"(a0), "r"(a1), "r"(b), "r"(0));
+}
+
+// ---- arithmetic --------------------------------------------------------------------------------------------------
+
+// 2^x on the special function unit; subnormal results are flushed to zero. Volatile: it stays where it is written,
+// between the tensor core instructions that hide it.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The same for loops in which the compiler is to find the place.
+__device__ __forceinline__ float exp2_movable(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// NaN where either is.
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(x), "f"(y));
+  return most;
+}
+
+// x, which the compiler keeps in a register instead of computing it again wherever it is needed.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+template <class T>
+__device__ __forceinline__ T const* opaque(T const* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+
+}  // namespace htree_cuda::device::ptx

@@ -1,0 +1,139 @@
+// Warpgroup matrix multiplication of 16-bit elements with float32 sums, over the atoms that CUTLASS wraps: 64 rows and as
+// many columns as there are accumulators. Operands in shared memory are panels of 64 elements a row, 128-byte swizzle
+// (gather.cuh): scores contract the columns of a panel (K-major), values its rows (MN-major).
+#pragma once
+
+#include <cute/arch/mma_sm90_desc.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <cutlass/numeric_types.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "ptx.cuh"
+
+namespace htree_cuda::device::wgmma {
+
+// Thread t of a warpgroup (warp w = t / 32, lane l) holds of a result of 64 rows, for block j of eight columns:
+//   acc[4 j + 0..1]  row 16 w + l / 4,      columns 8 j + 2 (l % 4) + 0..1
+//   acc[4 j + 2..3]  row 16 w + l / 4 + 8,  the same columns
+inline constexpr int kAccumulators = 32;        // of a 64 x 64 result
+inline constexpr int kValueAccumulators = 128;  // of a 64 x 256 result
+// Elements along the contraction that one instruction takes.
+inline constexpr int kDepth = 16;
+
+using cute::SM90::GMMA::Major;
+
+// Element of both operands; kMajor of B, which has kCount / 4 blocks of eight columns.
+template <class Element, int kCount, Major kMajor>
+struct Atom;
+
+template <>
+struct Atom<cutlass::bfloat16_t, 32, Major::K> {
+  using RS = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::K>;
+  using SS = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<Major::K, Major::K>;
+};
+
+template <>
+struct Atom<cutlass::half_t, 32, Major::K> {
+  using RS = cute::SM90::GMMA::MMA_64x64x16_F32F16F16_RS<Major::K, Major::K>;
+  using SS = cute::SM90::GMMA::MMA_64x64x16_F32F16F16_SS<Major::K, Major::K>;
+};
+
+template <>
+struct Atom<cutlass::bfloat16_t, 32, Major::MN> {
+  using RS = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::MN>;
+};
+
+template <>
+struct Atom<cutlass::half_t, 32, Major::MN> {
+  using RS = cute::SM90::GMMA::MMA_64x64x16_F32F16F16_RS<Major::K, Major::MN>;
+};
+
+template <>
+struct Atom<cutlass::bfloat16_t, 64, Major::MN> {
+  using RS = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>;
+};
+
+template <>
+struct Atom<cutlass::half_t, 64, Major::MN> {
+  using RS = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<Major::K, Major::MN>;
+};
+
+template <>
+struct Atom<cutlass::bfloat16_t, 128, Major::MN> {
+  using RS = cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_RS<Major::K, Major::MN>;
+  using SS = cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<Major::K, Major::MN>;
+};
+
+template <>
+struct Atom<cutlass::half_t, 128, Major::MN> {
+  using RS = cute::SM90::GMMA::MMA_64x256x16_F32F16F16_RS<Major::K, Major::MN>;
+  using SS = cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<Major::K, Major::MN>;
+};
+
+// Matrix descriptor of an operand with the 128-byte swizzle: the start address in units of 16 bytes, 1024 bytes between
+// groups of eight rows, layout type 1. K-major: a step of kDepth elements moves the address by 32 bytes. MN-major: the
+// rows are what is contracted, a step of kDepth rows moves the address by 2048 bytes, and the panels of 64 columns lie
+// `panel_bytes` apart, a distance that a K-major operand does not use.
+struct Descriptor {
+  uint32_t low;
+
+  Descriptor() = default;
+  __device__ __forceinline__ explicit Descriptor(uint32_t shared_address, uint32_t panel_bytes = 16)
+      : low(((shared_address >> 4) & 0x3fffu) | (panel_bytes >> 4 << 16)) {}
+  __device__ __forceinline__ uint64_t at(int byte_offset) const {
+    constexpr uint64_t kHigh = (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
+    return kHigh | (low + static_cast<uint32_t>(byte_offset >> 4));
+  }
+};
+
+namespace detail {
+
+template <class Mma, size_t... I>
+__device__ __forceinline__ void rs(float (&acc)[sizeof...(I)], uint32_t const (&a)[4], uint64_t b, bool accumulate,
+                                   std::index_sequence<I...>) {
+  Mma::fma(a[0], a[1], a[2], a[3], b, acc[I]...,
+           accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+
+template <class Mma, size_t... I>
+__device__ __forceinline__ void ss(float (&acc)[sizeof...(I)], uint64_t a, uint64_t b, bool accumulate,
+                                   std::index_sequence<I...>) {
+  Mma::fma(a, b, acc[I]..., accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+
+}  // namespace detail
+
+// acc (+)= A B^T (Major::K) or A B (Major::MN); A in registers: 64 x 16, this thread's fragment in the order of
+// ldmatrix.x4.
+template <class Element, Major kMajor = Major::K, int kCount>
+__device__ __forceinline__ void mma_rs(float (&acc)[kCount], uint32_t const (&a)[4], uint64_t b, bool accumulate) {
+  detail::rs<typename Atom<Element, kCount, kMajor>::RS>(acc, a, b, accumulate, std::make_index_sequence<kCount>{});
+}
+
+// The same with A in shared memory.
+template <class Element, Major kMajor = Major::K, int kCount>
+__device__ __forceinline__ void mma_ss(float (&acc)[kCount], uint64_t a, uint64_t b, bool accumulate) {
+  detail::ss<typename Atom<Element, kCount, kMajor>::SS>(acc, a, b, accumulate, std::make_index_sequence<kCount>{});
+}
+
+// Before the first multiplication that reads registers which ordinary instructions wrote or read.
+__device__ __forceinline__ void fence() { cute::warpgroup_arrive(); }
+__device__ __forceinline__ void commit() { cute::warpgroup_commit_batch(); }
+template <int kPending>
+__device__ __forceinline__ void wait() {
+  cute::warpgroup_wait<kPending>();
+}
+
+// Ties the values of `acc` to this place in the program: the compiler knows nothing of the asynchronous writes, and
+// without this may read an accumulator above the wait that completes it. Operands likewise, which are read until then.
+template <class T, int kCount>
+__device__ __forceinline__ void pin(T (&acc)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    cute::warpgroup_fence_operand(acc[i]);
+  }
+}
+
+}  // namespace htree_cuda::device::wgmma

@@ -1,0 +1,129 @@
+// What the launchers of kernels over index lists have in common on the host: checks of q and of the list, chunks of
+// batches, Q's tensor map. `Params` is the op's struct of params.h, `Kernel` what its kernel is told.
+#pragma once
+
+#include <cuda.h>
+#include <cudaTypedefs.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "driver.h"
+#include "math.h"
+#include "params.h"
+#include "device/slots.cuh"
+
+namespace htree_cuda::host::list_args {
+
+inline constexpr int kGroupHeads = 64;
+inline constexpr int kTileKeys = 64;
+inline constexpr double kLog2E = 1.4426950408889634074;
+
+inline void require(char const* op, bool holds, std::string const& what) {
+  if (!holds) throw std::invalid_argument(std::string(op) + ": " + what);
+}
+
+inline void require_aligned(char const* op, char const* name, void const* pointer) {
+  std::int64_t const past = misalignment(pointer, 16);
+  require(op, past == 0, std::string(name) + " must be 16-byte aligned, got an address " + std::to_string(past) +
+                             " bytes past a multiple of 16");
+}
+
+struct Stride {
+  char const* name;
+  std::int64_t size, stride;
+};
+
+inline void require_strides(char const* op, std::initializer_list<Stride> strides) {
+  for (auto const& [name, size, stride] : strides) {
+    require(op, size <= 1 || (stride >= 0 && stride % 8 == 0 && stride < (std::int64_t{1} << 39)),
+            std::string(name) + " stride must be a multiple of 16 bytes (8 elements), got " + std::to_string(stride));
+  }
+}
+
+// Sizes, q and the list.
+template <class Params>
+void check(char const* op, Params const& p) {
+  constexpr std::int64_t kIntMax = std::numeric_limits<int>::max();
+  require(op, p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16, "q must be bfloat16 or float16");
+  require(op, p.B >= 0 && p.s_q >= 0 && p.s_kv >= 0 && p.h_q >= 1 && p.topk >= 0, "negative size, or h_q < 1");
+  require(op, p.s_q <= kIntMax && p.s_kv <= kIntMax && p.h_q <= (1 << 24), "s_q, s_kv or h_q too large");
+  require(op, p.topk <= (1 << 30), "topk must be at most 2^30, got " + std::to_string(p.topk));
+  require(op, p.q_start == nullptr || p.k_stride >= 1,
+          "k_stride must be at least 1, got " + std::to_string(p.k_stride));
+  require_aligned(op, "q", p.q);
+  require_strides(op, {{"q's batch", p.B, p.q_stride_b},
+                       {"q's query", p.s_q, p.q_stride_s},
+                       {"q's head", p.h_q, p.q_stride_h}});
+  // Heads past h_q must read zeros, which a tensor map with one head for all cannot say.
+  require(op, p.h_q == 1 || p.q_stride_h > 0, "q's head stride must not be 0 (heads expanded from one)");
+}
+
+// Calls launch(first batch, batches, one_start) for chunks of batches: rows (batch, query) are counted in 32 bits, and
+// starts travel in the kernel's parameters, one for all where they are alike.
+template <class Params, class Launch>
+void for_each_chunk(Params const& p, Launch&& launch) {
+  bool const one_start = p.q_start == nullptr || std::all_of(p.q_start, p.q_start + p.B, [&](std::int64_t start) {
+                           return start == p.q_start[0];
+                         });
+  std::int64_t chunk = std::min<std::int64_t>(p.B, std::numeric_limits<int>::max() / p.s_q);
+  if (!one_start) chunk = std::min<std::int64_t>(chunk, device::slots::kMaxStarts);
+  for (std::int64_t b = 0; b < p.B; b += chunk) {
+    launch(b, std::min(chunk, p.B - b), one_start);
+  }
+}
+
+// The list and what decides which of its slots count.
+template <class Params, class Kernel>
+void set_slots(Params const& p, bool one_start, Kernel& kernel) {
+  kernel.indices = p.indices;
+  kernel.topk_length = p.topk_length;
+  kernel.s_q = static_cast<int>(p.s_q);
+  kernel.s_kv = static_cast<int>(p.s_kv);
+  kernel.topk = static_cast<int>(p.topk);
+  kernel.causal = p.q_start != nullptr;
+  kernel.key_stride = p.k_stride;
+  if (kernel.causal) {
+    kernel.q_start_step = one_start ? 0 : 1;
+    std::copy_n(p.q_start, one_start ? 1 : p.B, kernel.q_start);
+  }
+}
+
+// Q as (d, head, query, batch), boxes of 64 columns of 64 heads: heads past h_q read zero, not the next query's. A
+// dimension of size 1 or stride 0 (an expanded view) becomes one element whose coordinate is always 0.
+template <class Params, class Kernel>
+CUtensorMap encode_q(Params const& p, Kernel& kernel) {
+  static auto const encode =
+      driver_entry_point<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled", 12000);
+  struct Dimension {
+    std::int64_t size, stride;
+    int* coordinate;
+  } const dimensions[] = {{p.h_q, p.q_stride_h, &kernel.q_coord_h},
+                          {p.s_q, p.q_stride_s, &kernel.q_coord_s},
+                          {p.B, p.q_stride_b, &kernel.q_coord_b}};
+  cuuint64_t size[4] = {static_cast<cuuint64_t>(p.d_qk)};
+  cuuint64_t stride_bytes[3];
+  for (int i = 0; i < 3; ++i) {
+    auto const& dimension = dimensions[i];
+    bool const one = dimension.size == 1 || dimension.stride == 0;
+    size[i + 1] = one ? 1 : dimension.size;
+    stride_bytes[i] = 2 * (one ? p.d_qk : dimension.stride);
+    *dimension.coordinate = one ? 0 : 1;
+  }
+  cuuint32_t const box[4] = {64, kGroupHeads, 1, 1};
+  cuuint32_t const element_strides[4] = {1, 1, 1, 1};
+  CUtensorMap map;
+  check_driver(encode(&map,
+                      p.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                      4, const_cast<void*>(p.q), size, stride_bytes, box, element_strides,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+               "cuTensorMapEncodeTiled");
+  return map;
+}
+
+}  // namespace htree_cuda::host::list_args

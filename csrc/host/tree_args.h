@@ -1,0 +1,49 @@
+// What the launchers of the htree forward and backward refuse; `op` is the one that was called.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "math.h"
+#include "params.h"
+#include "tree/geometry.cuh"
+
+namespace htree_cuda::host::tree_args {
+
+[[noreturn]] inline void reject(char const* op, std::string const& what) {
+  throw std::invalid_argument(std::string(op) + ": " + what);
+}
+
+inline bool aligned(void const* pointer, std::int64_t bytes) {
+  return misalignment(pointer, bytes) == 0;
+}
+
+inline void check(char const* op, ForwardParams const& p) {
+  auto const number = [](std::int64_t x) { return std::to_string(x); };
+  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) reject(op, "dtype must be bf16 or fp16");
+  if (p.B < 0 || p.T < 1 || p.T > std::numeric_limits<std::int32_t>::max() || p.T_q < 0 || p.q_start < 0 ||
+      p.q_start + p.T_q > p.T) {
+    reject(op, "needs B >= 0, T in 1 .. 2^31 - 1 and queries within it, got B " + number(p.B) + ", T " + number(p.T) +
+                   ", T_q " + number(p.T_q) + ", q_start " + number(p.q_start));
+  }
+  if (p.H_kv < 1 || p.G < 1 || p.G > 16) {
+    reject(op, "G must be 1 .. 16, H_kv >= 1, got " + number(p.G) + ", " + number(p.H_kv));
+  }
+  if ((p.K != 64 && p.K != 128) || (p.V != 64 && p.V != 128)) {
+    reject(op, "K and V must be 64 or 128, got " + number(p.K) + " and " + number(p.V));
+  }
+  if (!is_power_of_two(p.top_k) || p.top_k < tree::kMinTopK || p.top_k > tree::kMaxTopK) {
+    reject(op, "top_k must be a power of two in 16 .. 512, got " + number(p.top_k));
+  }
+}
+
+inline void check_workspace(char const* op, ForwardParams const& p, std::int64_t bytes) {
+  if (p.workspace == nullptr || p.workspace_bytes < bytes || !aligned(p.workspace, 256)) {
+    reject(op, "the workspace must have " + std::to_string(bytes) + " bytes, 256-byte aligned, got " +
+                   std::to_string(p.workspace_bytes));
+  }
+}
+
+}  // namespace htree_cuda::host::tree_args

@@ -1,7 +1,0 @@
-#include "../launch.cuh"
-
-namespace htree_cuda::distribution {
-
-template void launch<cutlass::half_t, 192, Split::kHeads>(KernelParams const&, CUtensorMap const&, int, cudaStream_t);
-
-}  // namespace htree_cuda::distribution

@@ -1,0 +1,42 @@
+// What becomes of the gradients of nodes: tokens receive the shares of their ancestors. Memory bound: a thread has four
+// neighbouring elements.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "kernel.cuh"
+
+namespace htree_cuda::sm90::htree_bwd {
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads) distribute_kernel(const __grid_constant__ Distribute args) {
+  wait_for_previous_grid();
+  int const columns = args.dim / 4;
+  std::int64_t const i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  int const column = static_cast<int>(i % columns) * 4;
+  std::int64_t const T = args.tree.N[0];
+  std::int64_t const t = i / columns % T;
+  int const head = static_cast<int>(i / columns / T);
+  if (head >= args.heads) return;
+  float const* const sums = args.sums + head * args.node_rows * args.dim + column;
+  float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
+  for (int layer = args.tree.layers - 1; layer >= 0; --layer) {
+    std::int64_t const node = t >> (kLog2Siblings * layer);
+    float4 const own = *reinterpret_cast<float4 const*>(sums + (args.begin[layer] + node) * args.dim);
+    x.x += own.x, x.y += own.y, x.z += own.z, x.w += own.w;
+    if (layer == 0) break;
+    std::int64_t const children =
+        min(args.tree.N[layer - 1] - node * kSiblings, static_cast<std::int64_t>(kSiblings));
+    float const count = static_cast<float>(children);
+    x.x /= count, x.y /= count, x.z /= count, x.w /= count;
+  }
+  std::int64_t const bh = args.first_head + head;
+  std::int64_t const row = ((bh / args.H_kv) * T + t) * args.H_kv + bh % args.H_kv;
+  alignas(8) Element const rounded[4] = {Element(x.x), Element(x.y), Element(x.z), Element(x.w)};
+  *reinterpret_cast<uint2*>(static_cast<Element*>(args.out) + row * args.dim + column) =
+      *reinterpret_cast<uint2 const*>(rounded);
+}
+
+}  // namespace htree_cuda::sm90::htree_bwd

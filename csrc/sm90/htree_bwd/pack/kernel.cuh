@@ -1,0 +1,262 @@
+// Packing nodes and queries as operands of the backward's matrix products (layout: steps.h). A warp a
+// parent or query; 16-byte accesses where the strides allow them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "host/launch_overlapped.cuh"
+#include "sm90/htree_bwd/steps.h"
+#include "tree/row_chunk.cuh"
+
+namespace htree_cuda::sm90::htree_bwd {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kWarps = kThreads / 32;
+inline constexpr unsigned kFullWarp = 0xffffffffu;
+
+// The largest element of a normalised row lies in [2^4, 2^5): rotating adds up to sqrt(2), far from the largest fp16,
+// and elements down to 2^-18 of the largest keep full precision. Rows below 2^kMinExponent lose bits.
+inline constexpr int kExponent = 4;
+inline constexpr int kMinExponent = -109;
+
+struct Normaliser {
+  float factor;
+  float inverse;
+};
+
+// largest: max |x| of a row, >= 0; zero and non-finite rows are left as they are.
+__device__ __forceinline__ Normaliser normaliser(float largest) {
+  uint32_t const bits = __float_as_uint(largest);
+  int exponent = static_cast<int>(bits >> 23) - 127;
+  if (bits == 0 || exponent == 128) return {1.0f, 1.0f};
+  exponent = max(exponent, kMinExponent) - kExponent;
+  return {__uint_as_float(static_cast<uint32_t>(127 - exponent) << 23),
+          __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23)};
+}
+
+template <class Element>
+__device__ __forceinline__ Element const* row_of(Source const& x, std::int64_t b, std::int64_t n, std::int64_t h) {
+  return static_cast<Element const*>(x.in) + b * x.stride_b + n * x.stride_n + h * x.stride_h;
+}
+
+// Over the kLanes neighbouring lanes that share a row.
+template <int kLanes>
+__device__ __forceinline__ float lanes_max(float x) {
+#pragma unroll
+  for (int lanes = 1; lanes < kLanes; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, lanes));
+  return x;
+}
+
+template <int kLanes>
+__device__ __forceinline__ float lanes_sum(float x) {
+#pragma unroll
+  for (int lanes = 1; lanes < kLanes; lanes *= 2) x += __shfl_xor_sync(kFullWarp, x, lanes);
+  return x;
+}
+
+// 16 bytes of a row of a tile's panels.
+__device__ __forceinline__ char* panel_chunk(char* panels, int row, int chunk) {
+  return panels + chunk / 8 * kPanelBytes + row * 128 + ((chunk % 8 ^ row % 8) << 4);
+}
+
+// A key that is not finite is zeros with a NaN as its `inverse`, so that its score is NaN whatever the query, and its
+// product with the weight of a query that does not attend it is 0. Children beyond the end of the layer are zeros.
+template <class Element, int kK>
+__global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_constant__ PackNodes args) {
+  wait_for_previous_grid();
+  constexpr int kLanesPerRow = kK / 16;  // a lane has 8 pairs: a chunk of the low half and one of the high half
+  constexpr int kRowsAtOnce = 32 / kLanesPerRow;
+  int const lane = threadIdx.x % 32;
+  std::int64_t const block = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (block >= args.blocks) return;
+  std::int64_t const head = args.first_head + block / args.parents;
+  std::int64_t const b = head / args.H_kv;
+  std::int64_t const h = head % args.H_kv;
+  std::int64_t const first = block % args.parents * kSiblings;
+  int const children = static_cast<int>(min(args.N - first, static_cast<std::int64_t>(kSiblings)));
+  // Where this parent's part is: a block of its own, or some rows of each panel of its tile.
+  int const slot = static_cast<int>(block % kTileParents);
+  char* const packed = args.by_node ? args.packed + block / kTileParents * node_tile_bytes(kK, args.V)
+                                    : args.packed + block * (kNodeHeader + operand_bytes(kK, args.V));
+  float* const inverse = reinterpret_cast<float*>(packed) + (args.by_node ? slot * kSiblings : 0);
+  char* const keys = packed + (args.by_node ? kNodeTileHeader : kNodeHeader);
+  char* const values = keys + (args.by_node ? kTileRows : kSiblings) * kK * 2;
+  auto const chunk_of = [&](char* rows, int dim, int c, int chunk) {
+    return reinterpret_cast<uint4*>(args.by_node ? panel_chunk(rows, slot * kSiblings + c, chunk)
+                                                 : rows + c * dim * 2 + ((chunk ^ (c % 8)) << 4));
+  };
+
+#pragma unroll
+  for (int step = 0; step < kSiblings / kRowsAtOnce; ++step) {
+    int const c = step * kRowsAtOnce + lane / kLanesPerRow;
+    int const chunk = lane % kLanesPerRow;
+    float lo[8] = {}, hi[8] = {};
+    if (c < children) {
+      Element const* const row = row_of<Element>(args.k, b, first + c, h);
+      to_float<Element>(load_chunk(row, chunk, args.k.vectors, args.k.stride_d), lo);
+      to_float<Element>(load_chunk(row, chunk + kLanesPerRow, args.k.vectors, args.k.stride_d), hi);
+    }
+    float largest = 0.0f;
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      finite &= isfinite(lo[i]) && isfinite(hi[i]);
+      largest = fmaxf(largest, fmaxf(fabsf(lo[i]), fabsf(hi[i])));
+    }
+    finite = lanes_max<kLanesPerRow>(finite ? 0.0f : 1.0f) == 0.0f;
+    Normaliser const scale = normaliser(lanes_max<kLanesPerRow>(largest));
+    // Nodes that do not exist are nobody's: their keys are zeros.
+    std::int64_t const position = args.by_node && c < children ? first + c : c;
+    float4 const* const rotations = reinterpret_cast<float4 const*>(args.rotations + position * (kK / 2) + 8 * chunk);
+    alignas(16) half rotated_lo[8], rotated_hi[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float4 const two = __ldg(rotations + i / 2);
+      float const cosine = i % 2 ? two.z : two.x;
+      float const sine = i % 2 ? two.w : two.y;
+      float const x = lo[i] * scale.factor;
+      float const y = hi[i] * scale.factor;
+      rotated_lo[i] = __float2half_rn(finite ? rounded<Element>(x * cosine - y * sine, args.as_inputs) : 0.0f);
+      rotated_hi[i] = __float2half_rn(finite ? rounded<Element>(x * sine + y * cosine, args.as_inputs) : 0.0f);
+    }
+    *chunk_of(keys, kK, c, chunk) = *reinterpret_cast<uint4 const*>(rotated_lo);
+    *chunk_of(keys, kK, c, chunk + kLanesPerRow) = *reinterpret_cast<uint4 const*>(rotated_hi);
+    if (chunk == 0) inverse[c] = finite ? scale.inverse : __int_as_float(0x7fffffff);
+  }
+
+  int const chunks = args.V / 8;
+  for (int i = lane; i < kSiblings * chunks; i += 32) {
+    int const c = i / chunks;
+    int const chunk = i % chunks;
+    uint4 x = {0, 0, 0, 0};
+    if (c < children) x = load_chunk(row_of<Element>(args.v, b, first + c, h), chunk, args.v.vectors, args.v.stride_d);
+    *chunk_of(values, args.V, c, chunk) = x;
+  }
+}
+
+// What a head's lane keeps of its row, picked up as the rows pass by `kRows` at a time.
+template <int kRows>
+__device__ __forceinline__ void keep(float& kept, float x, int step, int lane) {
+  float const passed = __shfl_sync(kFullWarp, x, lane % kRows * (32 / kRows));
+  if (lane / kRows == step) kept = passed;
+}
+
+// Heads beyond G are zeros with lse2 = +inf: their probabilities are 0. A row of q or dout that is not finite is zeros
+// too, and its lse2 NaN: its products with keys that it does not attend are then 0, and NaN where it attends. Queries
+// that do not exist are like those heads, in the tiles: nobody reads their other rows.
+template <class Element, int kK, int kV>
+__global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_constant__ PackQueries args) {
+  wait_for_previous_grid();
+  int const lane = threadIdx.x % 32;
+  std::int64_t const item = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  int const row = static_cast<int>(item % args.chunk.rows);
+  int const head = static_cast<int>(item / args.chunk.rows);
+  if (head >= args.chunk.heads) return;
+  int const heads = row < args.chunk.queries ? args.G : 0;
+  std::int64_t const bh = args.chunk.first_head + head;
+  std::int64_t const b = bh / args.H_kv;
+  std::int64_t const first = bh % args.H_kv * args.G;  // query head
+  std::int64_t const query = args.chunk.first_query + row;
+  char* const packed = args.packed + item * (kQueryHeader + operand_bytes(kK, kV));
+  char* const tile = args.tiles + item / kTileQueries * query_tile_bytes(kK, kV);
+  int const tile_row = static_cast<int>(item % kTileQueries) * kMaxGroupHeads;
+  char* const panels = tile + kQueryTileHeader;
+  std::int64_t const t = args.chunk.position(row);
+  std::int64_t const position = heads == 0 ? 0 : candidates_in_entry(t, entry_layer(t, args.tree.top_k)) - 1;
+
+  // Lane i < 16 keeps what belongs to head i.
+  float bad_dout = 0.0f, bad_q = 0.0f, delta = 0.0f, inverse = 0.0f;
+  {
+    constexpr int kLanes = kV / 8;
+    constexpr int kRows = 32 / kLanes;
+    int const chunk = lane % kLanes;
+#pragma unroll
+    for (int step = 0; step < kMaxGroupHeads / kRows; ++step) {
+      int const g = step * kRows + lane / kLanes;
+      uint4 x = {0, 0, 0, 0};
+      float dout[8] = {}, out[8] = {};
+      if (g < heads) {
+        x = load_chunk(row_of<Element>(args.dout, b, query, first + g), chunk, args.dout.vectors, args.dout.stride_d);
+        to_float<Element>(x, dout);
+        Element const* const row = row_of<Element>(args.out, b, query, first + g);
+        to_float<Element>(load_chunk(row, chunk, args.out.vectors, args.out.stride_d), out);
+      }
+      float sum = 0.0f;
+      bool finite = true;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        finite &= isfinite(dout[i]);
+        sum = fmaf(dout[i], out[i], sum);
+      }
+      float const bad = lanes_max<kLanes>(finite ? 0.0f : 1.0f);
+      keep<kRows>(bad_dout, bad, step, lane);
+      keep<kRows>(delta, lanes_sum<kLanes>(sum), step, lane);
+      if (bad != 0.0f) x = {0, 0, 0, 0};
+      reinterpret_cast<uint4*>(packed + kQueryHeader + 2 * (kMaxGroupHeads * kK + g * kV))[chunk ^ (g % 8)] = x;
+      *reinterpret_cast<uint4*>(panel_chunk(panels + kTileRows * 2 * kK, tile_row + g, chunk)) = x;
+    }
+  }
+  {
+    constexpr int kLanes = kK / 8;
+    constexpr int kRows = 32 / kLanes;
+    int const chunk = lane % kLanes;
+#pragma unroll
+    for (int step = 0; step < kMaxGroupHeads / kRows; ++step) {
+      int const g = step * kRows + lane / kLanes;
+      float q[8] = {};
+      if (g < heads) {
+        Element const* const row = row_of<Element>(args.q, b, query, first + g);
+        to_float<Element>(load_chunk(row, chunk, args.q.vectors, args.q.stride_d), q);
+      }
+      float largest = 0.0f;
+      bool finite = true;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        finite &= isfinite(q[i]);
+        largest = fmaxf(largest, fabsf(q[i]));
+      }
+      float const bad = lanes_max<kLanes>(finite ? 0.0f : 1.0f);
+      Normaliser const scale = normaliser(lanes_max<kLanes>(largest));
+      keep<kRows>(bad_q, bad, step, lane);
+      keep<kRows>(inverse, scale.inverse, step, lane);
+      // The other half of the pairs is in the lane that has the chunk half a row away.
+      bool const high = chunk >= kLanes / 2;
+      float4 const* const rotations =
+          reinterpret_cast<float4 const*>(args.rotations + position * (kK / 2) + 8 * (chunk % (kLanes / 2)));
+      alignas(16) half normalised[8], rotated[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float const x = bad != 0.0f ? 0.0f : q[i] * scale.factor;
+        float const y = __shfl_xor_sync(kFullWarp, x, kLanes / 2);
+        float4 const two = __ldg(rotations + i / 2);
+        float const cosine = i % 2 ? two.z : two.x;
+        float const sine = i % 2 ? two.w : two.y;
+        normalised[i] = __float2half_rn(x);
+        rotated[i] = __float2half_rn(high ? y * sine + x * cosine : x * cosine - y * sine);
+      }
+      reinterpret_cast<uint4*>(packed + kQueryHeader + g * kK * 2)[chunk ^ (g % 8)] =
+          *reinterpret_cast<uint4 const*>(normalised);
+      *reinterpret_cast<uint4*>(panel_chunk(panels, tile_row + g, chunk)) = *reinterpret_cast<uint4 const*>(rotated);
+    }
+  }
+  if (lane >= kMaxGroupHeads) return;
+  float lse2 = __int_as_float(0x7f800000);
+  if (lane < heads) {
+    std::int64_t const H = static_cast<std::int64_t>(args.H_kv) * args.G;
+    bool const bad = bad_dout != 0.0f || bad_q != 0.0f;
+    lse2 = bad ? __int_as_float(0x7fffffff)
+               : args.lse[(b * args.T_q + query) * H + first + lane] * 1.44269504088896341f;
+    delta -= args.dlse[b * args.dlse_stride_b + query * args.dlse_stride_t + (first + lane) * args.dlse_stride_h];
+  }
+  float* const header = reinterpret_cast<float*>(packed) + lane;
+  float* const tile_header = reinterpret_cast<float*>(tile) + tile_row + lane;
+  header[0] = tile_header[0] = args.scale_log2 * (1 << kHeadroom) * inverse;
+  header[kMaxGroupHeads] = tile_header[kTileRows] = lse2;
+  header[2 * kMaxGroupHeads] = tile_header[2 * kTileRows] = delta;
+}
+
+}  // namespace htree_cuda::sm90::htree_bwd

@@ -1,0 +1,169 @@
+// The sorted union of the parents that the 12 queries of a block selected, or all of a group of blocks, each with a mask of
+// those queries. A query whose first layer this is has no part in it: its parents are 0, 1, 2, ...
+//
+// One CTA a group. A window of 8192 nodes at a time: for every query a warp ORs its bit into a table of masks in shared memory,
+// 16 bits for each block of a group, then the table is compacted. A window starts at the smallest node that is left, so at most as
+// many windows are needed as there are nodes, however wide the layer. A launch has two CTAs an SM or fewer, so what counts is how
+// often one waits: lists come from global memory once, all loads under way together.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "namespaces.h"
+#include "host/launch_overlapped.cuh"
+#include "tree/build_union.h"
+
+namespace htree_cuda::tree::build_union {
+
+using namespace host;
+using namespace device;
+
+template <int kBlocks>
+struct Config {
+  static_assert(kBlocks == 1 || kBlocks == 2 || kBlocks == 4);
+  using Mask = std::conditional_t<kBlocks == 1, std::uint16_t, std::conditional_t<kBlocks == 2, std::uint32_t, std::uint64_t>>;
+  static constexpr int kQueries = kBlocks * kBlockQueries;
+  static constexpr int kWarps = kBlocks == 1 ? 16 : 32;
+  static constexpr int kWarpQueries = (kQueries + kWarps - 1) / kWarps;  // query i is warp i % kWarps's
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kWindow = 8192;
+  static constexpr int kPerWarp = kWindow / kWarps;  // nodes of a window
+  // The table, the lists, and two numbers a warp; see build_union_kernel.
+  static constexpr int kSharedBytes = kWindow * int{sizeof(Mask)} + 4 * (kQueries * kMaxTopK + 2 * kWarps);
+  static_assert(kQueries <= 8 * sizeof(Mask) && kPerWarp % 64 == 0);
+};
+
+// A query's list in shared memory, and how far it has been read.
+struct Reader {
+  std::int32_t const* list;
+  int count = 0;
+  int cursor = 0;
+};
+
+template <int kBlocks>
+__global__ void __launch_bounds__(Config<kBlocks>::kThreads) build_union_kernel(const __grid_constant__ Args args) {
+  wait_for_previous_grid();
+  using Cfg = Config<kBlocks>;
+  using Mask = typename Cfg::Mask;
+  constexpr unsigned kAll = 0xffffffffu;
+  constexpr int kNone = 0x7fffffff;
+  extern __shared__ __align__(16) uint32_t words[];  // the table, [kWindow] masks
+  std::int32_t* const lists = reinterpret_cast<std::int32_t*>(reinterpret_cast<Mask*>(words) + Cfg::kWindow);  // [kQueries, kMaxTopK]
+  std::int32_t* const next = lists + Cfg::kQueries * kMaxTopK;                                                 // [kWarps]
+  std::int32_t* const counts = next + Cfg::kWarps;                                                             // [kWarps]
+  int const lane = threadIdx.x % 32;
+  int const warp = threadIdx.x / 32;
+  BlockGroups const groups = args.groups.of_size(kBlocks);
+  int const first = groups.block(args.blocks, blockIdx.x, 0);
+  std::int64_t const list = static_cast<std::int64_t>(first) * kBlockQueries * args.top_k;
+  auto* const masks = static_cast<Mask*>(args.union_masks) + list;
+
+  Reader readers[Cfg::kWarpQueries];
+  std::int32_t loaded[Cfg::kWarpQueries][kMaxTopK / 32];
+#pragma unroll
+  for (int r = 0; r < Cfg::kWarpQueries; ++r) {
+    int const query = r * Cfg::kWarps + warp;
+    int const own = query < Cfg::kQueries ? groups.block(args.blocks, blockIdx.x, query / kBlockQueries) : -1;
+    if (own >= 0) {
+      QueryBlock const block(args.blocks, own);
+      std::int64_t const q = block.first + query % kBlockQueries;
+      std::int64_t const t = args.blocks.q_start + q;
+      if (q < args.blocks.T_q && args.layer < entry_layer(t, args.top_k)) {
+        readers[r].count = candidates(t, args.layer, args.layers, args.top_k).parents;
+      }
+    }
+    std::int32_t const* const from =
+        args.nodes + (static_cast<std::int64_t>(own) * kBlockQueries + query % kBlockQueries) * args.top_k;
+#pragma unroll
+    for (int i = 0; i < kMaxTopK / 32; ++i) loaded[r][i] = 32 * i + lane < readers[r].count ? from[32 * i + lane] : kNone;
+  }
+#pragma unroll
+  for (int r = 0; r < Cfg::kWarpQueries; ++r) {
+    int const query = r * Cfg::kWarps + warp;
+    if (query >= Cfg::kQueries) continue;
+    std::int32_t* const mine = lists + query * kMaxTopK;
+    readers[r].list = mine;
+#pragma unroll
+    for (int i = 0; i < kMaxTopK / 32; ++i) mine[32 * i + lane] = loaded[r][i];
+  }
+  __syncwarp();
+
+  int written = 0;  // of the union
+  while (true) {
+    if (lane == 0) {
+      next[warp] = kNone;
+#pragma unroll
+      for (Reader const& reader : readers) {
+        if (reader.cursor < reader.count) next[warp] = min(next[warp], reader.list[reader.cursor]);
+      }
+    }
+    for (int i = threadIdx.x; i < Cfg::kWindow * int{sizeof(Mask)} / 4; i += Cfg::kThreads) words[i] = 0;
+    __syncthreads();
+    int base = kNone;
+#pragma unroll
+    for (int i = 0; i < Cfg::kWarps; ++i) base = min(base, next[i]);
+    if (base == kNone) break;
+#pragma unroll
+    for (int r = 0; r < Cfg::kWarpQueries; ++r) {
+      Reader& reader = readers[r];
+      int const bit = r * Cfg::kWarps + warp;
+      while (reader.cursor < reader.count) {
+        int const node = reader.cursor + lane < reader.count ? reader.list[reader.cursor + lane] : kNone;
+        bool const inside = node - base < Cfg::kWindow && node != kNone;
+        if (inside) {
+          int const at = (node - base) * (8 * int{sizeof(Mask)}) + bit;  // bits from the table's beginning
+          atomicOr(&words[at / 32], 1u << at % 32);
+        }
+        int const taken = __popc(__ballot_sync(kAll, inside));
+        reader.cursor += taken;
+        if (taken < 32) break;
+      }
+    }
+    __syncthreads();
+    // Two neighbouring nodes a lane.
+    auto const pair_at = [&](int i, Mask(&pair)[2]) {
+      Mask const* const at = reinterpret_cast<Mask const*>(words) + warp * Cfg::kPerWarp + i * 64 + 2 * lane;
+      pair[0] = at[0];
+      pair[1] = at[1];
+    };
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < Cfg::kPerWarp / 64; ++i) {
+      Mask pair[2];
+      pair_at(i, pair);
+      count += __popc(__ballot_sync(kAll, pair[0] != 0)) + __popc(__ballot_sync(kAll, pair[1] != 0));
+    }
+    if (lane == 0) counts[warp] = count;
+    __syncthreads();
+    int place = written;
+#pragma unroll
+    for (int i = 0; i < Cfg::kWarps; ++i) {
+      if (i < warp) place += counts[i];
+      written += counts[i];
+    }
+#pragma unroll
+    for (int i = 0; i < Cfg::kPerWarp / 64; ++i) {
+      Mask pair[2];
+      pair_at(i, pair);
+      unsigned const even = __ballot_sync(kAll, pair[0] != 0);
+      unsigned const odd = __ballot_sync(kAll, pair[1] != 0);
+      unsigned const below = (1u << lane) - 1u;
+      int put = place + __popc(even & below) + __popc(odd & below);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        if (pair[m] == 0) continue;
+        args.union_nodes[list + put] = base + warp * Cfg::kPerWarp + i * 64 + 2 * lane + m;
+        masks[put] = pair[m];
+        ++put;
+      }
+      place += __popc(even) + __popc(odd);
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) args.union_count[first] = written;
+}
+
+}  // namespace htree_cuda::tree::build_union

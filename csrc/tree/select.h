@@ -1,0 +1,30 @@
+// What the forward asks of tree/select: the top_k candidates of every query of a launch. Rows are queries of a launch: row = 12 * block +
+// query of the block.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "geometry.cuh"
+
+namespace htree_cuda::tree::select {
+
+struct Args {
+  QueryBlocks blocks;
+  int H_kv;
+  int layer;
+  int layers;
+  int top_k;
+  float const* importance;         // [rows, width]
+  std::int64_t width;              // a multiple of 32
+  std::int64_t max_candidates;               // candidates of a row
+  std::int32_t const* parents_in;  // [rows, top_k] selected in the layer above, ascending; read below the first layer
+  std::int32_t* nodes;             // [rows, top_k] selected here, ascending, padded with -1
+  std::uint16_t* expanded;           // [rows, width / 16] bit c: candidate 16 j + c is selected or does not exist
+  std::int32_t* selection;         // [B, T_q, H_kv, top_k] of the whole call, or null
+};
+
+void select(Args const& args, int rows, cudaStream_t stream);
+
+}  // namespace htree_cuda::tree::select
