@@ -37,7 +37,7 @@ distill: $(READY)
 
 test: $(READY) lint check-kernels
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -q
-	$(PY) tools/update_docs.py --check
+	$(PY) -m tools.update_docs --check
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
@@ -57,7 +57,7 @@ kernels: $(READY)
 # Tables and figures of README and docs, from benchmarks/results.
 docs: $(READY)
 	$(PY) tools/make_figures.py
-	$(PY) tools/update_docs.py
+	$(PY) -m tools.update_docs
 
 bench-cpu: $(READY)
 	$(PY) -m htree_cuda bench forward --device cpu --dtype float32 --lengths 8192,16384,32768,65536,131072 \

@@ -1,0 +1,51 @@
+"""Blocks about tests and installation."""
+
+from __future__ import annotations
+
+from .common import ROOT, load, markdown
+
+
+def gpu_test_files() -> list[str]:
+    """Test files that hold tests for a GPU."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [path.relative_to(ROOT).as_posix() for path in files if "mark.gpu" in path.read_text()]
+
+
+def first_run() -> str:
+    """What the two commands of the README take on a fresh clone."""
+    report = load("first_run")
+    if report is None:
+        return "Not timed yet: `python tools/first_run.py`."
+    rows = [[f"`make {name}`", f"{r['first_s']:.0f} s", f"{r['again_s']:.0f} s"] for name, r in report.items()]
+    r = next(iter(report.values()))
+    return f"Fresh clone, {r['cores']} CPU cores, no GPU, Python {r['python']}, {r['date']}:\n\n" + markdown(
+        ["", "from nothing, installation included", "again"], rows
+    )
+
+
+def gpu_tests() -> str:
+    """What ran on a GPU, with which outcome."""
+    report = load("gpu_tests")
+    if report is None:
+        return "Not run yet: `make gpu-test` on a Hopper machine."
+    outcomes = [o for job in report["jobs"].values() for o in job.get("tests", {}).values()]
+    files = [name for name in report["jobs"] if name.startswith("tests/")]
+    sanitizers = sum("sanitizer" in name or "check " in name for name in report["jobs"])
+    skipped = sorted({o.removeprefix("skipped: ") for o in outcomes if o.startswith("skipped")})
+    ran = sum(not o.startswith("skipped") for o in outcomes)
+    passed = f"{outcomes.count('passed')} of {ran} passed, and {sanitizers} runs of compute-sanitizer"
+    if skipped:
+        passed += f"; {len(outcomes) - ran} skipped ({'; '.join(skipped)})"
+    missing = [file for file in gpu_test_files() if file not in report["jobs"]]
+    if missing:
+        passed += f". Not in that run: {', '.join(missing)}"
+    return (
+        f"{', '.join(files)} ({report['gpu']}, driver {report['driver']}, torch {report['torch']}, "
+        f"{report['date'][:10]}): {passed}."
+    )
+
+
+BLOCKS = {
+    "first_run": first_run,
+    "gpu_tests": gpu_tests,
+}
