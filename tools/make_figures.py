@@ -1,4 +1,4 @@
-"""Figures of docs/algorithm.md, drawn from the definition itself: docs/figures/tree.png and descent.png."""
+"""Figures of docs/algorithm.md, drawn from the definition itself, and the timelines of tools/timelines.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import timelines
 import torch
 from matplotlib.patches import Patch, Rectangle
 
@@ -89,3 +90,4 @@ if __name__ == "__main__":
     draw_tree()
     draw_descent()
     print(f"wrote {FIGURES.relative_to(ROOT)}/tree.png and descent.png")
+    timelines.main()

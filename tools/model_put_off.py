@@ -9,7 +9,8 @@ selected (work that comes back), and queries whose bound fails, of which all wou
 
     python tools/model_put_off.py [--top-k 512] [--lengths 32768,131072] [--sample 256,512] [--queries 64]
 
-First layers, the inputs of the benchmark (inputs.tree_inputs), K = V = 128, float32 on the CPU; docs/htree_layer.md.
+First layers, the inputs of the benchmark (inputs.tree_inputs), K = V = 128, float32 on the CPU; see
+lab/frozen/htree_layer.md.
 """
 
 from __future__ import annotations

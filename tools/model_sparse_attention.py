@@ -190,7 +190,7 @@ GATHERS = ((500, 60), (700, 60), (1000, 60), (700, 40), (1000, 40), (1300, 40))
 
 
 def main() -> int:
-    """Prints the table of docs/sparse_attention_kernel.md."""
+    """Prints the table of docs/kernels/sparse_attention.md."""
     print("| latency of the gather, cycles / bytes a cycle | " + " | ".join(f"{a} / {b}" for a, b in GATHERS) + " |")
     print("|---" * (len(GATHERS) + 1) + "|")
     for name, schedule in SCHEDULES.items():

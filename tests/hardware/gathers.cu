@@ -1,5 +1,5 @@
-// What a cluster of two blocks that share what they gather would give on Hopper (docs/htree_layer.md and
-// docs/sparse_attention_kernel.md, "Tried"): times of the copies alone, or with consumers that only wait.
+// What a cluster of two blocks that share what they gather would give on Hopper (lab/frozen/htree_layer.md and
+// lab/frozen/sparse_attention_kernel.md, "Tried"): times of the copies alone, or with consumers that only wait.
 //
 //   nvcc -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a --expt-relaxed-constexpr -I csrc tests/hardware/gathers.cu -o gathers
 //   ./gathers [blocks]         132 blocks, or so many

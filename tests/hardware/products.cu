@@ -1,5 +1,5 @@
 // What the forward of htree attention, as its kernels multiply, cannot go below on the GPU at hand, however they are
-// scheduled (docs/htree_layer.md, "The clock"): the matrix products of its pairs (a query with 16 heads, a parent with 16 children, K = V = 128) and nothing else,
+// scheduled (lab/frozen/htree_layer.md, "The clock"): the matrix products of its pairs (a query with 16 heads, a parent with 16 children, K = V = 128) and nothing else,
 // on all SMs for seconds, so that the clock is the one that the power limit leaves. Then the same with the reads
 // of shared memory that feed them, and with exponentials.
 //
@@ -8,7 +8,7 @@
 //
 // Prints nanoseconds a pair of the whole GPU, cycles a pair of one SM and the clock; then, with the pairs of
 // whole sequences (tree/geometry.cuh; top_k 512, 16 heads, one KV head), milliseconds a call. Then, or alone, what
-// movmatrix costs, and whether it passes beside ldmatrix and mma.sync (docs/htree_backward.md).
+// movmatrix costs, and whether it passes beside ldmatrix and mma.sync (lab/frozen/htree_backward.md).
 #include <cstdint>
 #include <cstdio>
 #include <cstring>

@@ -1,5 +1,5 @@
 // What float32 reductions into global memory cost on Hopper: the floor of a backward that holds queries and adds dk and dv of
-// the parents they visit where they lie (docs/htree_backward.md, "Nodes against queries with reductions").
+// the parents they visit where they lie (lab/frozen/htree_backward.md, "Nodes against queries with reductions").
 //
 //   nvcc -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a --expt-relaxed-constexpr -I csrc tests/hardware/reductions.cu -o reductions
 //   ./reductions

@@ -1,5 +1,5 @@
 // Facts about the tensor cores of Hopper that the documentation does not give, and that a kernel may build on
-// (docs/htree_layer.md, the third; the others under "Tried"): WGMMA and mma.sync sum sixteen products in the same way, bitwise; the
+// (lab/frozen/htree_layer.md, the third; the others under "Tried"): WGMMA and mma.sync sum sixteen products in the same way, bitwise; the
 // base offset of a matrix descriptor takes operands that begin at any multiple of 256 bytes, swizzled as if at one of 1024;
 // and mma.sync with sums in fp16 rounds a sum of two products to the nearest, but for one in a hundred thousand at most.
 //

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from .common import NOT_MEASURED, load, markdown, on_gpu
+from .common import NOT_MEASURED, load, markdown, on_gpu, phases
 
 
 def backward_gpu() -> str:
     report = load("backward_gpu")
     if report is None:
         return NOT_MEASURED
-    kernels = [name for name in report["figures"][0]["kernels_ms"] if name != "all"]
+    kernels = [name for name in phases(report["figures"][0]["kernels_ms"]) if name != "all"]
     rows = [
         [
             f"{f['T']:,}", f["inputs"], f"{f['ms']:.1f}", f"{f['p90_ms']:.1f}",
-            *(f"{f['kernels_ms'][name]:.1f}" for name in kernels),
+            *(f"{phases(f['kernels_ms'])[name]:.1f}" for name in kernels),
             f"{f['dense']['ms']:.1f}" if "dense" in f else "",
             f"{f['peak_bytes'] / 1e6:,.0f}", f"{f['gradient_bytes'] / 1e6:,.0f}",
         ]

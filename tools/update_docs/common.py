@@ -10,6 +10,24 @@ RESULTS = ROOT / "benchmarks" / "results"
 NOT_MEASURED = "Not measured yet: `make gpu-bench` on a Hopper machine."
 
 
+# Results of earlier builds name phases and kernels by retired words.
+PHASES = {
+    "first layer: choice": "entry layer: score",
+    "first layer: values": "entry layer: attend",
+    "layers below: choice": "selected layers: score",
+    "layers below: values": "selected layers: attend",
+    "queries": "dq_selected",
+    "nodes": "dkdv_selected",
+    "first queries": "dq_entry",
+    "first nodes": "dkdv_entry",
+}
+
+
+def phases(times: dict[str, float]) -> dict[str, float]:
+    """Times by the names that phases and kernels have in the docs."""
+    return {PHASES.get(name, name): ms for name, ms in times.items()}
+
+
 def load(name: str) -> dict | None:
     """The result `benchmarks/results/<name>.json`; None where there is none."""
     path = RESULTS / f"{name}.json"

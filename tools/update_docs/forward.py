@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .common import NOT_MEASURED, load, markdown, on_cpu, on_gpu
+from .common import NOT_MEASURED, load, markdown, on_cpu, on_gpu, phases
 
 
 def forward_cpu() -> str:
@@ -31,7 +31,7 @@ def forward_cpu() -> str:
     )
 
 
-def forward_gpu(phases: bool = True) -> str:
+def forward_gpu() -> str:
     report = load("forward_gpu")
     if report is None:
         return NOT_MEASURED
@@ -67,11 +67,12 @@ def forward_gpu(phases: bool = True) -> str:
         "peak beyond inputs, MB",
     ]
     text = f"{shape} ({on_gpu(report)}); faster than dense from T = ({where}):\n\n" + markdown(header, rows)
-    profiled = [f for f in report["figures"] if "phases_ms" in f and phases]
-    names = list(dict.fromkeys(name for f in profiled for name in f["phases_ms"]))
+    profiled = [f for f in report["figures"] if "phases_ms" in f]
+    names = list(dict.fromkeys(name for f in profiled for name in phases(f["phases_ms"])))
     if names:
         phase_rows = [
-            [f"{f['T']:,}", f["inputs"], *(f"{f['phases_ms'].get(name, 0.0):.2f}" for name in names)] for f in profiled
+            [f"{f['T']:,}", f["inputs"], *(f"{phases(f['phases_ms']).get(name, 0.0):.2f}" for name in names)]
+            for f in profiled
         ]
         text += (
             "\n\nBy phase, ms, from the end of one kernel to the end of the next in a profiled call:\n\n"
@@ -80,52 +81,26 @@ def forward_gpu(phases: bool = True) -> str:
     return text
 
 
-SHAPES = {
-    "H 16, H_kv 1, K = V = 128": "forward_gpu",
-    "H 64, H_kv 4": "forward_gpu_h64_kv4",
-    "H 8, H_kv 1": "forward_gpu_g8",
-    "H 32, H_kv 8": "forward_gpu_g4",
-    "K = V = 64": "forward_gpu_d64",
-}
-
-
-def forward_shapes() -> str:
-    """Median milliseconds of other heads and dimensions, iid / local; and the last queries of two million tokens."""
-    reports = {name: load(file) for name, file in SHAPES.items()}
-    long = load("forward_gpu_2m")
-    if long is None or None in reports.values():
+def forward_long() -> str:
+    """The last queries of two million tokens, and a call with one query."""
+    long, one = load("forward_gpu_2m"), load("forward_gpu_one")
+    if long is None or one is None:
         return NOT_MEASURED
-    lengths = [16384, 65536, 131072, 262144]
-    times = {name: {(f["T"], f["inputs"]): f["ms"] for f in report["figures"]} for name, report in reports.items()}
-    rows = [
-        [name, *(" / ".join(f"{found[T, kind]:.2f}" for kind in ("iid", "local")) for T in lengths)]
-        for name, found in times.items()
-    ]
-    last = " / ".join(f"{f['ms']:.0f}" for f in long["figures"])
-    f = long["figures"][0]
-    return (
-        f"Median, ms, iid / local ({on_gpu(long)}):\n\n"
-        + markdown(["", *(f"{T // 1024}K" for T in lengths)], rows)
-        + f"\n\nThe last {f['T_q']:,} queries of {f['T']:,} tokens: {last} ms, "
-        + f"{f['peak_bytes'] / 1e6:,.0f} MB beyond inputs."
-        + one_query()
-    )
-
-
-def one_query() -> str:
-    report = load("forward_gpu_one")
-    if report is None:
-        return ""
+    last, f = " / ".join(f"{f['ms']:.0f}" for f in long["figures"]), long["figures"][0]
     times = "; ".join(
         f"T = {f['T']:,}, {f['inputs']}: {f['ms']:.2f} ms"
         + (f" (dense {f['dense']['ms']:.2f})" if "dense" in f else "")
-        for f in report["figures"]
+        for f in one["figures"]
     )
-    return f"\n\nOne query ({on_gpu(report)}): {times}."
+    return (
+        f"The last {f['T_q']:,} queries of {f['T']:,} tokens, iid / local: {last} ms, {f['peak_bytes'] / 1e6:,.0f} MB "
+        f"beyond inputs ({on_gpu(long)}).\n\n"
+        f"A call of `forward` with one query, which pools the tree anew ({on_gpu(one)}): {times}."
+    )
 
 
 BLOCKS = {
     "forward_cpu": forward_cpu,
     "forward_gpu": forward_gpu,
-    "forward_shapes": forward_shapes,
+    "forward_long": forward_long,
 }

@@ -83,8 +83,8 @@ def training_gpu() -> str:
     tree = report["tasks"]["text"]["tree"]
     parts = [
         f"{on_gpu(report)}; {preset['n_heads']} query heads on {preset['n_kv_heads']} KV heads of "
-        f"{preset['head_dim']}, {preset['n_layers']} blocks; {tree['layers']} layers, {tree['candidates_mean']:.0f} candidates a query on "
-        f"average, the last query visits {tree['share_last']:.1%} of T.\n"
+        f"{preset['head_dim']}, {preset['n_layers']} blocks; {tree['layers']} layers, {tree['candidates_mean']:.0f} "
+        f"candidates a query on average, the last query visits {tree['share_last']:.1%} of T.\n"
     ]
     for name, what in (("text", "loss"), ("recall", "accuracy")):
         task = report["tasks"][name]
