@@ -101,7 +101,7 @@ def forward(
         Second derivatives raise. On CUDA, the torch backend's dk and dv use atomic additions unless deterministic;
         everything else is bitwise repeatable.
         Memory: the torch backend holds the tree (1 + 1/r + ... times k and v), plus a bounded chunk of temporaries; the
-        kernels hold the tree, packed, and at most 384 MiB forward; backward see docs/htree_backward.md.
+        kernels hold the tree, packed, and at most 384 MiB forward; backward see docs/kernels/htree_bwd.md.
         Support: what the kernels cover is the table in the README.
         Autocast: q, k, v are cast to the autocast dtype.
         A NaN or infinity reaches the output only where it is attended; later tokens never matter.
@@ -282,7 +282,7 @@ def sparse_attention(
         >>> out, lse = htree_cuda.sparse_attention(q, kv, indices, d_v=48)
         >>> dist = htree_cuda.attn_dist(q, kv, indices, lse)  # rows sum to 8
 
-    Source: DeepSeek-V3.2 (DeepSeek Sparse Attention), docs/sparse_attention.md.
+    Source: DeepSeek-V3.2 (DeepSeek Sparse Attention), docs/guides/dsa.md.
     """
     op = "sparse_attention"
     checks.common.backend_name(op, backend)
@@ -334,7 +334,7 @@ def normalize_attn_dist(attn_dist: Tensor, *, group: torch.distributed.ProcessGr
     Example:
         >>> target = htree_cuda.normalize_attn_dist(dist)  # dist: [2, 16, 32] of 128 heads -> [16, 32]
 
-    Source: the indexer loss of DeepSeek-V3.2 (DeepSeek Sparse Attention), docs/sparse_attention.md.
+    Source: the indexer loss of DeepSeek-V3.2 (DeepSeek Sparse Attention), docs/guides/dsa.md.
     """
     op = "normalize_attn_dist"
     checks.common.tensor(op, "attn_dist", attn_dist)
@@ -387,7 +387,7 @@ def indexer_loss(
         >>> logits = torch.randn(16, 32, requires_grad=True)
         >>> htree_cuda.indexer_loss(logits, dist, indices, s_kv=256).backward()
 
-    Source: the indexer loss of DeepSeek-V3.2 (DeepSeek Sparse Attention), docs/sparse_attention.md.
+    Source: the indexer loss of DeepSeek-V3.2 (DeepSeek Sparse Attention), docs/guides/dsa.md.
     """
     op = "indexer_loss"
     for name, x in (("logits", logits), ("attn_dist", attn_dist), ("indices", indices)):

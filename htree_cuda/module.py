@@ -52,7 +52,7 @@ class HTreeAttention(nn.Module):
         >>> out, past = attention(torch.randn(1, 4096, 256), return_kv=True)  # prefill, then one token:
         >>> out, past = attention(torch.randn(1, 1, 256), past=past, return_kv=True)
 
-    Source: docs/training.md; grouped queries: Ainslie et al. 2023; query-key norm: Henry et al. 2020.
+    Source: docs/guides/training.md; grouped queries: Ainslie et al. 2023; query-key norm: Henry et al. 2020.
     """
 
     def __init__(

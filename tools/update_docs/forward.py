@@ -95,7 +95,7 @@ def forward_long() -> str:
     return (
         f"The last {f['T_q']:,} queries of {f['T']:,} tokens, iid / local: {last} ms, {f['peak_bytes'] / 1e6:,.0f} MB "
         f"beyond inputs ({on_gpu(long)}).\n\n"
-        f"A call of `forward` with one query, which pools the tree anew ({on_gpu(one)}): {times}."
+        f"A call of `forward` with one query, which pools the tree again ({on_gpu(one)}): {times}."
     )
 
 

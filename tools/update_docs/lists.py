@@ -45,7 +45,7 @@ def sparse_table(report: dict) -> str:
 
 
 def sparse_attention_peer() -> str:
-    """In turns with FlashMLA; a sentence until that was measured."""
+    """Interleaved with FlashMLA; a sentence until that was measured."""
     report = load("sparse_attention_gpu")
     figures = [f for f in report["figures"] if "flash_mla" in f] if report is not None else []
     if not figures:
@@ -71,7 +71,7 @@ def sparse_attention_peer() -> str:
     about = peer.get("note") or " ".join(filter(None, (peer.get("distribution"), peer["version"])))
     columns = ["this, ms", "FlashMLA, ms", "FlashMLA / this"]
     return (
-        f"In turns with FlashMLA{f' ({about})' if about else ''}, s_q {f['s_q']:,}, topk {f['topk']:,}, d_qk "
+        f"Interleaved with FlashMLA{f' ({about})' if about else ''}, s_q {f['s_q']:,}, topk {f['topk']:,}, d_qk "
         f"{f['d_qk']}, {f['dtype']}, {on_gpu(report)}, medians back to back and with a pause as long before each call; "
         f"outputs differ by at most {max(f['flash_mla']['difference'] for f in figures):.1%} of the largest entry:\n\n"
         + markdown(["h_q", "s_kv", *columns, *(f"{name}, with pauses" for name in columns)], rows)
