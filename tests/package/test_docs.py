@@ -66,6 +66,11 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_path_and_function_that_is_named_exists(page):
+    assert missing_names(page.read_text()) == []
+
+
 def test_a_wrong_path_or_function_is_found():
     text = "`csrc/params.h` `csrc/no.h` `htree_cuda/ops.py:forward` `htree_cuda/ops.py:backwards` `csrc/{sm90,no}/`"
     assert missing_names(text) == ["csrc/no.h", "htree_cuda/ops.py:backwards", "csrc/no/"]
