@@ -30,6 +30,8 @@
 namespace {
 
 using namespace htree_cuda;
+using namespace htree_cuda::device;
+using namespace htree_cuda::host;
 using namespace htree_cuda::hardware;
 
 int blocks = 132;

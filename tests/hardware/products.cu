@@ -22,6 +22,8 @@
 namespace {
 
 using namespace htree_cuda;
+using namespace htree_cuda::device;
+using namespace htree_cuda::tree;
 
 constexpr int kWarps = 12;
 constexpr int kThreads = kWarps * 32;

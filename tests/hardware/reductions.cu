@@ -23,6 +23,8 @@
 namespace {
 
 using namespace htree_cuda;
+using namespace htree_cuda::device;
+using namespace htree_cuda::host;
 using namespace htree_cuda::hardware;
 
 constexpr int kFloats = 16 * (128 + 128);  // of a parent

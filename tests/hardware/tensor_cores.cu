@@ -16,6 +16,7 @@
 namespace {
 
 using namespace htree_cuda;
+using namespace htree_cuda::device;
 
 constexpr int kSteps = 4;  // of 16 products each
 constexpr int kThreads = 128;

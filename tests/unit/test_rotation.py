@@ -36,7 +36,7 @@ def multiplied(x, turn):
 
 
 def packed(x, turn):
-    """By two products and two fused ones of packed elements (csrc/sm90/htree_fwd/attend_selected_swapab.cuh): rounded twice."""
+    """By two products and two fused ones of packed elements (htree_fwd/attend_selected_swapab.cuh): rounded twice."""
     lo, hi = np.split(x, 2, axis=-1)
     c, s = half(turn.real), half(turn.imag)
     return np.concatenate([half(lo * c - half(hi * s)), half(hi * c + half(lo * s))], -1)

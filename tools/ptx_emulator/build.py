@@ -22,7 +22,8 @@ LIBRARY = "libhtree_cuda_emulated.so"
 FAULTS = "libfaults.so"
 BENCHMARKS = ["benchmarks/cpp/forward.cu", "benchmarks/cpp/sparse_attention.cu"]
 USUAL = [  # in every test run
-    "attn_dist/instantiations/bf16_576", "attn_dist/instantiations/bf16_128", "htree_bwd/instantiations/bf16_64", "htree_bwd/pack",
+    "attn_dist/instantiations/bf16_576", "attn_dist/instantiations/bf16_128",
+    "htree_bwd/instantiations/bf16_64", "htree_bwd/pack",
     "htree_fwd/instantiations/score_64", "htree_fwd/instantiations/attend_bf16_64_64",
     "htree_fwd/instantiations/attend_bf16_64_128", "htree_fwd/instantiations/attend_fp16_64_64", "csrc/tree",
     "sparse_attention/instantiations/bf16_576", "sparse_attention/instantiations/fp16_512",
