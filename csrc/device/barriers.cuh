@@ -58,6 +58,17 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t count
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
+// One arrival of a warp, by lane 0. Whatever the other lanes read must already be in their registers.
+__device__ __forceinline__ void warp_arrive(uint32_t barrier) {
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
+// Gives a stage of a ring back: one arrival of a warp once all of its lanes have read the stage.
+__device__ __forceinline__ void release(uint32_t empty) {
+  __syncwarp();
+  warp_arrive(empty);
+}
+
 // The current phase also waits for `bytes` of bulk copies; does not arrive.
 __device__ __forceinline__ void mbarrier_expect_bytes(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

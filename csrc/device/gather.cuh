@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "ptx.cuh"
+#include "sm90.cuh"
 
 namespace htree_cuda::device::gather {
 
@@ -53,7 +54,7 @@ public:
   __device__ __forceinline__ void point(int number, char const* base, uint64_t row_stride) {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      sign_[i] = __shfl_sync(0xffffffffu, number, thread_ % 32 / kChunksPerRow + 4 * i);
+      sign_[i] = __shfl_sync(kFullWarp, number, thread_ % 32 / kChunksPerRow + 4 * i);
       // Row 0 stands in for an invalid one; it is not read.
       source_[i] = base + static_cast<uint64_t>(static_cast<uint32_t>(max(sign_[i], 0))) * row_stride;
     }

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "ptx.cuh"
+#include "sm90.cuh"
 
 namespace htree_cuda::device {
 
@@ -47,13 +48,13 @@ template <>
 struct Pairs<cutlass::bfloat16_t> : Pairs<__nv_bfloat16> {};
 
 __device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+  x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
 }
 
 __device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+  x += __shfl_xor_sync(kFullWarp, x, 1);
+  return x + __shfl_xor_sync(kFullWarp, x, 2);
 }
 
 }  // namespace htree_cuda::device

@@ -4,13 +4,12 @@
 
 #include <cstdint>
 
+#include "sm90.cuh"
+
 namespace htree_cuda::device::slots {
 
 // q_start entries that travel in a kernel's parameters; longer lists are launched in chunks of batches.
 inline constexpr int kMaxStarts = 128;
-
-// A value that is the same in every lane, told to the compiler: it may then live in a uniform register.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // Slots of row b * s_q + s at and past it are invalid; at most topk.
 template <class Params>

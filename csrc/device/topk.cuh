@@ -15,13 +15,14 @@
 
 #include <cstdint>
 
+#include "sm90.cuh"
+
 namespace htree_cuda::device::topk {
 
 inline constexpr int kGroups = 8;  // of a thread
 inline constexpr int kBins = 256;
 inline constexpr int kFew = 32;
 inline constexpr uint32_t kInfinity = 0x7f800000u;
-inline constexpr unsigned kAll = 0xffffffffu;
 
 struct Threshold {
   uint32_t value;  // the k-th largest
@@ -55,7 +56,7 @@ __device__ __forceinline__ uint32_t block_prefix(uint32_t x, uint32_t (&warp_sum
   uint32_t inclusive = x;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
-    uint32_t const y = __shfl_up_sync(kAll, inclusive, d);
+    uint32_t const y = __shfl_up_sync(kFullWarp, inclusive, d);
     if (lane >= d) inclusive += y;
   }
   if (lane == 31) warp_sums[warp] = inclusive;
@@ -82,15 +83,15 @@ __device__ __forceinline__ uint32_t warp_bound(uint32_t const (&groups)[kGroups]
     low = min(low, groups[i]);
     high = max(high, groups[i]);
   }
-  low = __reduce_min_sync(kAll, low);
-  highest = high = __reduce_max_sync(kAll, high);
+  low = __reduce_min_sync(kFullWarp, low);
+  highest = high = __reduce_max_sync(kFullWarp, high);
   if (want > 32 * kGroups) return 0;
   while (low < high) {
     uint32_t const middle = high - (high - low) / 2;
     uint32_t count = 0;
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) count += (middle - 1 - groups[i]) >> 31;  // whether it is as large
-    count = __reduce_add_sync(kAll, count);
+    count = __reduce_add_sync(kFullWarp, count);
     if (count < want) {
       high = middle - 1;
     } else {
@@ -131,7 +132,7 @@ __device__ __forceinline__ Threshold threshold(Scratch& scratch, int end, uint32
       uint32_t inclusive = sum;
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {
-        uint32_t const y = __shfl_up_sync(kAll, inclusive, d);
+        uint32_t const y = __shfl_up_sync(kFullWarp, inclusive, d);
         if (lane >= d) inclusive += y;
       }
       uint32_t passed = inclusive - sum;
@@ -178,10 +179,10 @@ __device__ __forceinline__ Threshold threshold(Scratch& scratch, int end, uint32
     uint32_t const own = exists ? scratch.few[lane] : 0;
     uint32_t larger = 0;
 #pragma unroll 1
-    for (uint32_t i = 0; i < equal; ++i) larger += (own - __shfl_sync(kAll, own, i)) >> 31;  // whether that one is larger
-    uint32_t const found = __reduce_min_sync(kAll, exists && larger < k ? own : ~0u);
-    uint32_t const above = __popc(__ballot_sync(kAll, exists && own > found));
-    uint32_t const same = __popc(__ballot_sync(kAll, exists && own == found));
+    for (uint32_t i = 0; i < equal; ++i) larger += (own - __shfl_sync(kFullWarp, own, i)) >> 31;  // whether that one is larger
+    uint32_t const found = __reduce_min_sync(kFullWarp, exists && larger < k ? own : ~0u);
+    uint32_t const above = __popc(__ballot_sync(kFullWarp, exists && own > found));
+    uint32_t const same = __popc(__ballot_sync(kFullWarp, exists && own == found));
     if (lane == 0) scratch.digit = found, scratch.room = k - above, scratch.equal = same;
   }
   __syncthreads();

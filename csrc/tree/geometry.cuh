@@ -13,6 +13,7 @@ namespace htree_cuda::tree {
 
 inline constexpr int kSiblings = 16;     // compression_rate of the kernels
 inline constexpr int kLog2Siblings = 4;
+inline constexpr int kMaxLayers = 9;      // of a tree: T < 2^31, and the top has 16 * top_k >= 256 nodes
 inline constexpr int kMinTopK = 16;
 inline constexpr int kMaxTopK = 512;
 inline constexpr int kTileParents = 4;    // parents whose keys lie together where queries walk all of them

@@ -8,6 +8,7 @@
 #include "namespaces.h"
 #include "device/gather.cuh"
 #include "device/slots.cuh"
+#include "device/sm90.cuh"
 #include "device/wgmma.cuh"
 
 namespace htree_cuda::sm90::attn_dist {
@@ -124,7 +125,7 @@ struct Config {
     uint64_t sums_empty[kConsumers];
   };
   static constexpr int kSharedBytes = sizeof(SharedStorage);
-  static_assert(kSharedBytes <= 232448, "shared memory of an SM90 CTA");
+  static_assert(kSharedBytes <= kMaxSharedBytes, "shared memory of an SM90 CTA");
 
   // An empty barrier completes at one unit from each of the 4 warps of both consumers; where one consumer reads the stage
   // alone, its warps give two.

@@ -73,7 +73,7 @@ public:
       int upcoming = next_index();
       auto const point = [&] {
         bool const is_valid = static_cast<unsigned>(index) < static_cast<unsigned>(g.visible);
-        uint32_t const valid = __ballot_sync(0xffffffffu, is_valid);
+        uint32_t const valid = __ballot_sync(kFullWarp, is_valid);
         gather.point(is_valid ? index : -1, rows, p_.k_stride_s);
         if (thread_ % 32 == 0) ptx::store_shared_4B(valid_ + words, valid);
         words = (words + kTileWords) % (C::kValidTiles * kTileWords);

@@ -9,8 +9,6 @@
 
 namespace htree_cuda::sm90::attn_dist {
 
-using slots::uniform;
-
 // How the producer's warps share the rows of a tile.
 template <class C>
 using Gather = gather::RowGather<C::kTileKeys>;

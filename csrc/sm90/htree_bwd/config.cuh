@@ -21,6 +21,7 @@
 
 #include <cstdint>
 
+#include "device/sm90.cuh"
 #include "steps.h"
 
 namespace htree_cuda::sm90::htree_bwd {
@@ -48,7 +49,6 @@ struct Operands {
   static constexpr int kQueryOffset = kRowsOffset - kQueryHeader;
   static_assert(kNodeBytes % 16 == 0 && kQueryBytes % 16 == 0 && kSlotBytes % 256 == 0 && kQueryOffset >= 0);
 
-  static constexpr int kMaxShared = 232448;
 };
 
 template <class Element, int kK, int kV, Pass kPass>
@@ -79,10 +79,10 @@ struct Config<Element, kK, kV, Pass::kQueries> : Operands<Element, kK, kV, 256> 
 
   static constexpr int kAlignment = 1024;
   static constexpr int kFixedBytes = kAlignment + kListBytes + Base::kConsumers * kRotationsBytes;
-  static constexpr int kFit = (Base::kMaxShared - kFixedBytes) / (kStageBytes + kControlBytes);
+  static constexpr int kFit = (kMaxSharedBytes - kFixedBytes) / (kStageBytes + kControlBytes);
   static constexpr int kStages = kFit < 8 ? kFit : 8;
   static constexpr int kSharedBytes = kFixedBytes + kStages * (kStageBytes + kControlBytes);
-  static_assert(kStages >= 3 && kSharedBytes <= Base::kMaxShared);
+  static_assert(kStages >= 3 && kSharedBytes <= kMaxSharedBytes);
 };
 
 // A slot begins with the rotations of the pair. Of the values' steps of 16 columns registers hold as many as fit: all, or
@@ -107,7 +107,7 @@ struct Config<Element, kK, kV, Pass::kNodes> : Operands<Element, kK, kV, 512> {
   static constexpr int kControlBytes = kListBytes + kProgressBytes + 8 * kSlots + kNodeHeader;
   static constexpr int kWarpBytes = (kSlots * Base::kSlotBytes + kValuesBytes + kControlBytes + 255) / 256 * 256;
   static constexpr int kSharedBytes = kAlignment + Base::kConsumers * kWarpBytes;
-  static_assert(kSharedBytes <= Base::kMaxShared);
+  static_assert(kSharedBytes <= kMaxSharedBytes);
 };
 
 // Tiles of nodes that a CTA of kFirstNodes works on.
@@ -127,7 +127,6 @@ struct FirstTiles {
   static_assert(kConsumers * 32 * kConsumerRegisters + 128 * kProducerRegisters <= kThreads * 168);
 
   static constexpr int kAlignment = 1024;  // of panels
-  static constexpr int kMaxShared = 232448;
 };
 
 // Two warpgroups hold a tile of queries each, their warps a query each: q, dq and what lies between the products in
@@ -147,10 +146,10 @@ struct Config<Element, kK, kV, Pass::kFirstQueries> : FirstTiles<Element, kK, kV
 
   static constexpr int kFixedBytes = Base::kAlignment + kTiles * kPanelsBytes + 8;
   static constexpr int kStageBytes = kNodeTileBytes + 16;  // and full, empty
-  static constexpr int kFit = (Base::kMaxShared - kFixedBytes) / kStageBytes;
+  static constexpr int kFit = (kMaxSharedBytes - kFixedBytes) / kStageBytes;
   static constexpr int kStages = kFit < 8 ? kFit : 8;
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes;
-  static_assert(kStages >= 3 && kSharedBytes <= Base::kMaxShared);
+  static_assert(kStages >= 3 && kSharedBytes <= kMaxSharedBytes);
 };
 
 // Two warpgroups hold a tile of nodes each, their warps a parent each; a producer warp streams tiles of queries to both.
@@ -173,10 +172,10 @@ struct Config<Element, kK, kV, Pass::kFirstNodes> : FirstTiles<Element, kK, kV> 
 
   static constexpr int kUnitBytes = 8 + 8 + 16;  // full, empty, the unit's number
   static constexpr int kFixedBytes = Base::kAlignment + kUnitTiles * kAreaBytes + kUnitBytes;
-  static constexpr int kFit = (Base::kMaxShared - kFixedBytes) / (kAreaBytes + 16);
+  static constexpr int kFit = (kMaxSharedBytes - kFixedBytes) / (kAreaBytes + 16);
   static constexpr int kStages = kFit < 8 ? kFit : 8;
   static constexpr int kSharedBytes = kFixedBytes + kStages * (kAreaBytes + 16);
-  static_assert(kStages >= 3 && kSharedBytes <= Base::kMaxShared);
+  static_assert(kStages >= 3 && kSharedBytes <= kMaxSharedBytes);
 };
 
 // Everything a launch reads and writes.

@@ -151,7 +151,7 @@ public:
       if (static_cast<int>(ptx::load_shared_4B(ring_.number)) < 0) return;
       multiply();
       FirstUnit const unit = this_unit();
-      release(ring_.unit_barriers.empty_at(0));
+      barriers::release(ring_.unit_barriers.empty_at(0));
       finish(unit);
     }
   }
@@ -160,11 +160,6 @@ private:
   // Found out anew where it is asked for: registers are few while products are at work.
   __device__ __forceinline__ FirstUnit this_unit() const {
     return FirstUnit::numbered(args_, static_cast<int>(ptx::load_shared_4B(ring_.number)));
-  }
-
-  __device__ __forceinline__ void release(uint32_t empty) const {
-    __syncwarp();
-    if (lane_ == 0) barriers::mbarrier_arrive(empty);
   }
 
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
@@ -268,12 +263,12 @@ private:
       if (!more) {
         wgmma::wait<0>();
         pin_sums(p, ds);
-        release(held);
+        barriers::release(held);
         break;
       }
       begin_scores();
       pin_sums(p, ds);
-      release(held);
+      barriers::release(held);
     }
   }
 

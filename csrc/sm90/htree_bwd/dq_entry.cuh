@@ -194,7 +194,7 @@ private:
       wgmma::wait<0>();
       wgmma::pin(dq());
       wgmma::pin(reinterpret_cast<uint32_t(&)[4 * kDepths]>(ds));
-      if (tile > 0) release(ring, at.behind(1));
+      if (tile > 0) barriers::release(ring.barriers.empty_at(at.behind(1).slot));
       if (leave(largest)) fit(p, dp, inverse, masked, early);
       // No mere copies: ptxas would merge both registers, and serialises products whose operands are written while
       // others are under way (C7513).
@@ -206,11 +206,6 @@ private:
     add_keys(ds, wgmma::Descriptor(held, kPanelBytes));
     wgmma::wait<0>();
     wgmma::pin(dq());
-  }
-
-  __device__ __forceinline__ void release(FirstQueriesRing<Cfg> const& ring, RingPosition<Cfg::kStages> at) const {
-    __syncwarp();
-    if (lane_ == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
   }
 
   // A fragments of the warp's own rows. From shared memory q would be read for every tile: 16 KB more at K = V = 128,

@@ -13,6 +13,7 @@
 #include "params.h"
 #include "tree/geometry.cuh"
 #include "tree/rope.cuh"
+#include "tree/row_scale.cuh"
 
 namespace htree_cuda::sm90::htree_bwd {
 
@@ -20,7 +21,6 @@ using namespace host;
 using namespace device;
 using namespace tree;
 
-inline constexpr int kMaxLayers = 9;       // T < 2^31 and top_k * 16 >= 256 top nodes
 inline constexpr int kMaxGroupHeads = 16;  // query heads of a KV head: the rows of a matrix product
 inline constexpr int kGroupParents = 8;    // neighbouring parents that share the queries which visit them
 inline constexpr int kGroupQueries = 8;    // neighbouring queries that share the parents which they visit
@@ -76,7 +76,7 @@ private:
 //   queries  unit[16], lse2[16], delta[16] | q, not rotated | dout
 // with s * log2(e) = product * inverse of the key * 2^-kHeadroom * unit, lse2 = lse * log2(e) and
 // delta = <dout, out> - dlse.
-inline constexpr int kHeadroom = 13;  // keeps products times the inverse of the largest keys below 2^128
+inline constexpr int kHeadroom = row_scale::kHeadroom;
 inline constexpr int kNodeHeader = kSiblings * 4;
 inline constexpr int kQueryHeader = 3 * kMaxGroupHeads * 4;
 

@@ -17,11 +17,10 @@
 #include "device/barriers.cuh"
 #include "device/pipeline.cuh"
 #include "device/ptx.cuh"
+#include "device/sm90.cuh"
 #include "config.cuh"
 
 namespace htree_cuda::sm90::htree_bwd {
-
-inline constexpr unsigned kFullWarp = 0xffffffffu;
 
 // What a slot holds.
 struct Entry {
@@ -202,8 +201,7 @@ __device__ __forceinline__ void receive(Ring<Cfg> const& ring, int warp, Begin&&
       }
       take(ring.stage(at.slot), note, layer, own);
     }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barriers::mbarrier_arrive(ring.barriers.empty_at(at.slot));
+    barriers::release(ring.barriers.empty_at(at.slot));
     at = at.ahead(1);
   }
 }

@@ -230,8 +230,8 @@ private:
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       float2 const scale = ptx::load_shared_8B(scales + tile * 32 + tq_ * 8);
-      raw[tile][2 * i] *= rope::own_scale(scale.x);
-      raw[tile][2 * i + 1] *= rope::own_scale(scale.y);
+      raw[tile][2 * i] *= row_scale::own_scale(scale.x);
+      raw[tile][2 * i + 1] *= row_scale::own_scale(scale.y);
     }
   }
 

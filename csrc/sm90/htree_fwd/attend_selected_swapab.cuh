@@ -297,7 +297,7 @@ private:
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       int const child = g_ + e / 2 * 8;
-      raw[e] *= rope::own_scale(ptx::load_shared_float(scales + child * 4));
+      raw[e] *= row_scale::own_scale(ptx::load_shared_float(scales + child * 4));
       if (!taken || child > column_position(i)) raw[e] = -kInfinity;
       x[e] = taken ? fmaf(raw[e], columns.unit[e % 2], -columns.reference[e % 2]) : -kInfinity;
     }

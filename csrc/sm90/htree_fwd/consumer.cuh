@@ -107,7 +107,7 @@ protected:
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       float2 const scale = ptx::load_shared_8B(scales + tile * 32 + tq_ * 8);
-      float const own[2] = {rope::own_scale(scale.x), rope::own_scale(scale.y)};
+      float const own[2] = {row_scale::own_scale(scale.x), row_scale::own_scale(scale.y)};
 #pragma unroll
       for (int e = 0; e < 4; ++e) raw[tile][e] *= own[e % 2];
     }

@@ -60,8 +60,7 @@ protected:
   }
 
   __device__ __forceinline__ void release(uint32_t stage) const {
-    __syncwarp();
-    if (lane_ == 0) barriers::mbarrier_arrive(stage + Cfg::kEmptyOffset);
+    barriers::release(stage + Cfg::kEmptyOffset);
   }
 
   // Of kGroupsFetched groups from the parent so many further on, those up to the own of row i's query; the others are not

@@ -55,7 +55,6 @@ namespace {
 // (tests/hardware/gathers.cu).
 constexpr std::int64_t kLineBytes = 128;
 
-constexpr int kMaxLayers = 9;  // T < 2^31 and top_k * 16 >= 256 top nodes
 constexpr std::int64_t kMaxBlocks = std::numeric_limits<int>::max() / kBlockQueries;
 
 // Rows of state, importance and lists that live between the kernels of a chunk of queries stay below a third of what q and
@@ -358,7 +357,7 @@ void gather(ForwardParams const& p, Plan const& plan, tree::build_union::Args co
 }
 
 // A scale of zero is the smallest: rows of q become zeros.
-rope::ScoreScale score_scale(double scale) {
+row_scale::ScoreScale score_scale(double scale) {
   int exponent = 0;
   double const mantissa = std::frexp(scale * 1.4426950408889634, &exponent);  // in [0.5, 1)
   if (mantissa == 0.0) return {1.0f, -1000};

@@ -31,7 +31,6 @@
 
 namespace htree_cuda::sm90::htree_fwd {
 
-inline constexpr unsigned kFullWarp = 0xffffffffu;
 
 template <class Cfg>
 __device__ __forceinline__ KindArgs const& own(Args const& args) {

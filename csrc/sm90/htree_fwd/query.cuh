@@ -218,7 +218,7 @@ protected:
         largest = __vmaxu2(largest, words[i][part / 2][part % 2] & 0x7fff7fffu);
       }
       float2 const two = Pairs<Type>::unpack(largest);
-      rope::QueryScale const scale = rope::query_scale(quad_max(fmaxf(two.x, two.y)), args_.scale);
+      row_scale::QueryScale const scale = row_scale::query_scale(quad_max(fmaxf(two.x, two.y)), args_.scale);
       unit_[i] = scale.unit;
       factor[i] = scale.factor;
     }

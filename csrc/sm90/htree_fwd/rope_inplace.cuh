@@ -63,8 +63,7 @@ protected:
   }
 
   __device__ __forceinline__ void release(uint32_t stage) const {
-    __syncwarp();
-    if (lane_ == 0) barriers::mbarrier_arrive(stage + Cfg::kEmptyOffset);
+    barriers::release(stage + Cfg::kEmptyOffset);
   }
 
   static __device__ __forceinline__ void clear(float (&products)[2][4], float value) {

@@ -29,10 +29,12 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "device/sm90.cuh"
 #include "namespaces.h"
 #include "tree/geometry.cuh"
 #include "tree/pack.h"
 #include "tree/rope.cuh"
+#include "tree/row_scale.cuh"
 
 namespace htree_cuda::sm90::htree_fwd {
 
@@ -159,7 +161,6 @@ struct Config {
   static constexpr int kRingOffset = kStepOffset + (kSwapAB ? 512 : 0) + (kSweeps - 1) * kMergeHeadBytes;
   static_assert(4 * kStepBytes <= 512);
   static constexpr int kAlignment = 1024;
-  static constexpr int kMaxSharedBytes = 232448;
   static constexpr int kFit = (kMaxSharedBytes - kAlignment - kRingOffset) / kStageBytes;
   static constexpr int kStages = kFit < 12 ? kFit : 12;
   static constexpr int kSharedBytes = kAlignment + kRingOffset + kStages * kStageBytes;
@@ -210,7 +211,7 @@ struct Args {
   bool q_pairs;                   // two neighbouring elements may be read at once
   int H_kv;
   int G;
-  rope::ScoreScale scale;
+  row_scale::ScoreScale scale;
   bool strict_causal;
   int restart_period;                // ranks until a query rotates anew from itself, kHalfSelected: parents left out; kSelected
   bool split;                     // one query, over all consumers of its block

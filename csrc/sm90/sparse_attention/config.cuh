@@ -9,6 +9,7 @@
 #include "device/barriers.cuh"
 #include "device/gather.cuh"
 #include "device/slots.cuh"
+#include "device/sm90.cuh"
 #include "device/wgmma.cuh"
 
 namespace htree_cuda::sm90::sparse_attention {
@@ -115,7 +116,7 @@ struct Config {
     uint64_t meeting;
   };
   static constexpr int kSharedBytes = sizeof(SharedStorage);
-  static_assert(kSharedBytes <= 232448, "shared memory of an SM90 CTA");
+  static_assert(kSharedBytes <= kMaxSharedBytes, "shared memory of an SM90 CTA");
 
   static constexpr int kGatherThreads = 64;  // two warps share each column of a tile
   static constexpr int kFullArrivals = kGatherThreads / 32;

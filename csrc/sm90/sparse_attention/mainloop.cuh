@@ -142,7 +142,7 @@ private:
     bool const is_valid = static_cast<unsigned>(index) < static_cast<unsigned>(u.visible);
     gather_.point(is_valid ? index : -1, gather_.chunk_of(p_.kv + u.b * p_.kv_stride_b), p_.kv_stride_s);
     // A bit for each row that this warp's lanes loaded.
-    uint32_t const valid = __ballot_sync(0xffffffffu, is_valid);
+    uint32_t const valid = __ballot_sync(kFullWarp, is_valid);
     index = load_index(u, t + 2);
     gather_.settle();
     wait_for(barriers_.keys_empty(kBuffer, kHalf), parity_before(kBuffer),
@@ -246,7 +246,7 @@ public:
         begin(out);
         if (u.tiles == 1) {
           __syncwarp();  // every lane has seen Q's phase, which may now pass
-          release(barriers_.q_empty);
+          barriers::warp_arrive(barriers_.q_empty);
         }
         own_tiles(out, 1, u.tiles);
         if (u.tiles % 2 == 1) last_tile_of_other(out);
@@ -292,7 +292,7 @@ private:
       multiply_values_of_other(out);
       multiply_keys_of_quarter(scores, 2 * kOther);
       wgmma::wait<1>();
-      release(barriers_.keys_empty(kOther, kMe));
+      barriers::warp_arrive(barriers_.keys_empty(kOther, kMe));
       multiply_keys_of_quarter(scores, 2 * kOther + 1);
       finish_tile(out, scores, t + 2 >= tiles);
     }
@@ -303,7 +303,7 @@ private:
     multiply_values_of_other(out);
     wgmma::wait<0>();
     wgmma::pin(out);
-    release(barriers_.keys_empty(kOther, kMe));
+    barriers::warp_arrive(barriers_.keys_empty(kOther, kMe));
   }
 
   // The tile of this consumer whose scores are being multiplied. `last`: of this unit.
@@ -312,18 +312,18 @@ private:
     wgmma::wait<0>();
     wgmma::pin(scores);
     wgmma::pin(out);
-    if (last) release(barriers_.q_empty);
+    if (last) barriers::warp_arrive(barriers_.q_empty);
     uint32_t probabilities[C::kTileSteps][4];
     softmax_.exponentiate(scores, probabilities);
     bool const raised = softmax_.raised();
     softmax_.publish(probabilities, raised);
     // Each of the writing threads has fenced.
-    release(barriers_.probabilities_full(kMe));
+    barriers::warp_arrive(barriers_.probabilities_full(kMe));
     if (raised) softmax_.rescale(out);
     multiply_values(out, probabilities);
     wgmma::wait<0>();
     wgmma::pin(out);
-    release(barriers_.keys_empty(kMe, kMe));
+    barriers::warp_arrive(barriers_.keys_empty(kMe, kMe));
   }
 
   // scores = Q K^T of this consumer's tile, in the order in which its columns land: those that it frees itself first. A
@@ -438,10 +438,6 @@ private:
         }
       }
     }
-  }
-
-  __device__ __forceinline__ void release(uint32_t barrier) const {
-    if (threadIdx.x % 32 == 0) barriers::mbarrier_arrive(barrier);
   }
 
   static constexpr int kOther = 1 - kMe;

@@ -112,7 +112,7 @@ public:
   // Whether a row of the warp has left the offset to which the output is relative. A factor of one changes no bit, so
   // skipping the others does not make a row depend on its neighbours.
   __device__ __forceinline__ bool raised() const {
-    return __any_sync(0xffffffffu, factor_[0] != 1.f || factor_[1] != 1.f);
+    return __any_sync(kFullWarp, factor_[0] != 1.f || factor_[1] != 1.f);
   }
 
   // From the offset before to the latest.

@@ -9,8 +9,6 @@
 
 namespace htree_cuda::sm90::sparse_attention {
 
-using slots::uniform;
-
 struct Unit {
   int b, s;     // query s of batch b
   int row;      // b * s_q + s

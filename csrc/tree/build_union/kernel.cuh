@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "namespaces.h"
+#include "device/sm90.cuh"
 #include "host/launch_overlapped.cuh"
 #include "tree/build_union.h"
 
@@ -48,7 +49,6 @@ __global__ void __launch_bounds__(Config<kBlocks>::kThreads) build_union_kernel(
   wait_for_previous_grid();
   using Cfg = Config<kBlocks>;
   using Mask = typename Cfg::Mask;
-  constexpr unsigned kAll = 0xffffffffu;
   constexpr int kNone = 0x7fffffff;
   extern __shared__ __align__(16) uint32_t words[];  // the table, [kWindow] masks
   std::int32_t* const lists = reinterpret_cast<std::int32_t*>(reinterpret_cast<Mask*>(words) + Cfg::kWindow);  // [kQueries, kMaxTopK]
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(Config<kBlocks>::kThreads) build_union_kernel(
           int const at = (node - base) * (8 * int{sizeof(Mask)}) + bit;  // bits from the table's beginning
           atomicOr(&words[at / 32], 1u << at % 32);
         }
-        int const taken = __popc(__ballot_sync(kAll, inside));
+        int const taken = __popc(__ballot_sync(kFullWarp, inside));
         reader.cursor += taken;
         if (taken < 32) break;
       }
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(Config<kBlocks>::kThreads) build_union_kernel(
     for (int i = 0; i < Cfg::kPerWarp / 64; ++i) {
       Mask pair[2];
       pair_at(i, pair);
-      count += __popc(__ballot_sync(kAll, pair[0] != 0)) + __popc(__ballot_sync(kAll, pair[1] != 0));
+      count += __popc(__ballot_sync(kFullWarp, pair[0] != 0)) + __popc(__ballot_sync(kFullWarp, pair[1] != 0));
     }
     if (lane == 0) counts[warp] = count;
     __syncthreads();
@@ -148,8 +148,8 @@ __global__ void __launch_bounds__(Config<kBlocks>::kThreads) build_union_kernel(
     for (int i = 0; i < Cfg::kPerWarp / 64; ++i) {
       Mask pair[2];
       pair_at(i, pair);
-      unsigned const even = __ballot_sync(kAll, pair[0] != 0);
-      unsigned const odd = __ballot_sync(kAll, pair[1] != 0);
+      unsigned const even = __ballot_sync(kFullWarp, pair[0] != 0);
+      unsigned const odd = __ballot_sync(kFullWarp, pair[1] != 0);
       unsigned const below = (1u << lane) - 1u;
       int put = place + __popc(even & below) + __popc(odd & below);
 #pragma unroll

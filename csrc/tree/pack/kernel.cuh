@@ -11,7 +11,7 @@
 // the panels as WGMMA takes them: 16-byte chunk i of row c lies at chunk i ^ (c % 8) of its 128 bytes.
 // Keys are rotated by their place c among the siblings, or by the node's index (RoPE in float32), normalised by a power of
 // two, rounded once, to fp16 or where nothing is selected to the dtype, and brought to one scale a parent unless they
-// differ much (rope::uneven_scale); the elements of a pair become neighbours (rope::tile_of); values are copied.
+// differ much (row_scale::uneven_scale); the elements of a pair become neighbours (rope::tile_of); values are copied.
 // Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score
 // is NaN whatever the query. Values that are not finite (the mean of finite ones may overflow) become zeros, because
 // probabilities of zero multiply them too, and all scales of their parent have the sign of negative numbers, so that
@@ -25,8 +25,10 @@
 #include <cstdint>
 
 #include "namespaces.h"
+#include "device/sm90.cuh"
 #include "host/launch_overlapped.cuh"
 #include "tree/row_chunk.cuh"
+#include "tree/row_scale.cuh"
 #include "tree/pack.h"
 
 namespace htree_cuda::tree::pack {
@@ -59,7 +61,7 @@ __device__ __forceinline__ void store_key_fragments(char* keys, int step, int ch
       for (int half = 0; half < 2; ++half) {
         uint32_t const(&row)[4] = rows[i + half * kRows / 2];
         own[half] = second ? row[word + 1] : row[word];
-        other[half] = __shfl_xor_sync(0xffffffffu, second ? row[word] : row[word + 1], 1);
+        other[half] = __shfl_xor_sync(kFullWarp, second ? row[word] : row[word + 1], 1);
       }
       *fragment(keys, step, first + i * rows_at_once, t) =
           second ? uint4{other[0], own[0], other[1], own[1]} : uint4{own[0], other[0], own[1], other[1]};
@@ -193,7 +195,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       }
     }
   }
-  finite_values = __all_sync(0xffffffffu, finite_values);
+  finite_values = __all_sync(kFullWarp, finite_values);
   if (!finite_values && lane == 0) atomicOr(args.has_nonfinite_v, 1);
 
   constexpr int kSteps = kSiblings / kRowsAtOnce;
@@ -201,7 +203,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   uint4 words[kSteps][2];
   int exponents[kSteps];
   bool finite[kSteps];
-  int largest_exponent = rope::kNoExponent;
+  int largest_exponent = row_scale::kNoExponent;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     int const c = step * kRowsAtOnce + lane / kLanesPerRow;
@@ -227,25 +229,25 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     }
 #pragma unroll
     for (int lanes = 1; lanes < kLanesPerRow; lanes *= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
-      all &= __shfl_xor_sync(0xffffffffu, static_cast<int>(all), lanes) != 0;
+      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, lanes));
+      all &= __shfl_xor_sync(kFullWarp, static_cast<int>(all), lanes) != 0;
     }
     finite[step] = all;
-    exponents[step] = all && largest > 0.0f ? rope::row_exponent(largest) : rope::kNoExponent;
+    exponents[step] = all && largest > 0.0f ? row_scale::row_exponent(largest) : row_scale::kNoExponent;
     largest_exponent = max(largest_exponent, exponents[step]);
   }
 #pragma unroll
   for (int lanes = kLanesPerRow; lanes < 32; lanes *= 2) {
-    largest_exponent = max(largest_exponent, __shfl_xor_sync(0xffffffffu, largest_exponent, lanes));
+    largest_exponent = max(largest_exponent, __shfl_xor_sync(kFullWarp, largest_exponent, lanes));
   }
-  largest_exponent = largest_exponent == rope::kNoExponent ? 0 : max(largest_exponent, rope::kMinShared);
+  largest_exponent = largest_exponent == row_scale::kNoExponent ? 0 : max(largest_exponent, row_scale::kMinShared);
   bool even = true;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    if (exponents[step] == rope::kNoExponent) exponents[step] = largest_exponent;
-    even &= largest_exponent - exponents[step] <= rope::kEven;
+    if (exponents[step] == row_scale::kNoExponent) exponents[step] = largest_exponent;
+    even &= largest_exponent - exponents[step] <= row_scale::kEven;
   }
-  even = __all_sync(0xffffffffu, even);
+  even = __all_sync(kFullWarp, even);
   alignas(16) uint32_t rotated[2][kSteps][4];  // pairs 8 chunk + 2 i, and those between them
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -253,9 +255,9 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     float lo[8], hi[8];
     to_float<Element>(words[step][0], lo);
     to_float<Element>(words[step][1], hi);
-    rope::KeyScale const scale = rope::key_scale(exponents[step]);
-    int const below = rope::kEven - (largest_exponent - exponents[step]);
-    half2 const lift = __float2half2_rn(even ? rope::power_of_two(below) : 1.0f);
+    row_scale::KeyScale const scale = row_scale::key_scale(exponents[step]);
+    int const below = row_scale::kEven - (largest_exponent - exponents[step]);
+    half2 const lift = __float2half2_rn(even ? row_scale::power_of_two(below) : 1.0f);
     // Positions beyond the last node are nobody's: their keys are zeros.
     std::int64_t const position = args.by_node ? first + min(c, children - 1) : c;
     float4 const* const rotations = reinterpret_cast<float4 const*>(args.rotations + position * (kK / 2) + 8 * chunk);
@@ -273,9 +275,9 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       half2 const lifted = __hmul2(lift, pair);
       rotated[i % 2][step][i / 2] = reinterpret_cast<uint32_t const&>(lifted);
     }
-    float const size = even ? rope::power_of_two(largest_exponent - rope::kHeadroom - rope::kEven) : scale.scale;
+    float const size = even ? row_scale::power_of_two(largest_exponent - row_scale::kHeadroom - row_scale::kEven) : scale.scale;
     float const signed_scale = finite_values ? size : -size;
-    if (chunk == 0) scales[c] = c == 0 && !even ? rope::uneven_scale(signed_scale) : signed_scale;
+    if (chunk == 0) scales[c] = c == 0 && !even ? row_scale::uneven_scale(signed_scale) : signed_scale;
   }
   if constexpr (kOperandsA) {
     store_key_rows<kSteps>(keys, chunk, lane / kLanesPerRow, kRowsAtOnce, rotated);

@@ -13,11 +13,11 @@ namespace {
 
 [[noreturn]] void reject(std::string const& what) { throw std::invalid_argument("tree_pool: " + what); }
 
-constexpr int kMaxLayers = 64;  // r >= 2 and T < 2^63
+constexpr int kMaxPoolLayers = 64;  // r >= 2 and T < 2^63
 
 struct Tree {
-  std::int64_t N[kMaxLayers];      // nodes of each layer
-  std::int64_t begin[kMaxLayers];  // where layer l >= 1 begins among the M nodes of the tree
+  std::int64_t N[kMaxPoolLayers];      // nodes of each layer
+  std::int64_t begin[kMaxPoolLayers];  // where layer l >= 1 begins among the M nodes of the tree
   std::int64_t M;
 };
 
@@ -30,7 +30,7 @@ Tree make_tree(TreePoolParams const& p) {
   if (!is_power_of_two(r) || r < 2 || r > (1 << 30)) {
     reject("compression_rate must be a power of two in 2 .. 2^30, got " + std::to_string(r));
   }
-  if (p.layers < 1 || p.layers >= kMaxLayers) reject("layers must be in 1 .. 63, got " + std::to_string(p.layers));
+  if (p.layers < 1 || p.layers >= kMaxPoolLayers) reject("layers must be in 1 .. 63, got " + std::to_string(p.layers));
   Tree tree{};
   tree.N[0] = p.T;
   for (int l = 1; l < p.layers; ++l) {

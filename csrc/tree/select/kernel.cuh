@@ -13,6 +13,7 @@
 #include "tree/select.h"
 #include "device/topk.cuh"
 #include "device/ptx.cuh"
+#include "device/sm90.cuh"
 
 namespace htree_cuda::tree::select {
 
@@ -22,11 +23,11 @@ using namespace device;
 // Nibble i of lane j becomes nibble j of lane i, in every eight lanes.
 __device__ __forceinline__ uint32_t transpose_nibbles(uint32_t x) {
   int const lane = threadIdx.x % 32;
-  uint32_t y = __shfl_xor_sync(topk::kAll, x, 4);
+  uint32_t y = __shfl_xor_sync(kFullWarp, x, 4);
   x = __byte_perm(x, y, lane & 4 ? 0x3276 : 0x5410);
-  y = __shfl_xor_sync(topk::kAll, x, 2);
+  y = __shfl_xor_sync(kFullWarp, x, 2);
   x = __byte_perm(x, y, lane & 2 ? 0x3715 : 0x6240);
-  y = __shfl_xor_sync(topk::kAll, x, 1);
+  y = __shfl_xor_sync(kFullWarp, x, 1);
   uint32_t const keep = lane & 1 ? 0xf0f0f0f0u : 0x0f0f0f0fu;
   return (x & keep) | ((lane & 1 ? y >> 4 : y << 4) & ~keep);
 }

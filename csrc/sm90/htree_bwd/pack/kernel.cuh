@@ -8,35 +8,16 @@
 
 #include <cstdint>
 
+#include "device/sm90.cuh"
 #include "host/launch_overlapped.cuh"
 #include "sm90/htree_bwd/steps.h"
 #include "tree/row_chunk.cuh"
+#include "tree/row_scale.cuh"
 
 namespace htree_cuda::sm90::htree_bwd {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kWarps = kThreads / 32;
-inline constexpr unsigned kFullWarp = 0xffffffffu;
-
-// The largest element of a normalised row lies in [2^4, 2^5): rotating adds up to sqrt(2), far from the largest fp16,
-// and elements down to 2^-18 of the largest keep full precision. Rows below 2^kMinExponent lose bits.
-inline constexpr int kExponent = 4;
-inline constexpr int kMinExponent = -109;
-
-struct Normaliser {
-  float factor;
-  float inverse;
-};
-
-// largest: max |x| of a row, >= 0; zero and non-finite rows are left as they are.
-__device__ __forceinline__ Normaliser normaliser(float largest) {
-  uint32_t const bits = __float_as_uint(largest);
-  int exponent = static_cast<int>(bits >> 23) - 127;
-  if (bits == 0 || exponent == 128) return {1.0f, 1.0f};
-  exponent = max(exponent, kMinExponent) - kExponent;
-  return {__uint_as_float(static_cast<uint32_t>(127 - exponent) << 23),
-          __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23)};
-}
 
 template <class Element>
 __device__ __forceinline__ Element const* row_of(Source const& x, std::int64_t b, std::int64_t n, std::int64_t h) {
@@ -108,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_const
       largest = fmaxf(largest, fmaxf(fabsf(lo[i]), fabsf(hi[i])));
     }
     finite = lanes_max<kLanesPerRow>(finite ? 0.0f : 1.0f) == 0.0f;
-    Normaliser const scale = normaliser(lanes_max<kLanesPerRow>(largest));
+    row_scale::RowScale const scale = row_scale::row_scale(lanes_max<kLanesPerRow>(largest));
     // Nodes that do not exist are nobody's: their keys are zeros.
     std::int64_t const position = args.by_node && c < children ? first + c : c;
     float4 const* const rotations = reinterpret_cast<float4 const*>(args.rotations + position * (kK / 2) + 8 * chunk);
@@ -220,7 +201,7 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
         largest = fmaxf(largest, fabsf(q[i]));
       }
       float const bad = lanes_max<kLanes>(finite ? 0.0f : 1.0f);
-      Normaliser const scale = normaliser(lanes_max<kLanes>(largest));
+      row_scale::RowScale const scale = row_scale::row_scale(lanes_max<kLanes>(largest));
       keep<kRows>(bad_q, bad, step, lane);
       keep<kRows>(inverse, scale.inverse, step, lane);
       // The other half of the pairs is in the lane that has the chunk half a row away.
