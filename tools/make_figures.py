@@ -1,4 +1,4 @@
-"""Figures of docs/algorithm.md, drawn from the definition itself, and the timelines of tools/timelines.py."""
+"""Figures of docs/algorithm.md, drawn from the definition itself; then those of tools/measured_figures.py.
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import timelines
+import measured_figures
 import torch
 from matplotlib.patches import Patch, Rectangle
 
@@ -90,4 +90,4 @@ if __name__ == "__main__":
     draw_tree()
     draw_descent()
     print(f"wrote {FIGURES.relative_to(ROOT)}/tree.png and descent.png")
-    timelines.main()
+    measured_figures.main()

@@ -1,6 +1,6 @@
-"""The timeline figures of docs/kernels: phases as measured (benchmarks/results), schedules of roles as designed.
+"""Figures from benchmarks/results, and the timelines of docs/kernels: phases as measured, schedules as designed.
 
-python tools/timelines.py    draw docs/figures/timeline_*.png
+python tools/measured_figures.py    draw docs/figures/speedup.png and timeline_*.png
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from update_docs import budgets
 from update_docs.common import RESULTS, ROOT, length, phases
 
 FIGURES = ROOT / "docs" / "figures"
@@ -130,14 +131,47 @@ def sparse_attention() -> None:
     schedule("timeline_sparse_attention", "Sparse attention: two consumers, tiles in turn", roles, 9)
 
 
+def speedups() -> None:
+    """Time of dense attention divided by the forward's, one line a shape; the band lies between kinds of inputs."""
+    figures = budgets.figures_of("forward")
+    groups = sorted({shape[0] // shape[1] for shape in budgets.shapes(figures)}, reverse=True)
+    fig, axes = plt.subplots(1, len(groups), figsize=(3.2 * len(groups), 3), sharey=True, layout="constrained")
+    for ax, group in zip(axes if len(groups) > 1 else [axes], groups):
+        for color, shape in zip(COLORS[::2], [s for s in budgets.shapes(figures) if s[0] // s[1] == group]):
+            points: dict[int, list[float]] = {}
+            for key, f in figures.items():
+                if key[:4] == shape and "dense" in f:
+                    points.setdefault(key[5], []).append(f["dense"]["ms"] / f["ms"])
+            lengths = sorted(points)
+            low, high = [min(points[T]) for T in lengths], [max(points[T]) for T in lengths]
+            ax.fill_between(lengths, low, high, color=color, alpha=0.35)
+            ax.plot(
+                lengths, low, "o-", color=color, markersize=3, label=f"H {shape[0]}, K {shape[2]}, top_k {shape[3]}"
+            )
+        ax.axhline(1.0, color="black", linewidth=0.8)
+        ax.set(xscale="log", yscale="log", xlabel="tokens", title=f"group of {group}")
+        ticks = sorted({key[5] for key in figures})
+        ax.set_xticks(ticks, [length(T) for T in ticks], fontsize=7)
+        ax.set_yticks([0.25, 0.5, 1, 2, 4, 8], ["0.25", "0.5", "1", "2", "4", "8"])
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=6.5)
+    (axes[0] if len(groups) > 1 else axes).set_ylabel("dense / this (above 1: faster)")
+    cards = "; ".join(sorted({f["card"] for f in figures.values()}))
+    fig.suptitle(f"Forward beside dense attention, from iid to local inputs ({cards})", fontsize=9)
+    fig.savefig(FIGURES / "speedup.png", dpi=130)
+    plt.close(fig)
+
+
 def main() -> None:
     FIGURES.mkdir(parents=True, exist_ok=True)
     stacked("forward_gpu", "timeline_htree_fwd", "phases_ms", "local", (), "Forward by phase")
     stacked("backward_gpu", "timeline_htree_bwd", "kernels_ms", "local", ("all",), "Backward by kernel")
     helpers()
+    speedups()
     attn_dist()
     sparse_attention()
-    print(f"wrote {FIGURES.relative_to(ROOT)}/timeline_*.png")
+    print(f"wrote {FIGURES.relative_to(ROOT)}/speedup.png and timeline_*.png")
 
 
 if __name__ == "__main__":
