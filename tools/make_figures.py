@@ -1,4 +1,4 @@
-"""Figures of docs/algorithm.md, drawn from the definition itself; then those of tools/measured_figures.py.
+"""Figures of docs/algorithm.md, drawn from the definition itself; then those of tools/measured_figures.py."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def draw_tree() -> None:
 
 
 def draw_descent() -> None:
-    """One query's walk: candidates by layer, which were expanded, which became leaves."""
+    """One query's descent: candidates by layer, which were expanded, which became leaves."""
     T, r, top_k, t = 128, 4, 4, 108
     torch.manual_seed(12)
     q, k = torch.randn(1, 1, 2, 8), torch.randn(1, T, 1, 8)
