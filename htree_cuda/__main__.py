@@ -6,6 +6,8 @@ import argparse
 import importlib
 import sys
 
+from ._version import __version__
+
 COMMANDS = {
     "info": "what is installed, what it was built with, what it runs on",
     "demo": "search a long document by htree attention",
@@ -16,6 +18,7 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Dispatches to the command's own main(argv); returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m htree_cuda", description="Hierarchical tree attention.")
+    parser.add_argument("--version", action="version", version=f"htree_cuda {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(COMMANDS) + "}")
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)

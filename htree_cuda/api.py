@@ -25,10 +25,8 @@ def _starts(op: str, q_start: int | Sequence[int] | None, B: int) -> list[int] |
     """One start for each batch element (one without a batch), as the ops take them."""
     if q_start is None:
         return None
-    starts = list(q_start) if isinstance(q_start, Sequence) else [q_start] * B
-    for start in starts:
-        checks.common.integer(op, "q_start", start)
-    return starts
+    one_each = isinstance(q_start, Sequence) or getattr(q_start, "ndim", 0) == 1  # a list, or an array of NumPy
+    return [checks.common.integer(op, "q_start", start) for start in (q_start if one_each else [q_start] * B)]
 
 
 def forward(
@@ -121,8 +119,8 @@ def forward(
     }  # fmt: skip
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.common.tensor(op, name, x)
-    checks.common.integer(op, "q_start", q_start, optional=True)
-    checks.tree.tree_option_types(op, options)
+    q_start = checks.common.integer(op, "q_start", q_start, optional=True)
+    options = checks.tree.tree_option_types(op, options)
     for name, flag in (("return_lse", return_lse), ("return_selection", return_selection)):
         checks.common.boolean(op, name, flag)
     q, k, v = _autocast(q, k, v)
@@ -131,6 +129,10 @@ def forward(
     tree["q_start"] = q_start
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    exporting = getattr(torch.compiler, "is_exporting", bool)  # newer than the oldest PyTorch that this runs on
+    if save_selection == "auto" and exporting():
+        # What "auto" keeps depends on the number of layers, which would tie an exported graph to a range of lengths.
+        save_selection = False
     save_mode = checks.common.SAVE_SELECTION[save_selection if needs_grad else False]
     out, lse, selection = torch.ops.htree_cuda.forward(
         q, k, v, need_selection=return_selection, **tree, deterministic=deterministic, save_selection=save_mode
@@ -200,10 +202,10 @@ def attn_dist(
         checks.common.tensor(op, name, x)
     if topk_length is not None:
         checks.common.tensor(op, "topk_length", topk_length)
-    checks.common.number(op, "sm_scale", sm_scale, optional=True)
+    sm_scale = checks.common.number(op, "sm_scale", sm_scale, optional=True)
     q_start = _starts(op, q_start, q.shape[0] if q.dim() == 4 else 1)
-    checks.common.integer(op, "k_stride", k_stride)
-    checks.common.number(op, "lse_base", lse_base)
+    k_stride = checks.common.integer(op, "k_stride", k_stride)
+    lse_base = checks.common.number(op, "lse_base", lse_base)
     q, k = _autocast(q, k)
     return torch.ops.htree_cuda.attn_dist(
         q.detach(),
@@ -291,12 +293,12 @@ def sparse_attention(
     for name, x in (("topk_length", topk_length), ("attn_sink", attn_sink)):
         if x is not None:
             checks.common.tensor(op, name, x)
-    checks.common.integer(op, "d_v", d_v)
-    checks.common.number(op, "sm_scale", sm_scale, optional=True)
+    d_v = checks.common.integer(op, "d_v", d_v)
+    sm_scale = checks.common.number(op, "sm_scale", sm_scale, optional=True)
     q_start = _starts(op, q_start, q.shape[0] if q.dim() == 4 else 1)
-    checks.common.integer(op, "k_stride", k_stride)
+    k_stride = checks.common.integer(op, "k_stride", k_stride)
     checks.common.boolean(op, "return_lse", return_lse)
-    checks.common.number(op, "lse_base", lse_base)
+    lse_base = checks.common.number(op, "lse_base", lse_base)
     q, kv = _autocast(q, kv)
     options = {
         "d_v": d_v, "sm_scale": sm_scale, "q_start": q_start, "k_stride": k_stride, "lse_base": lse_base,
@@ -394,9 +396,9 @@ def indexer_loss(
         checks.common.tensor(op, name, x)
     if topk_length is not None:
         checks.common.tensor(op, "topk_length", topk_length)
-    checks.common.integer(op, "s_kv", s_kv)
+    s_kv = checks.common.integer(op, "s_kv", s_kv)
     q_start = _starts(op, q_start, logits.shape[0] if logits.dim() == 3 else 1)
-    checks.common.integer(op, "k_stride", k_stride)
+    k_stride = checks.common.integer(op, "k_stride", k_stride)
     starts = checks.lists.indexer_loss(
         logits, attn_dist, indices, topk_length, s_kv=s_kv, q_start=q_start, k_stride=k_stride, reduction=reduction
     )

@@ -8,6 +8,16 @@ from torch import Tensor, nn
 from . import checks
 from .api import forward
 
+# The options of `forward` that decide what a query attends to: weights belong to them.
+TREE_NUMBERS = ("compression_rate", "top_k_per_layer", "max_top_nodes", "scale", "rope_base", "strict_causal")
+
+
+class _HeadNorm(nn.RMSNorm):
+    """RMSNorm whose gain takes the dtype of the input, as autocast's other operands do: only then is it one kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
 
 class HTreeAttention(nn.Module):
     """Causal self-attention of a decoder block by `htree_cuda.forward`: projections, grouped KV heads, a KV cache.
@@ -79,30 +89,61 @@ class HTreeAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        self.options = {
+        options = {
             "compression_rate": compression_rate, "top_k_per_layer": top_k_per_layer, "max_top_nodes": max_top_nodes,
             "scale": scale, "rope_base": rope_base, "strict_causal": strict_causal, "backend": backend,
             "deterministic": deterministic, "save_selection": save_selection,
         }  # fmt: skip
-        self.head_dim, self.v_head_dim = checks.tree.attention_module(
+        sizes, self.options = checks.tree.attention_module(
             d_model=d_model, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
             dropout=dropout, dtype=torch.get_default_dtype() if dtype is None else dtype,
-            flags={"qk_norm": qk_norm, "bias": bias}, options=self.options,
+            flags={"qk_norm": qk_norm, "bias": bias}, options=options,
         )  # fmt: skip
-        self.d_model, self.n_heads, self.n_kv_heads = d_model, n_heads, n_kv_heads
+        self.d_model, self.n_heads, self.n_kv_heads = (sizes[name] for name in ("d_model", "n_heads", "n_kv_heads"))
+        self.head_dim, self.v_head_dim = sizes["head_dim"], sizes["v_head_dim"]
         place = {"device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(d_model, n_heads * self.head_dim, bias=bias, **place)
-        self.k_proj = nn.Linear(d_model, n_kv_heads * self.head_dim, bias=bias, **place)
-        self.v_proj = nn.Linear(d_model, n_kv_heads * self.v_head_dim, bias=bias, **place)
-        self.o_proj = nn.Linear(n_heads * self.v_head_dim, d_model, bias=bias, **place)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **place) if qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6, **place) if qk_norm else None
+        self.q_proj = nn.Linear(self.d_model, self.n_heads * self.head_dim, bias=bias, **place)
+        self.k_proj = nn.Linear(self.d_model, self.n_kv_heads * self.head_dim, bias=bias, **place)
+        self.v_proj = nn.Linear(self.d_model, self.n_kv_heads * self.v_head_dim, bias=bias, **place)
+        self.o_proj = nn.Linear(self.n_heads * self.v_head_dim, self.d_model, bias=bias, **place)
+        self.q_norm = _HeadNorm(self.head_dim, eps=1e-6, **place) if qk_norm else None
+        self.k_norm = _HeadNorm(self.head_dim, eps=1e-6, **place) if qk_norm else None
 
     def reset_parameters(self) -> None:
         """Draws every parameter again, in the order of the state dict, as PyTorch's own layers do."""
         for child in self.children():
             child.reset_parameters()
+
+    def _tree_numbers(self) -> dict[str, float]:
+        """What the weights were trained for, every default resolved; names and order are those of the state dict."""
+        numbers = {name: self.options[name] for name in TREE_NUMBERS}
+        if numbers["max_top_nodes"] is None:
+            numbers["max_top_nodes"] = numbers["top_k_per_layer"] * numbers["compression_rate"]
+        if numbers["scale"] is None:
+            numbers["scale"] = self.head_dim**-0.5
+        return {name: float(x) for name, x in numbers.items()}
+
+    def get_extra_state(self) -> Tensor:
+        """[6] float64, the numbers of the tree in the order of TREE_NUMBERS: a tensor, which every format holds."""
+        return torch.tensor(list(self._tree_numbers().values()), dtype=torch.float64, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raises ValueError where the weights come from a module with another tree; changes nothing."""
+        mine = self._tree_numbers()
+        for (name, value), theirs in zip(mine.items(), state.tolist(), strict=True):
+            if value != theirs:
+                checks.common.fail(
+                    "HTreeAttention",
+                    f"{name} of the state dict must be that of the module ({value:g}); weights that shall be used with "
+                    "another tree are loaded without the entry _extra_state",
+                    f"{theirs:g}",
+                )
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *others) -> None:
+        """A state dict without the numbers (projections of another attention, say) loads as it is."""
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
+        if (name := f"{prefix}_extra_state") in missing_keys:
+            missing_keys.remove(name)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, T_q, n_heads, head_dim], the last T_q of k [B, T, n_kv_heads, head_dim] and v [B, T, n_kv_heads,

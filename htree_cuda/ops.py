@@ -92,8 +92,9 @@ def _keeps_selection(q: Tensor, k: Tensor, v: Tensor, params, save_selection: st
     checks.common.save_mode("forward", save_selection)
     if save_selection != "auto":
         return save_selection == "always"
-    kept = 4 * (_layers(k, params) - 1) * k.shape[2] * params.top_k
-    return kept <= q.shape[2] * (q.shape[3] + v.shape[3]) * q.element_size()
+    fit = q.shape[2] * (q.shape[3] + v.shape[3]) * q.element_size() // (4 * k.shape[2] * params.top_k)
+    # Where no layer fits, T is not asked: a graph that is traced for any T stays one for any T.
+    return fit > 0 and _layers(k, params) - 1 <= fit
 
 
 def _empty_results(q: Tensor, k: Tensor, v: Tensor, params, need_selection: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,9 +181,6 @@ def _save_for_backward(ctx, inputs, keyword_only_inputs, output):
     ctx.save_for_backward(*inputs, *output)
     others = ("need_selection", "save_selection")
     ctx.options = {name: x for name, x in keyword_only_inputs.items() if name not in others}
-    q, k, v = inputs
-    tree = {name: x for name, x in ctx.options.items() if name != "deterministic"}
-    ctx.has_selection = output[2].shape[0] == _layers(k, checks.tree.forward(q, k, v, **tree)) - 1
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)  # or autograd makes zeros as large as the selection
 
@@ -190,7 +188,8 @@ def _save_for_backward(ctx, inputs, keyword_only_inputs, output):
 def _run_backward(ctx, dout, dlse, _dselection):
     q, k, v, out, lse, selection = ctx.saved_tensors
     dout, dlse = (x.new_zeros(()).expand_as(x) if dx is None else dx for x, dx in ((out, dout), (lse, dlse)))
-    if not ctx.has_selection:
+    tree = {name: x for name, x in ctx.options.items() if name != "deterministic"}
+    if selection.shape[0] != _layers(k, checks.tree.forward(q, k, v, **tree)) - 1:
         selection = torch.ops.htree_cuda.forward(q, k, v, need_selection=True, **ctx.options)[2]
     return torch.ops.htree_cuda.backward(dout, dlse, q, k, v, out, lse, selection, **ctx.options)
 

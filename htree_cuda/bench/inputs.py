@@ -9,6 +9,7 @@ import torch
 from ..definition import layer_sizes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+KINDS = ("iid", "local")
 LOCAL_RHO = 0.99
 
 

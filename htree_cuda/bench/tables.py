@@ -1,4 +1,4 @@
-"""Tables of figures, and the length from which htree attention is faster."""
+"""Tables of figures, and the length from which on htree attention is the faster one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ def table(figures: list[dict], columns: dict[str, Callable[[dict], str]]) -> str
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
 
 
-def crossover(figures: list[dict]) -> int | None:
-    """Smallest measured length from which on htree is never slower than dense attention."""
+def break_even(figures: list[dict]) -> int | None:
+    """The break-even length of a shape: the smallest measured T from which on htree attention is at least as fast as
+    dense attention at every measured length, with every kind of input. None where dense attention is faster at the end.
+    """
     found = None
-    for f in sorted((f for f in figures if "dense" in f), key=lambda f: f["T"]):
-        found = (found or f["T"]) if f["speedup_over_dense"] >= 1 else None
+    lengths = sorted({f["T"] for f in figures if "dense" in f})
+    for T in lengths:
+        faster = all(f["speedup_over_dense"] >= 1 for f in figures if "dense" in f and f["T"] == T)
+        found = (found or T) if faster else None
     return found

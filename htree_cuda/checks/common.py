@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -51,22 +54,34 @@ def tensor(op: str, name: str, value: Any) -> None:
         raise RuntimeError(f"{op}: {name} carries a forward-mode tangent; only reverse-mode gradients are supported")
 
 
-def integer(op: str, name: str, value: Any, *, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{op}: {name} must be an int{' or None' if optional else ''}, got {value!r}")
+def integer(op: str, name: str, value: Any, *, optional: bool = False) -> Any:
+    """Returns the value as the ops take it: an int (NumPy's become one), a SymInt, or None where that is allowed."""
+    if (optional and value is None) or isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        # A tensor has an index too, but reading it would wait for its device.
+        if isinstance(value, (bool, Tensor)) or not isinstance(value, SupportsIndex):
+            raise TypeError(f"{op}: {name} must be an int{' or None' if optional else ''}, got {value!r}")
+        try:
+            value = operator.index(value)
+        except TypeError:  # NumPy's booleans and arrays have the method, and refuse.
+            raise TypeError(f"{op}: {name} must be an int{' or None' if optional else ''}, got {value!r}") from None
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         fail(op, f"{name} must fit in 64 bits", value)
+    return value
 
 
-def number(op: str, name: str, value: Any, *, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{op}: {name} must be a number{' or None' if optional else ''}, got {value!r}")
+def number(op: str, name: str, value: Any, *, optional: bool = False) -> Any:
+    """Returns the value as the ops take it: an int or a float (NumPy's become one), or what `integer` lets through."""
+    if (optional and value is None) or isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{op}: {name} must be a number{' or None' if optional else ''}, got {value!r}")
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)
     if isinstance(value, int) and abs(value) > MAX_FLOAT64:
         fail(op, f"{name} must be finite in float64", f"an int of {value.bit_length()} bits")
+    return value
 
 
 def boolean(op: str, name: str, value: Any) -> None:
@@ -111,21 +126,32 @@ def strided(op: str, **tensors: Tensor) -> None:
             fail(op, f"{name} must be a dense (strided) tensor", x.layout)
 
 
-def same_device(op: str, first: str, reference: Tensor, **others: Tensor) -> None:
-    for name, x in others.items():
-        if x.device != reference.device:
-            fail(op, f"{name} must be on the device of {first} ({reference.device})", x.device)
-
-
 def float_dtype(op: str, name: str, x: Tensor) -> None:
     if x.dtype not in FLOAT_DTYPES:
         fail(op, f"{name} must be float16, bfloat16, float32 or float64", x.dtype)
 
 
+def _agree(op: str, what: str, values: dict[str, Any]) -> None:
+    """Raises where the values differ, and names the one that differs from most; of two, the second."""
+    first = next(iter(values.values()))
+    if all(value == first for value in values.values()):
+        return
+    common, count = Counter(values.values()).most_common(1)[0]
+    like = [name for name, value in values.items() if value == common]
+    odd = next(name for name in values if name not in like)
+    others = f"{', '.join(like[:-1])} and {like[-1]}" if count > 1 else like[0]
+    fail(op, f"{odd} must {what} {others} ({common})", values[odd])
+
+
 def same_dtype(op: str, first: str, reference: Tensor, **others: Tensor) -> None:
-    for name, x in others.items():
-        if x.dtype != reference.dtype:
-            fail(op, f"{name} must have the dtype of {first} ({reference.dtype})", x.dtype)
+    """`reference` is the tensor named `first`; the message blames the odd one of all, which it may be."""
+    _agree(op, "have the dtype of", {first: reference.dtype, **{name: x.dtype for name, x in others.items()}})
+
+
+def same_device(op: str, first: str, reference: Tensor, **others: Tensor | None) -> None:
+    """As `same_dtype`; None stands for a tensor that was not given."""
+    given = {name: x.device for name, x in others.items() if x is not None}
+    _agree(op, "be on the device of", {first: reference.device, **given})
 
 
 def size(op: str, what: str, value: int, least: int = 1, most: int | None = None) -> None:
@@ -138,6 +164,11 @@ def size(op: str, what: str, value: int, least: int = 1, most: int | None = None
 def equal(op: str, what: str, value: int, rule: str, expected: int) -> None:
     if value != expected:
         fail(op, f"{what} must equal {rule} ({expected})", value)
+
+
+def one_kv_head(op: str, name: str, h_kv: int) -> None:
+    if h_kv != 1:
+        fail(op, f"{name} must have one KV head (dimension -2 must be 1: multi-query attention)", h_kv)
 
 
 def power_of_two(op: str, name: str, value: int, least: int) -> None:
@@ -163,4 +194,5 @@ def returned(op: str, q: Tensor, **tensors: tuple[Tensor, tuple[int, ...], torch
             fail(op, f"{name} must have the shape {shape}", tuple(x.shape))
         if x.dtype != dtype:
             fail(op, f"{name} must be {dtype}", x.dtype)
-    same_device(op, "q", q, **{name: x for name, (x, _, _) in tensors.items()})
+    for name, (x, _, _) in tensors.items():
+        same_device(op, "q", q, **{name: x})

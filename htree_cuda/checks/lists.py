@@ -19,6 +19,7 @@ from .common import (
     equal,
     fail,
     float_dtype,
+    one_kv_head,
     returned,
     same_device,
     same_dtype,
@@ -54,10 +55,9 @@ def _index_list(
     for name, x in tensors.items():
         if x.dtype != torch.int32:
             fail(op, f"{name} must be int32", x.dtype)
-    same_device(op, first, reference, **tensors)
     if batched:
         _batch_sizes(op, first, reference, **tensors)
-    equal(op, "h_kv of indices", indices.shape[-2], "1 (multi-query attention)", 1)
+    one_kv_head(op, "indices", indices.shape[-2])
     equal(op, "s_q of indices", indices.shape[-3], f"s_q of {first}", s_q)
     if topk_length is not None:
         equal(op, "s_q of topk_length", topk_length.shape[-1], f"s_q of {first}", s_q)
@@ -94,6 +94,7 @@ def _sparse(
     k: Tensor,
     indices: Tensor,
     topk_length: Tensor | None,
+    others: dict[str, Tensor | None],
     *,
     sm_scale: float | None,
     q_start: Sequence[int] | None,
@@ -101,20 +102,21 @@ def _sparse(
     lse_base: float,
     backend: str,
 ) -> ListParams:
-    """What attn_dist and sparse_attention demand alike; `k_name` is what the call names its keys."""
+    """What attn_dist and sparse_attention demand alike; `k_name` is what the call names its keys, `others` are the
+    call's other tensors, which have to be on the same device."""
     backend_name(op, backend)
     strided(op, **{"q": q, k_name: k})
     batched = _batched(op, "q", q, ("s_q", "h_q", "d_qk"))
     dimensions(op, k_name, k, (*(("B",) if batched else ()), "s_kv", "h_kv", "d_qk"))
     float_dtype(op, "q", q)
     same_dtype(op, "q", q, **{k_name: k})
-    same_device(op, "q", q, **{k_name: k})
+    same_device(op, "q", q, **{k_name: k}, indices=indices, topk_length=topk_length, **others)
     if batched:
         _batch_sizes(op, "q", q, **{k_name: k})
     s_q, h_q, d_qk = q.shape[-3:]
     size(op, "h_q", h_q)
     size(op, "d_qk", d_qk)
-    equal(op, f"h_kv of {k_name}", k.shape[-2], "1 (multi-query attention)", 1)
+    one_kv_head(op, k_name, k.shape[-2])
     equal(op, f"d_qk of {k_name}", k.shape[-1], "d_qk of q", d_qk)
     _index_list(op, "q", q, s_q, batched, indices, topk_length)
     starts = _slot_numbers(op, s_q, k.shape[-3], q.shape[0] if batched else None, q_start, k_stride)
@@ -132,11 +134,10 @@ def attn_dist(
 ) -> ListParams:
     """Rules of ``htree_cuda::attn_dist``; options as `_sparse` names them."""
     op = "attn_dist"
-    params = _sparse(op, q, "k", k, indices, topk_length, **options)
+    params = _sparse(op, q, "k", k, indices, topk_length, {"lse": lse}, **options)
     strided(op, lse=lse)
     dimensions(op, "lse", lse, (*(("B",) if params.batched else ()), "s_q", "h_q"))
     _accumulated(op, "lse", lse, q)
-    same_device(op, "q", q, lse=lse)
     if params.batched:
         _batch_sizes(op, "q", q, lse=lse)
     equal(op, "s_q of lse", lse.shape[-2], "s_q of q", q.shape[-3])
@@ -156,14 +157,13 @@ def sparse_attention(
     **options: Any,
 ) -> ListParams:
     """Rules of ``htree_cuda::sparse_attention`` (and its backward); options as `_sparse` names them."""
-    params = _sparse(op, q, "kv", kv, indices, topk_length, **options)
+    params = _sparse(op, q, "kv", kv, indices, topk_length, {"attn_sink": attn_sink}, **options)
     if not 1 <= d_v <= q.shape[-1]:
         fail(op, f"d_v must lie in 1 .. d_qk ({q.shape[-1]})", d_v)
     if attn_sink is not None:
         strided(op, attn_sink=attn_sink)
         dimensions(op, "attn_sink", attn_sink, ("h_q",))
         _accumulated(op, "attn_sink", attn_sink, q)
-        same_device(op, "q", q, attn_sink=attn_sink)
         equal(op, "h_q of attn_sink", attn_sink.shape[0], "h_q of q", q.shape[-2])
     return params
 
@@ -209,7 +209,7 @@ def indexer_loss(
     batched = _batched(op, "logits", logits, ("s_q", "topk"))
     float_dtype(op, "logits", logits)
     _distribution_dtype(op, attn_dist)
-    same_device(op, "logits", logits, attn_dist=attn_dist)
+    same_device(op, "logits", logits, attn_dist=attn_dist, indices=indices, topk_length=topk_length)
     shape = tuple(logits.shape)
     summed = attn_dist.dim() == logits.dim()
     if tuple(attn_dist.shape if summed else (*attn_dist.shape[:-3], *attn_dist.shape[-2:])) != shape:

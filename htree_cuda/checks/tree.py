@@ -47,13 +47,19 @@ def tree_pool(k: Tensor, v: Tensor, *, compression_rate: int, max_top_nodes: int
     return layer_sizes(k.shape[1], compression_rate, max_top_nodes)
 
 
-def _key_value(op: str, k: Tensor, v: Tensor) -> None:
+def _key_value(op: str, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
+    """Rules of k and v, and of their dtype and device beside that of q where there is one."""
     strided(op, k=k, v=v)
     dimensions(op, "k", k, ("B", "T", "H_kv", "K"))
     dimensions(op, "v", v, ("B", "T", "H_kv", "V"))
     float_dtype(op, "k", k)
-    same_dtype(op, "k", k, v=v)
-    same_device(op, "k", k, v=v)
+    float_dtype(op, "v", v)
+    if q is None:
+        same_dtype(op, "k", k, v=v)
+        same_device(op, "k", k, v=v)
+    else:
+        same_dtype(op, "q", q, k=k, v=v)
+        same_device(op, "q", q, k=k, v=v)
     size(op, "T (dimension 1 of k)", k.shape[1], 1, MAX_INT32)
     size(op, "H_kv (dimension 2 of k)", k.shape[2])
     size(op, "K (dimension 3 of k)", k.shape[3])
@@ -96,41 +102,47 @@ def tree_options(
     return max_top_nodes, scale
 
 
-def tree_option_types(op: str, options: dict[str, Any]) -> None:
-    """Python types of `forward`'s options that are no tensors and no return flags."""
-    integer(op, "compression_rate", options["compression_rate"])
-    integer(op, "top_k_per_layer", options["top_k_per_layer"])
-    integer(op, "max_top_nodes", options["max_top_nodes"], optional=True)
-    number(op, "scale", options["scale"], optional=True)
-    number(op, "rope_base", options["rope_base"])
+def tree_option_types(op: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Python types of `forward`'s options that are no tensors and no return flags; returns them as the ops take them,
+    NumPy's numbers as Python's."""
+    typed = {
+        "compression_rate": integer(op, "compression_rate", options["compression_rate"]),
+        "top_k_per_layer": integer(op, "top_k_per_layer", options["top_k_per_layer"]),
+        "max_top_nodes": integer(op, "max_top_nodes", options["max_top_nodes"], optional=True),
+        "scale": number(op, "scale", options["scale"], optional=True),
+        "rope_base": number(op, "rope_base", options["rope_base"]),
+    }
     boolean(op, "strict_causal", options["strict_causal"])
     backend_name(op, options["backend"])
     if options["deterministic"] is not None:
         boolean(op, "deterministic", options["deterministic"])
     save_selection(op, options["save_selection"])
+    return options | typed
 
 
 def attention_module(
     *,
     d_model: int,
     n_heads: int,
-    n_kv_heads: int,
+    n_kv_heads: int | None,
     head_dim: int | None,
     v_head_dim: int | None,
     dropout: float,
     dtype: torch.dtype,
     flags: dict[str, bool],
     options: dict[str, Any],
-) -> tuple[int, int]:
-    """Rules of ``HTreeAttention``'s arguments; returns (head_dim, v_head_dim) with their defaults resolved."""
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Rules of ``HTreeAttention``'s arguments; returns its sizes with their defaults resolved, and the options of
+    `forward` as `tree_option_types` does."""
     op = "HTreeAttention"
+    d_model, n_heads = integer(op, "d_model", d_model), integer(op, "n_heads", n_heads)
+    n_kv_heads = n_heads if n_kv_heads is None else integer(op, "n_kv_heads", n_kv_heads)
     for name, value in (("d_model", d_model), ("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
-        integer(op, name, value)
         size(op, name, value)
     if n_heads % n_kv_heads:
         fail(op, f"n_heads must be a multiple of n_kv_heads ({n_kv_heads})", n_heads)
-    integer(op, "head_dim", head_dim, optional=True)
-    integer(op, "v_head_dim", v_head_dim, optional=True)
+    head_dim = integer(op, "head_dim", head_dim, optional=True)
+    v_head_dim = integer(op, "v_head_dim", v_head_dim, optional=True)
     if head_dim is None:
         if d_model % n_heads:
             fail(op, f"d_model must be a multiple of n_heads ({n_heads}) where head_dim is not given", d_model)
@@ -141,15 +153,15 @@ def attention_module(
     even(op, "head_dim", head_dim)
     for name, flag in flags.items():
         boolean(op, name, flag)
-    number(op, "dropout", dropout)
-    if dropout != 0:
+    if number(op, "dropout", dropout) != 0:
         fail(op, "dropout must be 0: attention probabilities are never stored, so none can be dropped", dropout)
     if dtype not in FLOAT_DTYPES:
         fail(op, "dtype must be float16, bfloat16, float32 or float64", dtype)
-    tree_option_types(op, options)
+    options = tree_option_types(op, options)
     tree = ("compression_rate", "top_k_per_layer", "max_top_nodes", "scale", "rope_base")
     tree_options(op, dtype=dtype, head_dim=head_dim, **{name: options[name] for name in tree})
-    return head_dim, v_head_dim
+    sizes = {"d_model": d_model, "n_heads": n_heads, "n_kv_heads": n_kv_heads}
+    return sizes | {"head_dim": head_dim, "v_head_dim": v_head_dim}, options
 
 
 def attention_module_input(
@@ -194,9 +206,7 @@ def forward(
     strided(op, q=q)
     dimensions(op, "q", q, ("B", "T_q", "H", "K"))
     float_dtype(op, "q", q)
-    _key_value(op, k, v)
-    same_dtype(op, "q", q, k=k)
-    same_device(op, "q", q, k=k)
+    _key_value(op, k, v, q)
     B, T_q, H, K = q.shape
     T, H_kv = k.shape[1], k.shape[2]
     equal(op, "dimension 0 of k", k.shape[0], "B of q", B)

@@ -148,6 +148,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.evaluate and (arguments.text is not None or arguments.query is not None):
         raise DemoError("--evaluate asks its own questions of the Python documentation: no --text, no --query")
     if arguments.text is not None and arguments.query is None:
+        read_file(arguments.text)  # What is wrong with the file comes before what is missing.
         raise DemoError(f"--text {arguments.text}: give a question about it with --query")
     max_tokens = arguments.max_tokens or MOST_TOKENS[device.type]
     search = answer = None

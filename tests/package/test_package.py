@@ -165,6 +165,8 @@ else:
 def test_command_line_help():
     text = command(sys.executable, "-m", "htree_cuda", "--help", cwd=ROOT)
     assert all(name in text for name in ("info", "demo", "bench"))
+    about = command(sys.executable, "-m", "htree_cuda", "--version", cwd=ROOT)
+    assert about.split() == ["htree_cuda", build.read_version(ROOT)]
 
 
 # ---- what the build decides ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The benchmark program's own arithmetic: counts, the crossover, the phases of a call."""
+"""The benchmark program's own arithmetic: counts, the break-even, the phases of a call."""
 
 from __future__ import annotations
 
@@ -41,12 +41,28 @@ def test_visited_counts_candidates_and_leaves(T, T_q, r, top_k):
     assert inputs.visited(T, T - T_q, T, r, top_k, top_k * r) == (candidates, leaves)
 
 
-def test_crossover_is_where_dense_attention_stays_behind():
+def test_break_even_is_where_dense_attention_stays_behind():
     figures = [
         {"T": T, "speedup_over_dense": x, "dense": {}} for T, x in ((8, 1.2), (16, 0.9), (64, 3.0), (32, 1.0), (4, 0.5))
     ]
-    assert tables.crossover(figures) == 32
-    assert tables.crossover(figures[1:2]) is None
+    assert tables.break_even(figures) == 32
+    assert tables.break_even(figures[1:2]) is None
+    local = [{"T": T, "speedup_over_dense": x, "dense": {}, "inputs": "local"} for T, x in ((32, 0.8), (64, 1.5))]
+    assert tables.break_even(figures + local) == 64, "one number a shape: every kind of input counts"
+    assert tables.break_even([{"T": 128}]) is None, "dense attention was not measured"
+
+
+def test_every_option_has_help(capsys):
+    for command in cli.COMMANDS:
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        text = capsys.readouterr().out.split("options:")[1]
+        options = re.findall(r"^  (?:-h, )?--[\w-]+.*?(?=^  -|\Z)", text, re.MULTILINE | re.DOTALL)
+        assert len(options) >= 10
+        for option in options:
+            lines = option.splitlines()
+            words = re.sub(r"^  (-h, )?--[\w-]+( \{[^}]*\}| [A-Z_]+)?", "", lines[0]) + " ".join(lines[1:])
+            assert len(words.replace("(default:", "").split()) >= 2, option
 
 
 def test_phases_know_every_kernel_of_the_forward():

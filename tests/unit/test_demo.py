@@ -301,6 +301,7 @@ def test_utf16_and_byte_order_marks(tmp_path):
     "name, content, query, message",
     [
         ("missing.txt", None, "x", "no such file"),
+        ("missing.txt", None, None, "no such file"),
         ("empty.txt", b"", "x", "the file is empty"),
         ("blank.txt", b" \n\t\n", "x", "the file is empty"),
         ("binary.bin", b"ab\0cd", "x", "binary file"),

@@ -83,9 +83,10 @@ def test_state_dict_keys_are_stable():
         "q_norm.weight": (6,), "k_norm.weight": (6,),
     }  # fmt: skip
     state = attention().state_dict()
+    assert state.pop("_extra_state").tolist() == [4, 2, 8, 6**-0.5, 100.0, 1]
     assert list(state) == list(shapes) and {name: tuple(x.shape) for name, x in state.items()} == shapes
-    plain = attention(qk_norm=False, bias=False)
-    assert list(plain.state_dict()) == [name for name in shapes if name.endswith("proj.weight")]
+    plain = attention(qk_norm=False, bias=False).state_dict()
+    assert [name for name in plain if name != "_extra_state"] == [n for n in shapes if n.endswith("proj.weight")]
 
 
 def test_state_dict_round_trip(tmp_path):
@@ -95,6 +96,38 @@ def test_state_dict_round_trip(tmp_path):
     torch.save(first.state_dict(), tmp_path / "weights.pt")
     second.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
     assert torch.equal(first(x), second(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "mine", "theirs"),
+    [
+        ("compression_rate", {"compression_rate": 8}, "8", "4"),
+        ("top_k_per_layer", {"top_k_per_layer": 4}, "4", "2"),
+        ("max_top_nodes", {"max_top_nodes": 5}, "5", "8"),
+        ("scale", {"scale": 0.5}, "0.5", "0.408248"),
+        ("rope_base", {"rope_base": 10000.0}, "10000", "100"),
+        ("strict_causal", {"strict_causal": False}, "0", "1"),
+    ],
+)
+def test_weights_of_another_tree_are_refused(tmp_path, name, change, mine, theirs):
+    """The projections have the same shapes, so that nothing else would notice; the module keeps its weights."""
+    torch.save(nn.Sequential(attention()).state_dict(), tmp_path / "weights.pt")
+    state = torch.load(tmp_path / "weights.pt", weights_only=True)
+    module = attention(**change)
+    match = rf"HTreeAttention: {name} of the state dict must be that of the module \({mine}\);.* got {theirs}"
+    with pytest.raises(ValueError, match=match):
+        nn.Sequential(module).load_state_dict(state)
+    del state["0._extra_state"]
+    nn.Sequential(module).load_state_dict(state)
+    assert torch.equal(module.q_proj.weight, state["0.q_proj.weight"])
+
+
+def test_defaults_spelled_out_are_the_same_tree():
+    spelled = attention(max_top_nodes=8, scale=6**-0.5, backend="torch", save_selection=False)
+    spelled.load_state_dict(attention().state_dict())
+    assert not spelled.load_state_dict(spelled.state_dict()).missing_keys
+    with pytest.raises(RuntimeError, match=r"Missing key.*q_proj"):
+        spelled.load_state_dict({})
 
 
 def test_reset_parameters_draws_what_the_constructor_draws():
@@ -233,6 +266,15 @@ def test_autocast_stays_near_float32(qk_norm):
         found = gradients(m, x)
     for a, b in zip(found, gradients(m, x), strict=True):
         assert 0 < (a - b).norm() <= 0.03 * b.norm()
+
+
+@pytest.mark.filterwarnings("error")
+def test_norms_stay_one_kernel_under_autocast():
+    """PyTorch warns where the gain's dtype keeps RMSNorm from its fused kernel."""
+    module, x = attention(torch.float32), torch.randn(1, 20, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        module(x).sum().backward()
+    assert module.q_norm.weight.grad.dtype == torch.float32 and bool(module.q_norm.weight.grad.any())
 
 
 def test_autocast_with_a_cache():
