@@ -1,0 +1,69 @@
+"""Generated blocks: what is stale is found, and a table says what was measured and no more."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.update_docs import __main__ as update
+from tools.update_docs import budgets
+
+
+def figure(T, ms, dense=None, inputs="iid", **shape):
+    at = {
+        "op": "forward",
+        "B": 1,
+        "T": T,
+        "T_q": T,
+        "H": 16,
+        "H_kv": 1,
+        "K": 128,
+        "top_k": 64,
+        "inputs": inputs,
+        "ms": ms,
+    }
+    return {**at, **shape, **({"dense": {"ms": dense}} if dense else {})}
+
+
+def reports(monkeypatch, *found):
+    monkeypatch.setattr(budgets, "load_all", lambda pattern: list(found))
+
+
+def report(figures, gpu="H100", date="2026-01-02"):
+    return {"gpu": gpu, "date": date, "figures": figures}
+
+
+def test_a_stale_block_is_rewritten_and_the_rest_kept(monkeypatch):
+    monkeypatch.setitem(update.BLOCKS, "budgets", lambda: "new")
+    text = "a\n<!-- generated: budgets -->\nold\n<!-- end generated -->\nb\n"
+    assert update.regenerate(text) == "a\n<!-- generated: budgets -->\n\nnew\n\n<!-- end generated -->\nb\n"
+
+
+def test_an_unknown_block_is_an_error():
+    with pytest.raises(SystemExit, match="nowhere"):
+        update.regenerate("<!-- generated: nowhere -->\n<!-- end generated -->\n")
+
+
+def test_it_overtakes_where_every_longer_length_is_faster(monkeypatch):
+    rows = [(8192, 1.0, 1.1), (16384, 3.0, 2.0), (32768, 5.0, 8.0), (65536, 9.0, 30.0)]
+    reports(monkeypatch, report([figure(*row) for row in rows]))
+    found = budgets.figures_of("forward")
+    assert budgets.overtakes(found, (16, 1, 128, 64)) == 32768
+
+
+def test_it_overtakes_nowhere_if_the_longest_is_slower_or_one_kind_is(monkeypatch):
+    reports(monkeypatch, report([figure(65536, 9.0, 30.0), figure(65536, 31.0, 30.0, inputs="local")]))
+    assert budgets.overtakes(budgets.figures_of("forward"), (16, 1, 128, 64)) is None
+
+
+def test_one_card_a_table_the_one_measured_last(monkeypatch):
+    old, new = figure(65536, 9.0, 30.0), figure(65536, 8.0, 29.0, top_k=128)
+    reports(monkeypatch, report([old], gpu="H200", date="2026-01-01"), report([new]))
+    text = budgets.BLOCKS["budgets"]()
+    assert "H100" in text and "H200" not in text
+    assert "| 16 | 16, 1, 128 | 128 | 3.62 | 64K |" in text
+
+
+def test_parts_of_a_sequence_and_the_torch_backend_are_no_rows(monkeypatch):
+    part, torch_backend = figure(65536, 1.0, T_q=1), figure(65536, 1.0, backend="torch")
+    reports(monkeypatch, report([part, torch_backend]))
+    assert budgets.figures_of("forward") == {}
