@@ -56,7 +56,7 @@ kernels: $(READY)
 
 # Tables and figures of README and docs, from benchmarks/results.
 docs: $(READY)
-	$(PY) tools/make_figures.py
+	$(PY) -m tools.make_figures
 	$(PY) -m tools.update_docs
 
 bench-cpu: $(READY)

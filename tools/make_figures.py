@@ -1,22 +1,24 @@
-"""Figures of docs/algorithm.md, drawn from the definition itself; then those of tools/measured_figures.py."""
+"""Figures of docs/algorithm.md, drawn from the definition itself; then those of tools/measured_figures.py.
+
+python -m tools.make_figures
+"""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import measured_figures
 import torch
 from matplotlib.patches import Patch, Rectangle
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from htree_cuda import definition
 
-from htree_cuda import definition  # noqa: E402
+from . import measured_figures
+
+ROOT = Path(__file__).resolve().parent.parent
 
 FIGURES = ROOT / "docs" / "figures"
 LEAF, EXPANDED, UNSEEN, FUTURE = "#4c9f70", "#e08e45", "#e6e6e6", "#ffffff"

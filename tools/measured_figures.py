@@ -1,6 +1,6 @@
 """Figures from benchmarks/results, and the timelines of docs/kernels: phases as measured, schedules as designed.
 
-python tools/measured_figures.py    draw docs/figures/speedup.png and timeline_*.png
+python -m tools.measured_figures    draw docs/figures/speedup.png and timeline_*.png
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from update_docs import budgets
-from update_docs.common import RESULTS, ROOT, length, phases
+
+from .update_docs import budgets
+from .update_docs.common import RESULTS, ROOT, length, phases
 
 FIGURES = ROOT / "docs" / "figures"
 COLORS = ["#8da0cb", "#a6bddb", "#e08e45", "#f2c49b", "#4c9f70", "#a8d5ba", "#b07aa1", "#d8bfd8", "#999999", "#cccccc"]

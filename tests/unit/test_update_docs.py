@@ -21,7 +21,7 @@ def figure(T, ms, dense=None, inputs="iid", **shape):
         "inputs": inputs,
         "ms": ms,
     }
-    return {**at, **shape, **({"dense": {"ms": dense}} if dense else {})}
+    return {**at, **shape, **({"dense": {"ms": dense}, "speedup_over_dense": dense / ms} if dense else {})}
 
 
 def reports(monkeypatch, *found):

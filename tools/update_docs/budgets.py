@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from htree_cuda.bench.tables import break_even
+
 from .common import NOT_MEASURED, length, load_all, markdown
 
 Shape = tuple[int, int, int, int]  # H, H_kv, K, top_k
@@ -33,16 +35,8 @@ def shapes(figures: Figures) -> list[Shape]:
 
 
 def overtakes(figures: Figures, shape: Shape) -> int | None:
-    """The shortest measured length from which on every measured figure of the shape beats dense attention."""
-    at = None
-    for T in sorted({key[5] for key in figures if key[:4] == shape}, reverse=True):
-        beside = [f for key, f in figures.items() if key[:4] == shape and key[5] == T and "dense" in f]
-        if not beside:
-            continue
-        if any(f["ms"] >= f["dense"]["ms"] for f in beside):
-            break
-        at = T
-    return at
+    """The break-even length of a shape."""
+    return break_even([f for key, f in figures.items() if key[:4] == shape])
 
 
 def _speedup(f: dict) -> str:
