@@ -26,6 +26,8 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "benchmarks" / "README.md",
+    ROOT / "third_party" / "README.md",
+    ROOT / "tools" / "ptx_emulator" / "README.md",
 ]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./{{}},*-]*)(?::(\w+))?`")
