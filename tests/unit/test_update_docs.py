@@ -47,12 +47,12 @@ def test_it_overtakes_where_every_longer_length_is_faster(monkeypatch):
     rows = [(8192, 1.0, 1.1), (16384, 3.0, 2.0), (32768, 5.0, 8.0), (65536, 9.0, 30.0)]
     reports(monkeypatch, report([figure(*row) for row in rows]))
     found = budgets.figures_of("forward")
-    assert budgets.overtakes(found, (16, 1, 128, 64)) == 32768
+    assert budgets.overtakes(found, (16, 1, 128, 64)) == "32K"
 
 
 def test_it_overtakes_nowhere_if_the_longest_is_slower_or_one_kind_is(monkeypatch):
     reports(monkeypatch, report([figure(65536, 9.0, 30.0), figure(65536, 31.0, 30.0, inputs="local")]))
-    assert budgets.overtakes(budgets.figures_of("forward"), (16, 1, 128, 64)) is None
+    assert budgets.overtakes(budgets.figures_of("forward"), (16, 1, 128, 64)) == "not up to 64K"
 
 
 def test_one_card_a_table_the_one_measured_last(monkeypatch):

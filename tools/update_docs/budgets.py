@@ -34,9 +34,13 @@ def shapes(figures: Figures) -> list[Shape]:
     return sorted({key[:4] for key in figures}, key=lambda s: (-s[0] // s[1], s[0], -s[2], s[3]))
 
 
-def overtakes(figures: Figures, shape: Shape) -> int | None:
-    """The break-even length of a shape."""
-    return break_even([f for key, f in figures.items() if key[:4] == shape])
+def overtakes(figures: Figures, shape: Shape) -> str:
+    """The break-even length of a shape, in words."""
+    beside = [f for key, f in figures.items() if key[:4] == shape and "dense" in f]
+    if not beside:
+        return "not measured"
+    at = break_even(beside)
+    return length(at) if at else f"not up to {length(max(f['T'] for f in beside))}"
 
 
 def _speedup(f: dict) -> str:
@@ -61,8 +65,7 @@ def table(op: str, show: Callable[[dict], str], crossover: bool) -> str:
         for T in lengths:
             cells = [show(figures[(*shape, kind, T)]) for kind in kinds if (*shape, kind, T) in figures]
             row.append(" / ".join(filter(None, cells)))
-        at = overtakes(figures, shape)
-        rows.append([*row, *([length(at) if at else "not measured"] if crossover else [])])
+        rows.append([*row, *([overtakes(figures, shape)] if crossover else [])])
     header = ["group", "H, H_kv, K", "top_k", *map(length, lengths), *(["always faster from"] if crossover else [])]
     cards = "; ".join(sorted({f["card"] for f in figures.values()}))
     return f"{' / '.join(kinds)} inputs ({cards}):\n\n" + markdown(header, rows)
