@@ -150,7 +150,8 @@ def _gather(cache: CacheTensors, layout: TreeLayout, layer: int, rows: _Rows, no
     if not (layer < layout.paged_layers or layout.layer_rows[layer]):
         return tuple(x.new_zeros(*node.shape, x.shape[-1], dtype=dtype) for x in (cache.k, cache.v))
     place, upper = _flat_rows(cache, layout, layer, rows.b, rows.h, node)
-    return tuple(x[place].to(dtype) for x in _buffers(cache, upper))
+    place = place.flatten()
+    return tuple(x.index_select(0, place).view(*node.shape, -1).to(dtype) for x in _buffers(cache, upper))
 
 
 def _attend(rows: _Rows, cache: CacheTensors, layout: TreeLayout, table: Tensor, params: CachedParams, longest: int):
