@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from . import checks
 from .api import forward
+from .cache import TreeCache, forward_cached
 
 # The options of `forward` that decide what a query attends to: weights belong to them.
 TREE_NUMBERS = ("compression_rate", "top_k_per_layer", "max_top_nodes", "scale", "rope_base", "strict_causal")
@@ -36,10 +37,14 @@ class HTreeAttention(nn.Module):
             save_selection: as in `htree_cuda.forward`.
         device, dtype: of the parameters.
 
-    Shape of the call ``module(x, past=None, return_kv=False)``:
+    Shape of the call ``module(x, past=None, return_kv=False, *, cache=None, seqused=None)``:
         x: [B, T_q, d_model], dtype of the parameters.
+        cache: a `TreeCache` (`new_cache` makes one) of the tokens before x; those of x are appended. A step costs the
+            same at every length, and has no gradient.
+        seqused: with a cache, [B] int32 on the device, 0 .. T_q, how many tokens of each row of x exist, the first
+            ones; default: all.
         past: (k [B, T_past, n_kv_heads, head_dim], v [B, T_past, n_kv_heads, v_head_dim]) of the tokens before x, as an
-            earlier call returned them; default None: there are none.
+            earlier call returned them; default None: there are none. A call copies them and pools them again, O(T).
         returns out [B, T_q, d_model]; with return_kv (out, (k, v)), k and v of the T_past + T_q tokens so far.
 
     Raises:
@@ -51,8 +56,9 @@ class HTreeAttention(nn.Module):
         ``v_proj.weight`` [n_kv_heads * v_head_dim, d_model], ``o_proj.weight`` [d_model, n_heads * v_head_dim], with
         bias a ``.bias`` each, with qk_norm ``q_norm.weight`` and ``k_norm.weight`` [head_dim]. These names are kept.
         Cache: keys are cached without RoPE, because a key's position depends on who looks at it, so a cache never
-        has to be turned. What a call returns is a new tensor: decoding copies the cache and pools the tree again for
-        every call, work that grows with T. Nothing in a cache is tied to a step: it can be cut (``k[:, :n]``).
+        has to be rotated. With ``cache`` a step reads the candidates of its query alone. With ``past`` what a call
+        returns is a new tensor, and every call copies the old one and pools the tree again: work that grows with T.
+        Nothing in either is tied to a step: ``k[:, :n]`` cuts a past, `TreeCache.truncate` a cache.
         Padding has no mask: sequences of a batch have one length.
         Memory, gradients, autocast: as `htree_cuda.forward`.
 
@@ -61,6 +67,10 @@ class HTreeAttention(nn.Module):
         >>> out = attention(torch.randn(1, 4096, 256))
         >>> out, past = attention(torch.randn(1, 4096, 256), return_kv=True)  # prefill, then one token:
         >>> out, past = attention(torch.randn(1, 1, 256), past=past, return_kv=True)
+        >>> cache = attention.new_cache(1, max_tokens=8192)  # decoding at a cost that does not grow:
+        >>> with torch.no_grad():
+        ...     out = attention(torch.randn(1, 4096, 256), cache=cache)
+        ...     out = attention(torch.randn(1, 1, 256), cache=cache)
 
     Source: docs/guides/training.md; grouped queries: Ainslie et al. 2023; query-key norm: Henry et al. 2020.
     """
@@ -150,8 +160,29 @@ class HTreeAttention(nn.Module):
         v_head_dim] -> [B, T_q, n_heads, v_head_dim]. The one step a subclass replaces to compare attentions."""
         return forward(q, k, v, **self.options)
 
+    def new_cache(self, batch_size: int, max_tokens: int, **options) -> TreeCache:
+        """An empty `TreeCache` for calls with ``cache``. Shapes, dtype and device are the module's; options are those
+        of `TreeCache`, page_size for example."""
+        weight = self.k_proj.weight
+        place = {"dtype": weight.dtype, "device": weight.device, "compression_rate": self.options["compression_rate"]}
+        shape = (batch_size, max_tokens, self.n_kv_heads, self.head_dim, self.v_head_dim)
+        return TreeCache(*shape, **{**place, **options})
+
+    def attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, seqused: Tensor | None) -> Tensor:
+        """Appends k, v to the cache and attends from q, of the shapes of `attend`, of which the first seqused exist."""
+        backend = self.options["backend"]
+        cache.append(k, v, seqused=seqused, backend=backend)
+        tree = {name: self.options[name] for name in ("top_k_per_layer", "max_top_nodes", "scale", "rope_base")}
+        return forward_cached(q, cache, seqused_q=seqused, backend=backend, **tree)
+
     def forward(
-        self, x: Tensor, past: tuple[Tensor, Tensor] | None = None, return_kv: bool = False
+        self,
+        x: Tensor,
+        past: tuple[Tensor, Tensor] | None = None,
+        return_kv: bool = False,
+        *,
+        cache: TreeCache | None = None,
+        seqused: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor]]:
         """See the class."""
         checks.tree.attention_module_input(
@@ -159,11 +190,18 @@ class HTreeAttention(nn.Module):
             v_head_dim=self.v_head_dim,
         )  # fmt: skip
         checks.common.boolean("HTreeAttention", "return_kv", return_kv)
+        if cache is not None:
+            numbers = {name: self.options[name] for name in ("compression_rate", "strict_causal")}
+            checks.cache.module_cache(cache, past, return_kv, **numbers)
+        elif seqused is not None:
+            checks.common.fail("HTreeAttention", "seqused needs a cache", "none")
         q = self.q_proj(x).unflatten(2, (self.n_heads, self.head_dim))
         k = self.k_proj(x).unflatten(2, (self.n_kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(2, (self.n_kv_heads, self.v_head_dim))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if cache is not None:
+            return self.o_proj(self.attend_cached(q, k, v, cache, seqused).flatten(2))
         if past is not None:
             k, v = (torch.cat((old, new), dim=1) for old, new in zip(past, (k, v)))
         out = self.o_proj(self.attend(q, k, v).flatten(2))

@@ -120,7 +120,8 @@ def _cache_tensors(op: str, first: str, x: Tensor, B: int, cache, layout: TreeLa
             fail(op, f"{name} of the cache must be contiguous", f"strides {tuple(part.stride())}")
     _int32(op, lengths=cache.lengths, overflowed=cache.overflowed, reserved=cache.reserved)
     _int32(op, block_table=cache.block_table)
-    same_dtype(op, first, x, k=cache.k, v=cache.v, k_upper=cache.k_upper, v_upper=cache.v_upper)
+    same_dtype(op, first, x, **{"the cache": cache.k})
+    same_dtype(op, "k of the cache", cache.k, v=cache.v, k_upper=cache.k_upper, v_upper=cache.v_upper)
     same_device(op, first, x, **{f"{name} of the cache": part for name, part in cache._asdict().items()})
 
 
@@ -204,6 +205,18 @@ def forward_cached(
 def forward_cached_kernel(q: Tensor, cache, params: CachedParams) -> None:
     """What the decoding kernels support of a valid call: what the forward's do."""
     support.forward(q, cache.k.transpose(1, 2), cache.v.transpose(1, 2), params, "forward_cached")
+
+
+def module_cache(cache: Any, past: Any, return_kv: bool, *, compression_rate: int, strict_causal: bool) -> None:
+    """Rules of a call of ``HTreeAttention`` with a cache; the rest is found by `append` and `forward_cached`."""
+    op = "HTreeAttention"
+    if not hasattr(cache, "layout") or not hasattr(cache, "append"):
+        raise TypeError(f"{op}: cache must be a htree_cuda.TreeCache or None, got {type(cache).__name__}")
+    if past is not None or return_kv:
+        fail(op, "cache takes the place of past and return_kv", "both")
+    if not strict_causal:
+        fail(op, "cache needs strict_causal=True: only complete nodes are stored", strict_causal)
+    equal(op, "compression_rate of the cache", cache.layout.compression_rate, "the module's", compression_rate)
 
 
 def option_types(op: str, *, return_lse: bool, return_selection: bool, **tree: Any) -> None:
