@@ -91,13 +91,15 @@ class TreeCache:
         num_pages: int | None = None,
         block_table: Tensor | None = None,
     ):
-        self.layout, self.num_pages = checks.cache.new_cache(
+        self.layout, sizes = checks.cache.new_cache(
             batch_size=batch_size, max_tokens=max_tokens, n_kv_heads=n_kv_heads, head_dim=head_dim,
             v_head_dim=v_head_dim, compression_rate=compression_rate, dtype=dtype, num_layers=num_layers,
             page_size=page_size, num_pages=num_pages, block_table=block_table,
         )  # fmt: skip
-        self.batch_size, self.n_kv_heads, self.head_dim = batch_size, n_kv_heads, head_dim
-        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        self.batch_size, self.n_kv_heads, self.num_pages = (
+            sizes[name] for name in ("batch_size", "n_kv_heads", "num_pages")
+        )
+        self.head_dim, self.v_head_dim = sizes["head_dim"], sizes["v_head_dim"]
         self.dtype = dtype
         self._pool_grows = num_pages is None
         self._owns_table = block_table is None
@@ -106,7 +108,7 @@ class TreeCache:
             raise ValueError(
                 f"TreeCache: block_table must be on the device of the cache ({device}), got {block_table.device}"
             )
-        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=device)
         self.overflowed = torch.zeros_like(self.lengths)
         self._allocate(block_table)
         self._rope_tables: dict[tuple[int, float], Tensor] = {}
@@ -216,7 +218,7 @@ class TreeCache:
             positions = min(
                 positions, max(sizes[-1], *(min(top_k, n) * min(r, 2 * self.max_tokens) for n in sizes[1:]), 1)
             )
-        key = (positions, float(rope_base))
+        key = (positions, rope_base)
         table = self._rope_tables.get(key)
         if table is None:
             table = torch.ops.htree_cuda.rope_table(
@@ -343,7 +345,7 @@ class TreeCache:
         A pool of pages whose size was not given grows with it; a pool of a given size stays, and `reserve` says where
         it is too small.
         """
-        checks.common.integer("resize", "max_tokens", max_tokens)
+        max_tokens = checks.common.integer("resize", "max_tokens", max_tokens)
         longest = max(self.lengths.tolist(), default=0)
         checks.common.size("resize", "max_tokens", max_tokens, max(1, longest), checks.common.MAX_INT32)
         old, old_pages = self.layout, self.num_pages
@@ -470,14 +472,13 @@ class TreeCache:
         """
         self._counts_pages("attach")
         (row,) = checks.cache.rows("attach", "row", row, self.batch_size)
-        pages = list(pages)
+        pages = [checks.common.integer("attach", "pages", page) for page in pages]
         for page in pages:
-            checks.common.integer("attach", "pages", page)
             if not 0 <= page < self.num_pages or not self._holders[page]:
                 checks.common.fail("attach", "every page must be held by a sequence", page)
         if len(set(pages)) != len(pages):
             checks.common.fail("attach", "pages must differ from each other", pages)
-        checks.common.integer("attach", "length", length)
+        length = checks.common.integer("attach", "length", length)
         size = self.layout.page_size
         if -(-length // size) != len(pages) or length > self.max_tokens:
             rule = f"length must lie in the last of the {len(pages)} pages of {size} tokens and in max_tokens"
@@ -646,14 +647,13 @@ def forward_cached(
         raise TypeError(f"{op}: cache must be a htree_cuda.TreeCache, got {type(cache).__name__}")
     if seqused_q is not None:
         checks.common.tensor(op, "seqused_q", seqused_q)
-    checks.cache.option_types(
+    tree = checks.cache.option_types(
         op, top_k_per_layer=top_k_per_layer, max_top_nodes=max_top_nodes, scale=scale, rope_base=rope_base,
         return_lse=return_lse, return_selection=return_selection,
     )  # fmt: skip
     checks.tree.tree_options(
-        op, dtype=cache.dtype, head_dim=cache.head_dim, compression_rate=cache.compression_rate,
-        top_k_per_layer=top_k_per_layer, max_top_nodes=max_top_nodes, scale=scale, rope_base=rope_base,
-    )  # fmt: skip
+        op, dtype=cache.dtype, head_dim=cache.head_dim, compression_rate=cache.compression_rate, **tree
+    )
     if torch.is_grad_enabled() and q.requires_grad:
         raise RuntimeError(
             f"{op}: a cached call has no gradient; run it under torch.no_grad() or torch.inference_mode(), or train "
@@ -662,11 +662,10 @@ def forward_cached(
     if torch.is_autocast_enabled(q.device.type) and q.is_floating_point():
         q = q.to(cache.dtype)
     t = cache._tensors()
-    table = cache._rope_table(top_k_per_layer, max_top_nodes, rope_base)
+    table = cache._rope_table(tree["top_k_per_layer"], tree["max_top_nodes"], tree["rope_base"])
     out, lse, selection = torch.ops.htree_cuda.forward_cached(
-        q, seqused_q, *t, table, **cache._numbers(), top_k_per_layer=top_k_per_layer, max_top_nodes=max_top_nodes,
-        scale=scale, rope_base=rope_base, need_selection=return_selection, backend=backend,
-    )  # fmt: skip
+        q, seqused_q, *t, table, **cache._numbers(), **tree, need_selection=return_selection, backend=backend
+    )
     if _checks_always():
         cache.check()
     extra = ([lse] if return_lse else []) + ([selection] if return_selection else [])

@@ -48,35 +48,34 @@ def new_cache(
     page_size: int | None,
     num_pages: int | None,
     block_table: Tensor | None,
-) -> tuple[TreeLayout, int]:
-    """Rules of ``TreeCache``'s arguments; returns the layout and the number of pages (0 without pages)."""
+) -> tuple[TreeLayout, dict[str, int]]:
+    """Rules of ``TreeCache``'s arguments; returns the layout and the sizes by name (num_pages 0 without pages)."""
     op = "TreeCache"
-    for name, value, least in (
-        ("batch_size", batch_size, 0), ("max_tokens", max_tokens, 1), ("n_kv_heads", n_kv_heads, 1),
-        ("head_dim", head_dim, 1), ("compression_rate", compression_rate, 2),
-    ):  # fmt: skip
-        integer(op, name, value)
-        size(op, name, value, least, MAX_INT32)
+    sizes = {"batch_size": batch_size, "max_tokens": max_tokens, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
+    sizes = {name: integer(op, name, value) for name, value in sizes.items()}
+    for name, value in sizes.items():
+        size(op, name, value, 0 if name == "batch_size" else 1, MAX_INT32)
+    max_tokens, compression_rate = sizes["max_tokens"], integer(op, "compression_rate", compression_rate)
     power_of_two(op, "compression_rate", compression_rate, 2)
-    even(op, "head_dim", head_dim)
-    integer(op, "v_head_dim", v_head_dim, optional=True)
-    if v_head_dim is not None:
-        size(op, "v_head_dim", v_head_dim)
+    even(op, "head_dim", sizes["head_dim"])
+    v_head_dim = integer(op, "v_head_dim", v_head_dim, optional=True)
+    sizes["v_head_dim"] = sizes["head_dim"] if v_head_dim is None else v_head_dim
+    size(op, "v_head_dim", sizes["v_head_dim"])
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{op}: dtype must be a torch.dtype, got {dtype!r}")
     if dtype not in FLOAT_DTYPES:
         fail(op, "dtype must be float16, bfloat16, float32 or float64", dtype)
-    integer(op, "num_layers", num_layers, optional=True)
+    num_layers = integer(op, "num_layers", num_layers, optional=True)
     if num_layers is None:
         num_layers = default_layers(max_tokens, compression_rate)
     size(op, "num_layers", num_layers, 1, 32)
-    integer(op, "page_size", page_size, optional=True)
-    integer(op, "num_pages", num_pages, optional=True)
+    page_size = integer(op, "page_size", page_size, optional=True)
+    num_pages = integer(op, "num_pages", num_pages, optional=True)
     if page_size is None:
         for name, value in (("num_pages", num_pages), ("block_table", block_table)):
             if value is not None:
                 fail(op, f"{name} needs page_size", "page_size None")
-        return TreeLayout(compression_rate, max_tokens, num_layers), 0
+        return TreeLayout(compression_rate, max_tokens, num_layers), {**sizes, "num_pages": 0}
     if page_size < PAGE_MULTIPLE or page_size % PAGE_MULTIPLE:
         fail(op, f"page_size must be a positive multiple of {PAGE_MULTIPLE} tokens", page_size)
     layout = TreeLayout(compression_rate, max_tokens, num_layers, page_size)
@@ -85,15 +84,15 @@ def new_cache(
         dimensions(op, "block_table", block_table, ("B", "max_pages"))
         if block_table.dtype != torch.int32:
             fail(op, "block_table must be int32", block_table.dtype)
-        equal(op, "dimension 0 of block_table", block_table.shape[0], "batch_size", batch_size)
+        equal(op, "dimension 0 of block_table", block_table.shape[0], "batch_size", sizes["batch_size"])
         if block_table.shape[1] < layout.max_pages:
             rule = f"block_table needs max_tokens / page_size ({layout.max_pages}) columns"
             fail(op, rule, block_table.shape[1])
         if num_pages is None:
             fail(op, "num_pages must be given with a block_table of the caller", None)
-    num_pages = batch_size * layout.max_pages if num_pages is None else num_pages
+    num_pages = max(1, sizes["batch_size"]) * layout.max_pages if num_pages is None else num_pages
     size(op, "num_pages", num_pages, 1, MAX_INT32)
-    return layout, num_pages
+    return layout, {**sizes, "num_pages": num_pages}
 
 
 def _int32(op: str, **tensors: Tensor) -> None:
@@ -219,14 +218,16 @@ def module_cache(cache: Any, past: Any, return_kv: bool, *, compression_rate: in
     equal(op, "compression_rate of the cache", cache.layout.compression_rate, "the module's", compression_rate)
 
 
-def option_types(op: str, *, return_lse: bool, return_selection: bool, **tree: Any) -> None:
-    """Python types of `forward_cached`'s options that are no tensors."""
-    integer(op, "top_k_per_layer", tree["top_k_per_layer"])
-    integer(op, "max_top_nodes", tree["max_top_nodes"], optional=True)
-    number(op, "scale", tree["scale"], optional=True)
-    number(op, "rope_base", tree["rope_base"])
+def option_types(op: str, *, return_lse: bool, return_selection: bool, **tree: Any) -> dict[str, Any]:
+    """Python types of `forward_cached`'s options that are no tensors; returns the numbers as the op takes them."""
     boolean(op, "return_lse", return_lse)
     boolean(op, "return_selection", return_selection)
+    return {
+        "top_k_per_layer": integer(op, "top_k_per_layer", tree["top_k_per_layer"]),
+        "max_top_nodes": integer(op, "max_top_nodes", tree["max_top_nodes"], optional=True),
+        "scale": number(op, "scale", tree["scale"], optional=True),
+        "rope_base": float(number(op, "rope_base", tree["rope_base"])),
+    }
 
 
 def lengths(op: str, value: Any, batch_size: int) -> None:
@@ -243,8 +244,8 @@ def lengths(op: str, value: Any, batch_size: int) -> None:
 def numbers(op: str, name: str, value: Any, batch_size: int) -> list[int]:
     """One int or B ints, none of them negative, as B ints."""
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * batch_size
+    values = [integer(op, name, x) for x in values]
     for x in values:
-        integer(op, name, x)
         size(op, name, x, 0, MAX_INT32)
     equal(op, f"the number of {name}", len(values), "batch_size of the cache", batch_size)
     return values
@@ -253,8 +254,8 @@ def numbers(op: str, name: str, value: Any, batch_size: int) -> list[int]:
 def rows(op: str, name: str, value: Any, batch_size: int) -> list[int]:
     """Sequences of the batch, by index."""
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    values = [integer(op, name, x) for x in values]
     for x in values:
-        integer(op, name, x)
         if not 0 <= x < batch_size:
             fail(op, f"{name} must lie in 0 .. batch_size - 1 ({batch_size - 1})", x)
     return values
