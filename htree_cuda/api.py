@@ -49,11 +49,13 @@ def forward(
 ) -> Tensor | tuple[Tensor, ...]:
     """Hierarchical-tree sparse causal attention.
 
-    Keys and values are mean-pooled into a tree with ``compression_rate`` children per node. Each query walks it from
+    Keys and values are mean-pooled into a tree with ``compression_rate`` children per node. Each query descends from
     the top: it scores the candidates of a layer (RoPE on their places in the candidate list), expands the ``top_k``
     most important ones into the next layer, and attends, in one softmax, to all nodes it did not expand and to the
-    tokens it reached. The choice is shared by the query heads of a KV head. With ``T <= max_top_nodes`` the result is
-    ordinary dense causal attention with RoPE.
+    tokens it reached. The selection is shared by the query heads of a KV head, a group. With ``T <= max_top_nodes`` the
+    result is ordinary dense causal attention with RoPE.
+
+    Layouts are [B, T, H, D], sequence before heads, as in FlashAttention; an lse is a natural logarithm.
 
     Args:
         q: [B, T_q, H, K] float16, bfloat16, float32 or float64; queries at the positions
@@ -68,17 +70,20 @@ def forward(
             default top_k * compression_rate.
         scale: finite float, multiplies the scores; default K ** -0.5.
         rope_base: finite float > 0; default 10000.
-        strict_causal: bool; True keeps the node that contains the query's position out of the importance normaliser,
-            so that no later token can influence the selection; False is the original formula, which includes it.
-        return_lse: bool; also return lse.
-        return_selection: bool; also return the selected nodes.
-        backend: "auto": CPU tensors use PyTorch operations, CUDA tensors the Hopper kernels or an error;
+        strict_causal: bool; True (default) keeps the node that contains the query's position out of the softmax
+            denominator of the importance, so that no later token can influence the selection. False includes it: the
+            formula of the design documents, with a denominator for each head. It is not bitwise what upstream's
+            published code selects, which scores with one maximum shared by the heads of a group: for groups of more
+            than one head that selects other nodes (358 of 2,800 rows in a comparison with its ``naive.py``).
+        return_lse: bool; also return lse; default False.
+        return_selection: bool; also return the selected nodes; default False.
+        backend: "auto" (default): CPU tensors use PyTorch operations, CUDA tensors the Hopper kernels or an error;
             "torch": PyTorch operations on any device.
         deterministic: bool; True: gradients are bitwise repeatable; default None: what
             ``torch.are_deterministic_algorithms_enabled()`` says at the call.
-        save_selection: True keeps the selection for the backward, False has the backward find it again by running the
-            forward once more, to the bit; "auto" keeps it where it takes no more bytes than q and out together:
-            ``4 (L-1) H_kv top_k <= H (K + V) * itemsize``.
+        save_selection: True keeps the selection for the backward; False has the backward run the forward once more,
+            which selects the same nodes; "auto" (default) keeps it where it takes no more bytes than q and out
+            together, ``4 (L-1) H_kv top_k <= H (K + V) * itemsize``, and never in a graph that torch.export makes.
 
     Returns:
         out [B, T_q, H, V] in the dtype of q; or a tuple (out[, lse][, selection]).
@@ -88,22 +93,26 @@ def forward(
         B = 0 or T_q = 0 give empty tensors. Every query attends at least to itself, so no row is empty.
 
     Raises:
-        TypeError: an argument is not a tensor / number / bool.
+        TypeError: an argument is not a tensor / number / bool. Numbers of NumPy are numbers.
         ValueError: a dtype, shape, range or device breaks a rule above; the message names the rule and the value.
-        UnsupportedError: backend "auto" and CUDA tensors the kernels do not cover.
+        UnsupportedError: backend "auto" and CUDA tensors that the kernels do not cover; the message names the reason
+            and the way out.
 
     Notes:
         Gradients: out and lse are differentiable with respect to q, k, v (the selection is a constant). The backward
-        walks the tree again from the selection, 4 (L-1) B T_q H_kv top_k bytes, kept or found again as save_selection
-        says; the gradients are the same to the bit. With return_selection it is kept in any case: it is an output.
-        Second derivatives raise. On CUDA, the torch backend's dk and dv use atomic additions unless deterministic;
-        everything else is bitwise repeatable.
-        Memory: the torch backend holds the tree (1 + 1/r + ... times k and v), plus a bounded chunk of temporaries; the
-        kernels hold the tree, packed, and at most 384 MiB forward; backward see docs/kernels/htree_bwd.md.
+        descends again from the selection, 4 (L-1) B T_q H_kv top_k bytes, kept or selected again as save_selection
+        says; the gradients are bitwise identical. With return_selection it is kept in any case: it is an output.
+        Second derivatives raise.
+        Determinism: on CUDA, the PyTorch backend's dk and dv use atomic additions unless deterministic; everything
+        else is bitwise repeatable.
+        Speed: `python -m htree_cuda explain` shows which kernels run. The more query heads share a KV head, the faster:
+        a group of 1 is the slowest, since a tensor core's tile is filled by the heads of a group.
+        Memory: the PyTorch backend holds the tree (1 + 1/r + ... times k and v), plus a bounded chunk of temporaries;
+        the kernels hold the tree, packed, and at most 384 MiB forward; backward see docs/kernels/htree_bwd.md.
         Support: what the kernels cover is the table in the README.
         Autocast: q, k, v are cast to the autocast dtype.
         A NaN or infinity reaches the output only where it is attended; later tokens never matter.
-        Dropout, masks, packed (varlen) sequences and a cached tree are not supported.
+        Dropout, masks and packed (varlen) sequences are not supported. For decoding, `TreeCache` keeps the tree.
 
     Example:
         >>> q = torch.randn(1, 4096, 8, 64); k, v = torch.randn(2, 1, 4096, 2, 64)

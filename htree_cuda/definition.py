@@ -82,7 +82,7 @@ def build_tree(x: Tensor, compression_rate: int, max_top_nodes: int) -> list[Ten
 
 
 def rope(x: Tensor, positions: Tensor, rope_base: float, inverse: bool = False) -> Tensor:
-    """Rotate-half RoPE. x: [..., n, K], positions: [n]; pair m = (x[m], x[m + K/2]) turns by p * base^(-2m/K)."""
+    """Rotate-half RoPE. x: [..., n, K], positions: [n]; pair m = (x[m], x[m + K/2]) rotates by p * base^(-2m/K)."""
     half = x.shape[-1] // 2
     m = torch.arange(half, dtype=torch.float64, device=x.device)
     angle = positions.to(torch.float64)[:, None] * rope_base ** (-2.0 * m / x.shape[-1])
@@ -111,8 +111,8 @@ def log_importance(scores: Tensor, strict_causal: bool) -> Tensor:
     n = scores.shape[1]
     if n == 1:
         return scores.new_full((1,), math.inf)
-    normaliser = torch.logsumexp(scores[:, : n - 1] if strict_causal else scores, dim=1, keepdim=True)
-    log_imp = torch.logsumexp(scores - normaliser, dim=0)
+    denominator = torch.logsumexp(scores[:, : n - 1] if strict_causal else scores, dim=1, keepdim=True)
+    log_imp = torch.logsumexp(scores - denominator, dim=0)
     log_imp = torch.where(log_imp.isnan(), math.inf, log_imp)
     log_imp[n - 1] = math.inf
     return log_imp
@@ -149,7 +149,7 @@ def walk(
     """Top-down walk of one query. q: [G, K]; tree_k[l]: [N_l, K], both in the compute dtype.
 
     Returns, top-down, each layer's trace and its selected nodes (ascending; empty at the bottom). ``selection[l-1]``,
-    where given, replaces the selection of layer l: the oracle then answers for somebody else's choice of nodes.
+    where given, replaces the selection of layer l: the oracle then answers for somebody else's selection.
     """
     steps = []
     parents = None
@@ -192,7 +192,7 @@ def forward(
 ) -> Result:
     """htree attention. q: [B, T_q, H, K], k: [B, T, H_kv, K], v: [B, T, H_kv, V]; results in ``compute_dtype``.
 
-    ``selection`` (in the form of ``Result.selection``) replaces the walk's own choice; ``traces=True`` keeps every
+    ``selection`` (in the form of ``Result.selection``) replaces the walk's own selection; ``traces=True`` keeps every
     query's candidates, scores, importance and margins.
     """
     B, T_q, H, K = q.shape
@@ -302,8 +302,8 @@ def backward(
                     last = torch.tensor([n - 1], device=q.device)
                     k_rot = rope(tree_k[step.layer][b, node, h_kv], position, rope_base)
                     q_rot = rope(q_row[:, None], last, rope_base)[:, 0]
-                    turned_back = rope((dS[:, columns] @ k_rot)[:, None], last, rope_base, inverse=True)[:, 0]
-                    dq[b, i, heads] += scale * turned_back
+                    dq_row = rope((dS[:, columns] @ k_rot)[:, None], last, rope_base, inverse=True)[:, 0]
+                    dq[b, i, heads] += scale * dq_row
                     dk_rot = scale * (dS[:, columns].T @ q_rot)
                     dtree_k[step.layer][b, node, h_kv] += rope(dk_rot, position, rope_base, inverse=True)
                     dtree_v[step.layer][b, node, h_kv] += P[:, columns].T @ do

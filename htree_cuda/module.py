@@ -26,12 +26,14 @@ class HTreeAttention(nn.Module):
     Args:
         d_model: int >= 1, width of the input and the output.
         n_heads: int >= 1, query heads.
-        n_kv_heads: int >= 1, divides n_heads; default n_heads. The ``n_heads / n_kv_heads`` query heads of a KV head
-            share its keys, its values and the selection of nodes.
+        n_kv_heads: int >= 1, divides n_heads; default n_heads. The ``n_heads / n_kv_heads`` query heads of a KV head,
+            its group, share its keys, its values and the selection of nodes. Larger groups are faster, and the default,
+            a group of 1, is the slowest; groups of 8 and 16 are what the kernels are made for.
         head_dim: int >= 2, even, of queries and keys; default ``d_model / n_heads``.
         v_head_dim: int >= 1, of values; default head_dim.
-        qk_norm: bool; RMSNorm over head_dim, with a gain shared by the heads, on queries and on keys. RoPE comes after.
-        bias: bool; biases in the four projections.
+        qk_norm: bool; RMSNorm over head_dim, with a gain shared by the heads, on queries and on keys; default False.
+            RoPE comes after.
+        bias: bool; biases in the four projections; default False.
         dropout: must be 0. It is named only so that a block with attention dropout fails here and not in silence.
         compression_rate, top_k_per_layer, max_top_nodes, scale, rope_base, strict_causal, backend, deterministic,
             save_selection: as in `htree_cuda.forward`.
@@ -45,7 +47,12 @@ class HTreeAttention(nn.Module):
             ones; default: all.
         past: (k [B, T_past, n_kv_heads, head_dim], v [B, T_past, n_kv_heads, v_head_dim]) of the tokens before x, as an
             earlier call returned them; default None: there are none. A call copies them and pools them again, O(T).
-        returns out [B, T_q, d_model]; with return_kv (out, (k, v)), k and v of the T_past + T_q tokens so far.
+            The layout is [B, T, H, D], sequence before heads, as everywhere in htree_cuda; PyTorch's
+            scaled_dot_product_attention has heads first.
+        return_kv: bool; also return the keys and values, without a cache.
+
+    Returns:
+        out [B, T_q, d_model], or with return_kv (out, (k, v)), k and v of the T_past + T_q tokens so far.
 
     Raises:
         TypeError, ValueError: an argument breaks a rule above or of `htree_cuda.forward`.
@@ -55,6 +62,11 @@ class HTreeAttention(nn.Module):
         State dict: ``q_proj.weight`` [n_heads * head_dim, d_model], ``k_proj.weight`` [n_kv_heads * head_dim, d_model],
         ``v_proj.weight`` [n_kv_heads * v_head_dim, d_model], ``o_proj.weight`` [d_model, n_heads * v_head_dim], with
         bias a ``.bias`` each, with qk_norm ``q_norm.weight`` and ``k_norm.weight`` [head_dim]. These names are kept.
+        ``_extra_state`` [6] float64 holds the numbers of the tree (compression_rate, top_k_per_layer, max_top_nodes,
+        scale, rope_base, strict_causal): loading raises ValueError where the module has others, because weights belong
+        to the tree that they were trained with. A state dict without the entry loads.
+        lse: the module returns none. The lse of `htree_cuda.forward` is a natural logarithm; that of
+        `htree_cuda.sparse_attention` and `htree_cuda.attn_dist` has the base ``lse_base``, 2 unless told.
         Cache: keys are cached without RoPE, because a key's position depends on who looks at it, so a cache never
         has to be rotated. With ``cache`` a step reads the candidates of its query alone. With ``past`` what a call
         returns is a new tensor, and every call copies the old one and pools the tree again: work that grows with T.

@@ -55,7 +55,7 @@ OTHER_MEANINGS = re.compile(
     r"|\braise registers\b"  # setmaxnreg.inc
 )
 # Where renaming is under way; a folder leaves the list with its last retired word.
-PENDING = ("csrc/", "htree_cuda/", "benchmarks/cpp/")
+PENDING = ("csrc/", "benchmarks/cpp/")
 # The glossary names what it retires, in the rows of its table.
 GLOSSARY = "docs/architecture.md"
 

@@ -6,8 +6,8 @@ is called once, cold, by the wall clock. On a CPU: one warm-up call, then calls 
 wall clock. Everything a call needs is inside the time: there is no cache between calls. Peers run in the same process
 on the same data. Inputs have unit variance and are never zeros.
 
-sparse_attention and its peer take turns, three each, over which median and percentile are taken. Then they do so once
-more with a pause before each call, as long as the call: back to back the power cap sets the clock, with pauses not.
+sparse_attention and its peer are interleaved, three rounds of both, over which median and percentile are taken. Then
+again with a pause before each call, as long as the call: back to back the power cap sets the clock, with pauses not.
 
 Every figure carries the FLOPs and bytes it counts; the JSON names the sources (content hash), machine and torch. The
 tables and plots of the README are made from these files by tools/update_docs.py.

@@ -14,8 +14,8 @@ def plot(figures: list[dict], path: Path) -> None:
 
     fig, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for kind in dict.fromkeys(f["inputs"] for f in figures):
-        mine = [f for f in figures if f["inputs"] == kind]
-        ax.plot([f["T"] for f in mine], [f["us_per_query"] for f in mine], "o-", label=f"htree, {kind}")
+        rows = [f for f in figures if f["inputs"] == kind]
+        ax.plot([f["T"] for f in rows], [f["us_per_query"] for f in rows], "o-", label=f"htree, {kind}")
     dense = [f for f in figures if "dense" in f and f["inputs"] == figures[0]["inputs"]]
     if dense:
         per_query = [1e3 * f["dense"]["ms"] / (f["B"] * f["T_q"]) for f in dense]

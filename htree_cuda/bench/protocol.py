@@ -19,7 +19,7 @@ from .. import __version__
 
 WARM_UP_S, TIMED_S = 0.5, 1.0
 LEAST_CALLS_GPU, LEAST_CALLS_CPU = 5, 3
-TURNS = 3  # of each of several calls that are measured in turns
+ROUNDS = 3  # of calls whose measurements are interleaved
 LEAST_PAUSE_MS = 0.5  # the host enqueues a call in less
 
 
@@ -73,7 +73,7 @@ def _summary(times: list[float], **extra) -> dict:
     return {"ms": median, "p90_ms": p90, "calls": len(times), **extra}
 
 
-def turn(call: Callable[[], object], device: str, pause_ms: float = 0.0) -> tuple[list[float], dict]:
+def sample(call: Callable[[], object], device: str, pause_ms: float = 0.0) -> tuple[list[float], dict]:
     """Milliseconds of each call by the protocol above, and what was read meanwhile. With a pause before each call: the
     GPU spends it in a kernel of one thread, while the host enqueues the call behind it, so that no time of the host is
     in the call's."""
@@ -135,31 +135,32 @@ def _clocks_per_ms() -> float:
     return clocks / first.elapsed_time(last)
 
 
-def _pooled(turns: list[tuple[list[float], dict]]) -> dict:
-    """One summary of a call's turns: over all calls; of what was read beside them, the median of the turns."""
-    known = {key: [about[key] for _, about in turns if about[key] is not None] for key in turns[0][1]}
+def _pooled(samples: list[tuple[list[float], dict]]) -> dict:
+    """One summary of a call's samples: over all calls; of what was read beside them, the median of the samples."""
+    known = {key: [about[key] for _, about in samples if about[key] is not None] for key in samples[0][1]}
     read = {key: _quantile(values, 0.5) if values else None for key, values in known.items()}
-    return _summary([ms for times, _ in turns for ms in times], **read)
+    return _summary([ms for times, _ in samples for ms in times], **read)
 
 
 def measure(call: Callable[[], object], device: str) -> dict:
     """Median and p90 in milliseconds by the protocol above."""
-    return _pooled([turn(call, device)])
+    return _pooled([sample(call, device)])
 
 
-def measure_in_turns(calls: dict[str, Callable[[], object]], device: str) -> dict[str, dict]:
-    """`measure` of calls that take turns, so that all meet the same machine; `spaced`: with pauses as long as each."""
+def measure_interleaved(calls: dict[str, Callable[[], object]], device: str) -> dict[str, dict]:
+    """`measure` of several calls, round by round, so that all meet the same machine; `spaced`: with pauses as long as
+    each call."""
     results: dict[str, dict] = {}
     for spaced in (False, True):
-        turns: dict[str, list] = {name: [] for name in calls}
-        for _ in range(TURNS):
+        samples: dict[str, list] = {name: [] for name in calls}
+        for _ in range(ROUNDS):
             for name, call in calls.items():
-                turns[name].append(turn(call, device, results[name]["ms"] if spaced else 0.0))
-        for name, mine in turns.items():
+                samples[name].append(sample(call, device, results[name]["ms"] if spaced else 0.0))
+        for name, own in samples.items():
             if spaced:
-                results[name]["spaced"] = _pooled(mine)
+                results[name]["spaced"] = _pooled(own)
             else:
-                results[name] = _pooled(mine)
+                results[name] = _pooled(own)
     return results
 
 

@@ -1,4 +1,4 @@
-"""`bench sparse_attention`: over numbers of heads and keys, in turns with FlashMLA where it is installed."""
+"""`bench sparse_attention`: over numbers of heads and keys, interleaved with FlashMLA's where it is installed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from . import lists
 from .attn_dist import COLUMNS as ATTN_DIST_COLUMNS
 from .inputs import DTYPES, list_inputs
 from .peers import PEER_DIFFERENCE, difference, flash_mla_attention, flash_mla_identity
-from .protocol import measure_in_turns
+from .protocol import measure_interleaved
 
 
 def _figures(ours: Callable[[], Tensor], peer: Callable[[], Tensor] | None, device: str) -> dict:
-    """Times of `sparse_attention`, and those of the peer in turns with it, once its result is ours."""
+    """Times of `sparse_attention`, interleaved with those of the peer, once its result is ours."""
     if peer is None:
-        return measure_in_turns({"this": ours}, device)["this"]
+        return measure_interleaved({"this": ours}, device)["this"]
     error = difference(peer(), ours())
     if not error < PEER_DIFFERENCE:
         raise RuntimeError(f"FlashMLA differs from sparse_attention by {error:.3g} of the largest entry")
-    this, theirs = measure_in_turns({"this": ours, "flash_mla": peer}, device).values()
-    for mine, other in ((this, theirs), (this["spaced"], theirs["spaced"])):
-        mine["speedup_over_flash_mla"] = round(other["ms"] / mine["ms"], 4)
+    this, theirs = measure_interleaved({"this": ours, "flash_mla": peer}, device).values()
+    for own, other in ((this, theirs), (this["spaced"], theirs["spaced"])):
+        own["speedup_over_flash_mla"] = round(other["ms"] / own["ms"], 4)
     return {**this, "flash_mla": {**flash_mla_identity(), "difference": error, **theirs}}
 
 

@@ -71,7 +71,7 @@ def _key_value(op: str, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
 
 def even(op: str, what: str, head_dim: int) -> None:
     if head_dim % 2:
-        fail(op, f"{what} must be even: RoPE turns pairs", head_dim)
+        fail(op, f"{what} must be even: RoPE rotates pairs", head_dim)
 
 
 def tree_options(

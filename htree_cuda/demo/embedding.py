@@ -3,7 +3,7 @@
 Words.   Lower case, plain suffixes cut (`stem`), function words and punctuation dropped. A word's weight is its idf,
          log((blocks + 1) / blocks that hold it), over blocks of BLOCK tokens of this document.
 Vectors. Every word starts as a hashed random sign vector (blake2b: the same on every machine). STEPS rounds of subspace
-         iteration then turn those random directions towards the DIM principal directions of the document's own weighted
+         iteration then move those random directions towards the DIM principal directions of the document's own weighted
          bag of words (latent semantic analysis): what 96 numbers can keep of 2,000 words, they keep, and words that
          share company come to lie near each other.
 Keys.    A token's key is the smoothed sum of the weighted vectors of the words around it (two box filters, so a
@@ -12,7 +12,7 @@ Keys.    A token's key is the smoothed sum of the weighted vectors of the words 
          them all. Keys are linear in the words, so the mean-pooled key of a node still holds each word in proportion
          to how often it occurs below: that is what the descent follows.
 RoPE.    The content lies in the slow pairs, from pair FIRST_PAIR on; the fast pairs are 0. With ROPE_BASE = 1e30 pair
-         16 of 64 turns by 3e-8 rad per position, so a million positions cost nothing. Only dense attention needs that:
+         16 of 64 rotates by 3e-8 rad per position, so a million positions cost nothing. Dense attention alone needs it:
          in the tree a position is a place in a list of at most top_k * r candidates.
 Query.   The sum of the question's weighted word vectors, scaled so that the scores over the document have a standard
          deviation of SHARPNESS nats. Two heads per KV head: as it is, and with the directions that every passage shares

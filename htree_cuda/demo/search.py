@@ -60,7 +60,7 @@ def pool_layers(x: Tensor, rate: int, layers: int) -> list[Tensor]:
 
 
 def _rotate(x: Tensor, positions: Tensor, rope_base: float) -> Tensor:
-    """Rotate-half RoPE (section 3 of the definition): pair m turns by position * rope_base^(-2m/K)."""
+    """Rotate-half RoPE (section 3 of the definition): pair m rotates by position * rope_base^(-2m/K)."""
     half = x.shape[-1] // 2
     frequency = rope_base ** (-2 * torch.arange(half, dtype=torch.float64, device=x.device) / x.shape[-1])
     angle = positions.to(torch.float64)[..., None] * frequency

@@ -91,11 +91,11 @@ def append(k: Tensor, v: Tensor, seqused: Tensor | None, cache: CacheTensors, la
     cache.lengths.copy_(new)
 
 
-def complete_nodes(cache: CacheTensors, layout: TreeLayout, old: Tensor, new: Tensor, first_layer: int = 1) -> None:
-    """Writes the nodes of first_layer and above that are complete with `new` [B] tokens and were not with `old`."""
+def complete_nodes(cache: CacheTensors, layout: TreeLayout, old: Tensor, new: Tensor, from_layer: int = 1) -> None:
+    """Writes the nodes of from_layer and above that are complete with `new` [B] tokens and were not with `old`."""
     r = layout.compression_rate
     h = torch.arange(cache.k.shape[1], device=old.device)[:, None]
-    for layer in range(first_layer, layout.num_layers):
+    for layer in range(from_layer, layout.num_layers):
         first, last = old // r**layer, new // r**layer
         most = int((last - first).max())
         if most <= 0:
@@ -109,7 +109,7 @@ def complete_nodes(cache: CacheTensors, layout: TreeLayout, old: Tensor, new: Te
             total = source[below[..., 0]].to(accumulation_dtype(source.dtype))
             for c in range(1, r):
                 total += source[below[..., c]]
-            # By a tensor: CUDA turns a division by a Python number into a product with its rounded reciprocal.
+            # By a tensor: CUDA replaces a division by a Python number by a product with its rounded reciprocal.
             target[rows] = (total / total.new_full((1,), r)).to(target.dtype)
 
 

@@ -39,7 +39,7 @@ def _pool_once(x: Tensor, r: int) -> Tensor:
         total = children[:, :, 0].to(accumulation_dtype(x.dtype), copy=True)
         for c in range(1, count):
             total += children[:, :, c]
-        # By a tensor: CUDA turns a division by a Python number into a product with its rounded reciprocal.
+        # By a tensor: CUDA replaces a division by a Python number by a product with its rounded reciprocal.
         parts.append((total / total.new_full((1,), count)).to(x.dtype))
     return torch.cat(parts, dim=1)
 
@@ -81,7 +81,7 @@ def rope_tables(n: int, K: int, rope_base: float, dtype: torch.dtype, device: to
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1, out: Tensor | None = None) -> Tensor:
-    """Rotate-half RoPE of x [..., K] by tables that broadcast against [..., K/2]; sign -1 turns back."""
+    """Rotate-half RoPE of x [..., K] by tables that broadcast against [..., K/2]; sign -1 is the inverse."""
     half = x.shape[-1] // 2
     lo, hi = x[..., :half], x[..., half:]
     if out is None:
@@ -230,7 +230,7 @@ class _LowerLayer(_Layer):
         not_leaf = ~leaves[:, :, None]
         dk_rot = torch.bmm(dS.transpose(1, 2), q_rot, out=self._buffer("products", q_rot.shape[2]))
         dk_rot.masked_fill_(not_leaf, 0.0)
-        rows = _rotate(dk_rot, self.cos, self.sin, sign=-1, out=self._buffer("turned", q_rot.shape[2]))
+        rows = _rotate(dk_rot, self.cos, self.sin, sign=-1, out=self._buffer("rotated", q_rot.shape[2]))
         self._add_rows(dk, rows)
         rows = torch.bmm(P.transpose(1, 2), dout, out=self._buffer("products", dout.shape[2]))
         rows.masked_fill_(not_leaf, 0.0)
@@ -336,8 +336,8 @@ class _Walk:
 
 def _log_importance(s: Tensor, layer: _Layer, strict_causal: bool) -> Tensor:
     """s: [rows, G, width] with -inf at invalid positions -> [rows, width]; NaN ranks as +inf, as in the definition."""
-    normaliser = s.masked_fill(layer.rightmost[:, None], -math.inf) if strict_causal else s
-    lse = torch.logsumexp(normaliser, dim=2, keepdim=True)
+    visible = s.masked_fill(layer.rightmost[:, None], -math.inf) if strict_causal else s
+    lse = torch.logsumexp(visible, dim=2, keepdim=True)
     log_imp = torch.logsumexp(s - lse, dim=1)
     return log_imp.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
 

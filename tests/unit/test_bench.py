@@ -210,7 +210,7 @@ def test_sparse_attention_is_measured_without_a_peer(tmp_path, monkeypatch, caps
     for f in figures:
         assert f["flops"] == 2 * 3 * 16 * f["h_q"] * (8 + 4)
         assert f["gathered_bytes"] == 3 * 16 * 8 * 4 * (2 if f["h_q"] == 65 else 1)
-        assert f["calls"] >= protocol.TURNS * protocol.LEAST_CALLS_CPU and f["spaced"]["ms"] > 0
+        assert f["calls"] >= protocol.ROUNDS * protocol.LEAST_CALLS_CPU and f["spaced"]["ms"] > 0
         assert "flash_mla" not in f, "the peer is a kernel"
     header, *rows = capsys.readouterr().out.splitlines()
     assert "FlashMLA ms" in header and rows[0].split()[-1] == "-"
@@ -257,16 +257,16 @@ def test_the_flash_mla_peer_is_given_what_it_documents(monkeypatch):
     assert asked == [(True, True)]
 
 
-def test_calls_take_turns_and_their_times_are_pooled(monkeypatch):
-    """First all turns back to back, then all with pauses as long as each call's median."""
+def test_calls_are_interleaved_and_their_times_are_pooled(monkeypatch):
+    """First all rounds back to back, then all with pauses as long as each call's median."""
     seen = []
 
-    def turn(call, device, pause_ms):
+    def sample(call, device, pause_ms):
         seen.append((call, pause_ms))
         return [len(seen)] * 3, {"power_w": len(seen) if len(seen) > 1 else None}
 
-    monkeypatch.setattr(protocol, "turn", turn)
-    results = protocol.measure_in_turns({"a": "A", "b": "B"}, "cuda")
+    monkeypatch.setattr(protocol, "sample", sample)
+    results = protocol.measure_interleaved({"a": "A", "b": "B"}, "cuda")
     assert seen == [("A", 0.0), ("B", 0.0)] * 3 + [("A", 3), ("B", 4)] * 3
     assert [results[name]["ms"] for name in "ab"] == [3, 4]
     assert results["a"]["calls"] == 9 and results["a"]["p90_ms"] == 5 and results["a"]["power_w"] == 3
@@ -306,10 +306,10 @@ def test_a_pause_is_spent_before_a_call_is_timed(monkeypatch):
     )
     for pause_ms, spent_ms in ((3.0, 3.0), (0.01, protocol.LEAST_PAUSE_MS)):
         queue.clear()
-        times, about = protocol.turn(lambda: queue.append("call"), "cuda", pause_ms)
+        times, about = protocol.sample(lambda: queue.append("call"), "cuda", pause_ms)
         assert times == pytest.approx([2.0] * protocol.LEAST_CALLS_GPU)
         assert about == pytest.approx({"clock_mhz": 1500.0, "power_w": 500.5, "peak_bytes": 7, "pause_ms": spent_ms})
         assert queue[4:8] == [round(spent_ms * 1e6), "event", "call", "event"]
     queue.clear()
-    times, about = protocol.turn(lambda: queue.append("call"), "cuda")
+    times, about = protocol.sample(lambda: queue.append("call"), "cuda")
     assert queue == ["event", "call", "event"] * protocol.LEAST_CALLS_GPU and "pause_ms" not in about

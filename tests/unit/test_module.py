@@ -357,7 +357,7 @@ def test_ddp_on_two_processes(tmp_path):
         (r"HTreeAttention: n_heads must be a multiple of n_kv_heads \(3\), got 4", ValueError, {"n_kv_heads": 3}),
         (r"HTreeAttention: d_model must be a multiple of n_heads \(4\) where head_dim is not given, got 14",
          ValueError, {"d_model": 14, "head_dim": None}),
-        (r"HTreeAttention: head_dim must be even: RoPE turns pairs, got 5", ValueError, {"head_dim": 5}),
+        (r"HTreeAttention: head_dim must be even: RoPE rotates pairs, got 5", ValueError, {"head_dim": 5}),
         (r"HTreeAttention: head_dim must be at least 1, got 0", ValueError, {"head_dim": 0}),
         (r"HTreeAttention: v_head_dim must be at least 1, got -1", ValueError, {"v_head_dim": -1}),
         (r"HTreeAttention: v_head_dim must be an int or None, got '8'", TypeError, {"v_head_dim": "8"}),

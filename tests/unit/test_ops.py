@@ -374,7 +374,7 @@ def f64(*shape):
         (r"forward: dimension 1 of v must equal T of k \(70\), got 71", {"v": f64(1, 71, 2, 6)}),
         (r"forward: dimension 2 of v must equal H_kv of k \(2\), got 1", {"v": f64(1, 70, 1, 6)}),
         (r"forward: dimension 3 of k must equal K of q \(8\), got 10", {"k": f64(1, 70, 2, 10)}),
-        (r"forward: K .* must be even: RoPE turns pairs, got 7", {"q": f64(1, 12, 4, 7), "k": f64(1, 70, 2, 7)}),
+        (r"forward: K .* must be even: RoPE rotates pairs, got 7", {"q": f64(1, 12, 4, 7), "k": f64(1, 70, 2, 7)}),
         (r"forward: H .* must be a positive multiple of H_kv \(2\), got 3", {"q": f64(1, 12, 3, 8)}),
         (r"forward: H .* must be a positive multiple of H_kv \(2\), got 0", {"q": f64(1, 12, 0, 8)}),
         (r"forward: T_q .* must be at most T \(70\), got 71", {"q": f64(1, 71, 4, 8)}),
