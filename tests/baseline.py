@@ -3,9 +3,9 @@
 A baseline is the definition with the roundings a careful kernel cannot avoid: inputs and stored tree in the dtype,
 rotated queries and keys rounded to it, QK in float32, P rounded to the dtype, PV in float32, the output rounded once
 (backward: P and dS rounded to the dtype before their products, which are float32; attn_dist: rounded inputs, everything
-else float32; sparse_attention: as the forward, without a tree and a rotation). A kernel may be off by at most twice
-what the baseline is off, in the maximum and in the RMS relative to the row; both are measured against the definition in
-float64.
+else float32; sparse_attention: as the forward, without a tree and a rotation; forward_cached: the forward's, of each
+sequence on its own). A kernel may be off by at most twice what the baseline is off, in the maximum and in the RMS
+relative to the row; both are measured against the definition in float64.
 
 The forward's oracle sees the rounded inputs, since the selection is a function of exactly those numbers; so does
 sparse_attention's, the stricter choice, since its baseline rounds P and the output as well. The only rounding of

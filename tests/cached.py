@@ -50,12 +50,10 @@ def filled(k, v, lengths, cuts=(), **options):
 
 def nodes(cache, b, length):
     """Every complete node of a sequence, tokens first: [nodes, H_kv, K] and values, wherever they are stored."""
-    found = []
+    found, h = [], torch.arange(cache.n_kv_heads, device=cache.device)
     for layer in range(cache.num_layers):
-        node = torch.arange(length // cache.compression_rate**layer)[:, None]
-        rows, upper = decode._flat_rows(
-            cache._tensors(), cache.layout, layer, torch.full_like(node, b), torch.arange(2), node
-        )
+        node = torch.arange(length // cache.compression_rate**layer, device=cache.device)[:, None]
+        rows, upper = decode._flat_rows(cache._tensors(), cache.layout, layer, torch.full_like(node, b), h, node)
         found.append([x[rows] for x in decode._buffers(cache._tensors(), upper)])
     return [torch.cat(x) for x in zip(*found)]
 
