@@ -1,7 +1,4 @@
-# make demo, make test: each alone is enough on a fresh clone with Python and make. g++ and nvcc are used where present.
-# make distill: trains an indexer on a CPU.
-# make gpu-test [SHARD=i/n], make gpu-bench [SHARD=i/n]: on a Hopper machine, with the torch of $(PYTHON).
-
+# Each target is enough on a fresh clone with Python and make. g++ and nvcc are used where present.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -9,14 +6,14 @@ READY := $(VENV)/.installed
 SHARD ?=
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
-.PHONY: demo distill test lint check-kernels kernels docs bench-cpu gpu-test gpu-bench clean help
+.PHONY: help demo test check-kernels test-all lint kernels wheel docs distill bench-cpu gpu-test gpu-bench clean
 
-help:
-	@sed -n 's/^# //p' Makefile
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
 
 # The package is installed editable. Unless HTREE_CUDA_KERNELS says otherwise, its kernels are built here only where an
-# NVIDIA driver is: without one the demo cannot run them (`make test` compiles them wherever nvcc is). What building
-# takes is asked of the same hook that pip asks, and installed here, so that later builds are incremental.
+# NVIDIA driver is: without one the demo cannot run them. What building takes is asked of the same hook that pip asks,
+# and installed here, so that later builds need no environment of their own.
 DRIVER := $(wildcard /proc/driver/nvidia/version /dev/nvidiactl /dev/nvidia0 /usr/lib/wsl/lib/libcuda.so.1)
 $(READY): pyproject.toml setup.py constraints.txt
 	@echo "== setting up $(VENV) (PyTorch is the large part; a few minutes the first time)"
@@ -27,50 +24,54 @@ $(READY): pyproject.toml setup.py constraints.txt
 	  $(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[demo,test]"
 	@touch $@
 
-demo: $(READY)
+demo: $(READY) ## install into .venv and search a book with attention, beside dense attention
 	$(PY) -m htree_cuda info
 	$(PY) -m htree_cuda demo
 
-# An indexer learns from attention on real text: a table, demo_out/indexer_distillation.png and .json.
-distill: $(READY)
-	$(PY) examples/indexer_distillation.py
-
-test: $(READY) lint check-kernels
+test: $(READY) lint ## the tests, with a sample of the kernels on the emulator where there is no GPU
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -q
 	$(PY) -m tools.update_docs --check
 
-lint: $(READY)
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(PY) tools/check_house_rules.py
-
-# Compiles every kernel for sm_90a and reads the compiler's log; says so where no kernels are built.
-check-kernels: $(READY)
+check-kernels: $(READY) ## compile every kernel for sm_90a and read the compiler's log for spills and advisories
 	@if PYTHONPATH=build_backend $(PY) -m htree_cuda_build --kernels; then \
 	  $(PY) tools/build_inplace.py --benchmarks && $(PY) tools/check_build_log.py; \
 	else echo "== the kernels are not compiled here"; fi
 
-kernels: $(READY)
+test-all: $(READY) lint check-kernels ## all tests that this machine can run, every kernel on the emulator: hours
+	HTREE_CUDA_EMULATED=all $(PY) -m pytest -n $(JOBS) --dist worksteal -q
+	$(PY) -m tools.update_docs --check
+
+lint: $(READY) ## ruff, and the rules of the house: includes, layout, words
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(PY) tools/check_house_rules.py
+
+kernels: $(READY) ## compile the kernels and the C++ benchmarks into this folder, or fail
 	$(PY) tools/build_inplace.py --benchmarks
 	$(PY) tools/check_build_log.py
 
-# Tables and figures of README and docs, from benchmarks/results.
-docs: $(READY)
+wheel: $(READY) ## a wheel with kernels for every Python found here, into dist/; compiled objects are used again
+	$(PY) tools/make_wheels.py
+
+docs: $(READY) ## write the figures and tables of README and docs again, from benchmarks/results
 	$(PY) -m tools.make_figures
 	$(PY) -m tools.update_docs
 
-bench-cpu: $(READY)
+distill: $(READY) ## train an indexer on a CPU, from attention over real text: a table and a figure in demo_out/
+	$(PY) examples/indexer_distillation.py
+
+bench-cpu: $(READY) ## time the PyTorch backend on this CPU, into benchmarks/results
 	$(PY) -m htree_cuda bench forward --device cpu --dtype float32 --lengths 8192,16384,32768,65536,131072 \
 	  --queries 2048 --heads 8 --kv-heads 2 --dim 64 --top-k 64 --out benchmarks/results/forward_cpu.json \
 	  --plot benchmarks/results/forward_cpu.png
 	$(PY) -m htree_cuda bench forward --device cpu --dtype float32 --lengths 32768 --heads 8 --kv-heads 2 --dim 64 \
 	  --top-k 64 --out benchmarks/results/forward_cpu_whole.json
 
-gpu-test:
+gpu-test: ## on a Hopper machine, with the torch of $(PYTHON): tests and compute-sanitizer; SHARD=i/n for a part
 	$(PYTHON) tools/gpu_test.py $(if $(SHARD),--shard $(SHARD))
 
-gpu-bench:
+gpu-bench: ## on a Hopper machine: every benchmark; SHARD=i/n for a part
 	$(PYTHON) tools/gpu_bench.py $(if $(SHARD),--shard $(SHARD))
 
-clean:
+clean: ## remove what builds left in this folder; compiled objects stay in the user's cache
 	rm -rf build dist *.egg-info htree_cuda/_C*.so htree_cuda/libhtree_cuda.so htree_cuda/_build_info.json

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -14,64 +15,8 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "build_backend"))
 
 import htree_cuda_build as build  # noqa: E402
-import htree_cuda_ninja as ninja  # noqa: E402
-
-# Every kernel source; one instantiation a file where compiling takes long.
-# tools/check_house_rules.py compares the list with csrc/.
-KERNEL_SOURCES = [
-    "csrc/host/library.cu",
-    "csrc/sm90/attn_dist/instantiations/bf16_128_heads.cu",
-    "csrc/sm90/attn_dist/instantiations/bf16_128_keys.cu",
-    "csrc/sm90/attn_dist/instantiations/bf16_192_heads.cu",
-    "csrc/sm90/attn_dist/instantiations/bf16_192_keys.cu",
-    "csrc/sm90/attn_dist/instantiations/bf16_512_heads.cu",
-    "csrc/sm90/attn_dist/instantiations/bf16_512_keys.cu",
-    "csrc/sm90/attn_dist/instantiations/bf16_576_heads.cu",
-    "csrc/sm90/attn_dist/instantiations/bf16_576_keys.cu",
-    "csrc/sm90/attn_dist/instantiations/fp16_128_heads.cu",
-    "csrc/sm90/attn_dist/instantiations/fp16_128_keys.cu",
-    "csrc/sm90/attn_dist/instantiations/fp16_192_heads.cu",
-    "csrc/sm90/attn_dist/instantiations/fp16_192_keys.cu",
-    "csrc/sm90/attn_dist/instantiations/fp16_512_heads.cu",
-    "csrc/sm90/attn_dist/instantiations/fp16_512_keys.cu",
-    "csrc/sm90/attn_dist/instantiations/fp16_576_heads.cu",
-    "csrc/sm90/attn_dist/instantiations/fp16_576_keys.cu",
-    "csrc/sm90/attn_dist/launch.cu",
-    "csrc/sm90/htree_bwd/instantiations/bf16_128.cu",
-    "csrc/sm90/htree_bwd/instantiations/bf16_64.cu",
-    "csrc/sm90/htree_bwd/instantiations/fp16_128.cu",
-    "csrc/sm90/htree_bwd/instantiations/fp16_64.cu",
-    "csrc/sm90/htree_bwd/launch.cu",
-    "csrc/sm90/htree_bwd/pack/launch.cu",
-    "csrc/sm90/htree_fwd/forward.cu",
-    "csrc/sm90/htree_fwd/instantiations/attend_bf16_128_128.cu",
-    "csrc/sm90/htree_fwd/instantiations/attend_bf16_128_64.cu",
-    "csrc/sm90/htree_fwd/instantiations/attend_bf16_64_128.cu",
-    "csrc/sm90/htree_fwd/instantiations/attend_bf16_64_64.cu",
-    "csrc/sm90/htree_fwd/instantiations/attend_fp16_128_128.cu",
-    "csrc/sm90/htree_fwd/instantiations/attend_fp16_128_64.cu",
-    "csrc/sm90/htree_fwd/instantiations/attend_fp16_64_128.cu",
-    "csrc/sm90/htree_fwd/instantiations/attend_fp16_64_64.cu",
-    "csrc/sm90/htree_fwd/instantiations/score_128.cu",
-    "csrc/sm90/htree_fwd/instantiations/score_64.cu",
-    "csrc/sm90/sparse_attention/instantiations/bf16_512.cu",
-    "csrc/sm90/sparse_attention/instantiations/bf16_576.cu",
-    "csrc/sm90/sparse_attention/instantiations/fp16_512.cu",
-    "csrc/sm90/sparse_attention/instantiations/fp16_576.cu",
-    "csrc/sm90/sparse_attention/launch.cu",
-    "csrc/tree/build_union/launch.cu",
-    "csrc/tree/pack/launch.cu",
-    "csrc/tree/pool/launch.cu",
-    "csrc/tree/select/launch.cu",
-]
-
-# Benchmark programs without Python, each linked to the kernel library: build/kernels/bin/<stem>.
-BENCHMARK_SOURCES = [
-    "benchmarks/cpp/attn_dist.cu",
-    "benchmarks/cpp/forward.cu",
-    "benchmarks/cpp/sparse_attention.cu",
-    "benchmarks/cpp/tree_pool.cu",
-]
+import htree_cuda_compile as compiling  # noqa: E402
+import htree_cuda_store as store  # noqa: E402
 
 
 def say(text: str) -> None:
@@ -85,7 +30,7 @@ def decide() -> tuple[build.Plan, build.Toolchain | None]:
     if plan.kernels:
         try:
             tools = build.resolve(plan)
-            ninja.cxx_flags(ROOT)
+            compiling.pybind11_include()
         except build.Missing as missing:
             if plan.mode == "on":
                 raise build.BuildError(f"HTREE_CUDA_KERNELS=on, but {missing}") from missing
@@ -107,6 +52,7 @@ def run_setup() -> None:
     passive = any(name in sys.argv for name in ("egg_info", "dist_info", "sdist", "clean", "--help", "--version"))
     try:
         plan, tools = (build.Plan(False, "off", ""), None) if passive else decide()
+        build.features()  # a wrong request ends the build before it compiles anything
     except build.BuildError as error:
         sys.exit(f"htree_cuda: {error}")
     if not passive:
@@ -123,20 +69,23 @@ def run_setup() -> None:
             super().run()
             if not plan.kernels:
                 folder = ROOT / "htree_cuda" if self.editable_mode else Path(self.build_lib) / "htree_cuda"
-                for name in (ninja.LIBRARY, ninja.module_name()):  # an editable install finds older ones here
+                for name in (
+                    compiling.LIBRARY,
+                    compiling.Python.here().module,
+                ):  # an editable install finds older ones here
                     (folder / name).unlink(missing_ok=True)
-                ninja.write_build_info(folder, ninja.build_info(ROOT, plan, None))
+                compiling.write_build_info(folder, compiling.build_info(ROOT, plan, None, build.EVERYTHING))
 
         def get_outputs(self, include_bytecode=True) -> list[str]:
             outputs = super().get_outputs(include_bytecode)
             if not plan.kernels and not self.editable_mode:
-                outputs.append(str(Path(self.build_lib) / "htree_cuda" / ninja.BUILD_INFO))
+                outputs.append(str(Path(self.build_lib) / "htree_cuda" / compiling.BUILD_INFO))
             return outputs
 
     class BuildKernels(build_ext):
-        """Ninja instead of setuptools' compilers; the outputs go into the package folder."""
+        """nvcc and ninja instead of setuptools' compilers; the outputs go into the package folder."""
 
-        files = (ninja.LIBRARY, ninja.module_name(), ninja.BUILD_INFO)
+        files = (compiling.LIBRARY, compiling.Python.here().module, compiling.BUILD_INFO)
 
         def run(self) -> None:
             if tools is None:
@@ -144,11 +93,11 @@ def run_setup() -> None:
                 return
             in_place = self.inplace or self.editable_mode
             folder = ROOT / "htree_cuda" if in_place else Path(self.build_lib) / "htree_cuda"
-            # In place, the objects are shared with tools/build_inplace.py: nothing is compiled twice.
-            debug = bool(self.debug)
-            build_dir = in_place_build_dir(debug) if in_place else Path(self.build_temp).resolve() / "kernels"
             try:
-                build_kernels(plan, tools, build_dir, folder, debug=debug)
+                features = build.features(debug=bool(self.debug))
+                temporary = Path(self.build_temp).resolve() / "kernels"
+                build_dir = in_place_build_dir(features.debug) if in_place else temporary
+                build_kernels(plan, tools, features, build_dir, folder)
             except build.BuildError as error:
                 sys.exit(f"htree_cuda: {error}")
 
@@ -168,29 +117,43 @@ def run_setup() -> None:
 
 
 def in_place_build_dir(debug: bool) -> Path:
-    """Where builds into the source tree keep objects and nvcc.log."""
+    """Where builds into the source tree keep nvcc.log and the benchmark programs."""
     return ROOT / "build" / ("kernels-debug" if debug else "kernels")
 
 
 def build_kernels(
     plan: build.Plan,
     tools: build.Toolchain,
+    features: build.Features,
     build_dir: Path,
     folder: Path,
     *,
     benchmarks: bool = False,
-    debug: bool = False,
-) -> None:
-    """Builds the library and the module and puts them, with the build's data, into `folder`."""
-    sources = BENCHMARK_SOURCES if benchmarks else []
-    options = ninja.Options(ROOT, build_dir, KERNEL_SOURCES, sources, module=True, debug=debug)
-    ninja.run_ninja(options, tools, ["library", "module", *(["benchmarks"] if benchmarks else [])])
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (ninja.LIBRARY, ninja.module_name()):
-        # A fresh file: overwriting one that a running process has mapped would crash it.
-        (folder / name).unlink(missing_ok=True)
-        shutil.copy2(build_dir / name, folder / name)
-    ninja.write_build_info(folder, ninja.build_info(ROOT, plan, tools, debug))
+) -> list[store.Job]:
+    """Builds the library and the module and puts them, with the build's data, into `folder`; returns what it had to
+    compile and link, which is nothing where an earlier build left the same objects."""
+    objects_dir = store.usable(store.folder(), build_dir / "objects")
+    compilation = compiling.Compilation(ROOT, tools, features, objects_dir)
+    kernels = [compilation.kernel(source) for source in compiling.kernel_sources(ROOT, features)]
+    library = compilation.library(kernels)
+    python = compiling.Python.here()
+    binding, module = compilation.module(python, library)
+    programs = []
+    if benchmarks:
+        to_package = os.path.relpath(folder, build_dir / "bin")
+        programs = [compilation.benchmark(source, library, to_package) for source in compiling.benchmark_sources(ROOT)]
+    jobs = [*kernels, library, binding, module, *(job for pair in programs for job in pair)]
+    made = compilation.run(jobs, build_dir)
+    say(f"compiled {sum(job.output.suffix == '.o' for job in made)} of {len(kernels) + 1 + len(programs)} sources")
+    compiling.write_log(build_dir / "nvcc.log", kernels)
+    compiling.place(library.output, folder / compiling.LIBRARY)
+    compiling.place(module.output, folder / python.module)
+    for _, program in programs:
+        compiling.place(program.output, build_dir / "bin" / program.output.name)
+    compiling.write_build_info(folder, compiling.build_info(ROOT, plan, tools, features))
+    if made:
+        store.prune(objects_dir)
+    return made
 
 
 if __name__ == "__main__":

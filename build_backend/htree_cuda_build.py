@@ -7,6 +7,10 @@ Environment:
     HTREE_CUDA_KERNELS      auto (default): kernels where nvcc or an NVIDIA driver is present; on; off
     HTREE_CUDA_NVCC         path of nvcc, or `wheels`: NVIDIA's compiler wheels even where a toolkit exists
     HTREE_CUDA_CUTLASS_DIR  a CUTLASS checkout (or its include folder) instead of the nvidia-cutlass package
+    HTREE_CUDA_FAMILIES     the kernels to build, of htree, decode, dsa (default: all); calls of others say so
+    HTREE_CUDA_MIXED_DIMS   1: kernels for K != V too
+    HTREE_CUDA_PROFILE      1: line numbers in the kernels, for ncu and compute-sanitizer; four times the size
+    HTREE_CUDA_BUILD_DIR    where compiled objects are kept from build to build (build_backend/htree_cuda_store.py)
     CXX                     C++ compiler (default g++)
     MAX_JOBS                compilers at a time
 """
@@ -36,6 +40,17 @@ COMPILER_REQUIREMENTS = (
     "nvidia-cuda-runtime==13.0.96",
     "nvidia-cuda-cccl==13.0.85",
 )
+# Family -> its folders of csrc. What lies in none of them belongs to every build.
+FAMILIES = {
+    "htree": ("csrc/tree", "csrc/sm90/htree_fwd", "csrc/sm90/htree_bwd"),
+    "decode": ("csrc/tree", "csrc/sm90/htree_decode"),
+    "dsa": (
+        "csrc/sm90/attn_dist",
+        "csrc/sm90/sparse_attention",
+        "csrc/sm90/sparse_attention_bwd",
+        "csrc/sm90/indexer",
+    ),
+}
 MIN_NVCC = (12, 8)  # cudaGetDriverEntryPointByVersion is 12.5; 12.8 is the oldest that CUTLASS 4.2 recommends
 MIN_CUTLASS = (4, 2, 0)
 
@@ -57,6 +72,19 @@ class Plan:
     reason: str  # one sentence, for the build log and `python -m htree_cuda info`
     nvcc: str | None = None  # path of nvcc; None: the compiler wheels
     cxx: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """Which kernels, and how."""
+
+    families: tuple[str, ...] = tuple(FAMILIES)
+    mixed_dims: bool = False
+    profile: bool = False
+    debug: bool = False  # bounded waits and device assertions
+
+
+EVERYTHING = Features()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +175,24 @@ def plan(environ: Mapping[str, str] | None = None, probe: Probe | None = None) -
             raise BuildError(f"HTREE_CUDA_KERNELS=on, but {problem}")
         return Plan(False, mode, problem)
     return Plan(True, mode, found, nvcc, cxx)
+
+
+def features(environ: Mapping[str, str] | None = None, *, debug: bool = False) -> Features:
+    """The kernels that the environment asks for. Raises BuildError where it asks for what there is not."""
+    environ = os.environ if environ is None else environ
+
+    def switch(name: str) -> bool:
+        value = environ.get(name, "").strip()
+        if value not in ("", "0", "1"):
+            raise BuildError(f"{name} must be 0 or 1, got {value!r}")
+        return value == "1"
+
+    wanted = [name.strip() for name in environ.get("HTREE_CUDA_FAMILIES", "").split(",") if name.strip()]
+    unknown = sorted(set(wanted) - set(FAMILIES))
+    if unknown:
+        raise BuildError(f"HTREE_CUDA_FAMILIES must be of {', '.join(FAMILIES)}, got {', '.join(unknown)}")
+    families = tuple(name for name in FAMILIES if name in wanted or not wanted)
+    return Features(families, switch("HTREE_CUDA_MIXED_DIMS"), switch("HTREE_CUDA_PROFILE"), debug)
 
 
 def requirements(the_plan: Plan, environ: Mapping[str, str] | None = None) -> list[str]:

@@ -63,6 +63,9 @@ def render(info: dict) -> str:
             f"CUTLASS {build['cutlass']}, pybind11 {build['pybind11']}"
         )
         lines.append(f"  sources {build['csrc_hash'][:12]}; HTREE_CUDA_KERNELS={build['mode']}: {build['reason']}")
+        if build.get("families"):
+            mixed = "K != V too" if build["mixed_dims"] else "K == V"
+            lines.append(f"  kernel families {', '.join(build['families'])}; {mixed}")
     if not info["devices"]:
         lines.append("CUDA devices: none")
     for device in info["devices"]:

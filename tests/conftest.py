@@ -9,7 +9,7 @@ import zlib
 import pytest
 import torch
 
-from tools.ptx_emulator import build
+from tools import ptx_emulator
 
 
 @functools.cache
@@ -28,7 +28,7 @@ def _emulated(item) -> bool:
         wanted = not item.get_closest_marker("hardware")
     else:
         wanted = choice == "marked" and item.get_closest_marker("emulated")
-    return bool(wanted and _no_hopper() and not build.why_not())
+    return bool(wanted and _no_hopper() and not ptx_emulator.why_not())
 
 
 def pytest_configure(config):
@@ -55,12 +55,11 @@ def _emulator(request, monkeypatch):
     if not (request.node.get_closest_marker("gpu") and _emulated(request.node)):
         yield
         return
-    from tools.ptx_emulator.device import emulated
-
     kernels = os.environ.get("HTREE_CUDA_EMULATED_KERNELS", "").split(",")
-    build.build(kernels if os.environ.get("HTREE_CUDA_EMULATED") == "all" else build.USUAL)
+    everything = os.environ.get("HTREE_CUDA_EMULATED") == "all"
+    ptx_emulator.build(kernels if everything else ptx_emulator.SAMPLE)
     monkeypatch.setattr(request.module, "DEVICE", "cpu")
     seed = int(os.environ.get("HTREE_CUDA_EMULATED_SEED", zlib.crc32(request.node.nodeid.encode())))
     races = os.environ.get("HTREE_CUDA_EMULATED_RACES", "1") == "1"
-    with emulated(seed=seed, races=races):
+    with ptx_emulator.emulated(seed=seed, races=races):
         yield

@@ -5,16 +5,17 @@ python tools/check_house_rules.py [ROOT]
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import retired_words
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "build_backend")]
+
+import retired_words  # noqa: E402
+from htree_cuda_build import FAMILIES  # noqa: E402
+
 SUFFIXES = {".h", ".hpp", ".cuh", ".cu", ".cpp"}
 MAX_INSTANTIATION_FILES = 40
 ASM_FILES = {"csrc/device/ptx.cuh", "csrc/device/barriers.cuh"}
@@ -45,14 +46,6 @@ def op_folder(path: str) -> str | None:
     if len(parts) < 4:
         return None
     return "/".join(parts[:3])
-
-
-def listed_sources(setup_py: Path, name: str = "KERNEL_SOURCES") -> list[str]:
-    """A source list of setup.py, without running it."""
-    for node in ast.parse(setup_py.read_text()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
-            return ast.literal_eval(node.value)
-    raise ValueError(f"{setup_py} has no {name}")
 
 
 def check(root: Path = ROOT) -> list[str]:
@@ -88,9 +81,10 @@ def check(root: Path = ROOT) -> list[str]:
     instantiations = [name for name in kernels if "__global__" in text_of(root, name)]
     if len(instantiations) > MAX_INSTANTIATION_FILES:
         problems.append(f"csrc: {len(instantiations)} kernel instantiation files, at most {MAX_INSTANTIATION_FILES}")
-    listed = listed_sources(root / "setup.py")
-    problems.extend(f"setup.py: KERNEL_SOURCES lacks {name}" for name in sorted(kernels - set(listed)))
-    problems.extend(f"setup.py: KERNEL_SOURCES lists {name}, which does not exist" for name in set(listed) - kernels)
+    folders = {folder for family in FAMILIES.values() for folder in family}
+    for name in sorted(kernels):
+        if name.count("/") > 2 and not any(name.startswith(f"{folder}/") for folder in folders):
+            problems.append(f"{name}:1: of no family: build_backend/htree_cuda_build.py names the folders of each")
     problems.extend(retired_words.check(root))
     return problems
 

@@ -4,17 +4,16 @@
     python tools/gpu_variants.py time NAME... [--op backward] [--lengths 65536,131072] [--inputs local] [--rounds 2]
                                    [--heads 16] [--kv-heads 1]
 
-`build`, where nvcc is and after tools/build_inplace.py, compiles what differs from csrc/ here and writes
-build/variants/NAME.so.gz, which may be carried to another machine. An unchanged csrc/ is a variant as well. --patch
-applies patches, one after the other: those of benchmarks/variants wait for a GPU to be timed. --leave-out
-takes parts out of the forward to see what they cost: inputs and control flow stay, results are wrong. `time`, on a
-Hopper GPU, prints milliseconds, the SM clock and power, round by round.
+`build`, where nvcc is, compiles what no build has compiled before and writes build/variants/NAME.so.gz, which may be
+carried to another machine. An unchanged csrc/ is a variant as well. --patch applies patches, one after the other: those
+of benchmarks/variants wait for a GPU to be timed. --leave-out takes parts out of the forward to see what they cost:
+inputs and control flow stay, results are wrong. `time`, on a Hopper GPU, prints milliseconds, the SM clock and power,
+round by round.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import gzip
 import json
 import os
@@ -26,8 +25,10 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from build_inplace import load_setup
-from content_hash import ROOT, csrc_hash
+import htree_cuda_build as build
+import htree_cuda_compile as compiling
+import htree_cuda_store as store
+from content_hash import ROOT
 from gpu_common import ensure_built, machine, run
 
 VARIANTS = ROOT / "build" / "variants"
@@ -114,23 +115,6 @@ def apply_patch(root: Path, patch: Path) -> None:
         raise SystemExit(f"--patch {patch}: {done.stderr.strip()}")
 
 
-def differing(ninja, root: Path, sources: list[str]) -> list[str]:
-    """Sources of which an object of this checkout does not serve `root`: it or a header that it may include differs."""
-
-    def same(path: Path) -> bool:
-        here = ROOT / path.relative_to(root)
-        return here.exists() and here.read_bytes() == path.read_bytes()
-
-    def files(at: Path, source: str) -> set[str]:
-        return {path.relative_to(at).as_posix() for path in [at / source, *ninja.headers_of(at, source)]}
-
-    return [
-        source
-        for source in sources
-        if files(root, source) != files(ROOT, source) or not all(same(root / file) for file in files(root, source))
-    ]
-
-
 def build_variant(name: str, csrc: Path | None, ref: str | None, patches: list[Path], parts: list[str]) -> Path:
     """Compiles and links a variant; returns the compressed library."""
     if not re.fullmatch(r"[\w-]+", name):
@@ -138,13 +122,6 @@ def build_variant(name: str, csrc: Path | None, ref: str | None, patches: list[P
     root = VARIANTS / name
     if csrc is not None and root.resolve() in [csrc.resolve(), *csrc.resolve().parents]:
         raise SystemExit(f"{csrc} is what build/variants/{name} is made anew from: give it another NAME")
-    setup = load_setup()
-    build, ninja = setup.build, setup.ninja
-    info = ROOT / "htree_cuda" / ninja.BUILD_INFO
-    if not info.exists() or json.loads(info.read_text()).get("csrc_hash") != csrc_hash(ROOT):
-        raise SystemExit("the objects here are not of csrc/ as it is: run tools/build_inplace.py first")
-    tools = build.resolve(build.plan({**os.environ, "HTREE_CUDA_KERNELS": "on"}))
-    objects_here = setup.in_place_build_dir(False) / "obj"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     if ref is not None:
@@ -157,25 +134,15 @@ def build_variant(name: str, csrc: Path | None, ref: str | None, patches: list[P
     for part in parts:
         leave_out(root, part)
 
-    flags = ninja.nvcc_flags(ninja.Options(root, root, []), tools)
-    ours = differing(ninja, root, setup.KERNEL_SOURCES)
-    objects = {source: (objects_here / source).with_suffix(".o") for source in setup.KERNEL_SOURCES}
-
-    def compile_one(source: str) -> None:
-        objects[source] = (root / "obj" / source).with_suffix(".o")
-        objects[source].parent.mkdir(parents=True, exist_ok=True)
-        command = [tools.nvcc, *flags, "-c", str(root / source), "-o", str(objects[source])]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{source}:\n{done.stdout}{done.stderr}")
-
-    print(f"{name}: compiling {len(ours)} of {len(objects)} sources", flush=True)
-    with concurrent.futures.ThreadPoolExecutor(build.max_jobs()) as pool:
-        list(pool.map(compile_one, ours))
-    library = root / ninja.LIBRARY
-    subprocess.run([*ninja.link_command(tools), "-o", str(library), *map(str, objects.values())], check=True)
+    tools = build.resolve(build.plan({**os.environ, "HTREE_CUDA_KERNELS": "on"}))
+    features = build.features()
+    compilation = compiling.Compilation(root, tools, features, store.usable(store.folder(), root / "objects"))
+    kernels = [compilation.kernel(source) for source in compiling.kernel_sources(root, features)]
+    library = compilation.library(kernels)
+    made = compilation.run([*kernels, library], root)
+    print(f"{name}: compiled {len(made)} of {len(kernels)} sources", flush=True)
     packed = VARIANTS / f"{name}.so.gz"
-    packed.write_bytes(gzip.compress(library.read_bytes(), 6))
+    packed.write_bytes(gzip.compress(library.output.read_bytes(), 6))
     return packed
 
 

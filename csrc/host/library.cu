@@ -2,7 +2,7 @@
 #include "driver.h"
 
 #ifndef HTREE_CUDA_PARAMS_HASH
-#error "the build defines HTREE_CUDA_PARAMS_HASH (build_backend/htree_cuda_ninja.py)"
+#error "the build defines HTREE_CUDA_PARAMS_HASH (build_backend/htree_cuda_compile.py)"
 #endif
 
 namespace htree_cuda {

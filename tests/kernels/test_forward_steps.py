@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from tools.ptx_emulator import build
+from tools.ptx_emulator import SAMPLE, build, device, why_not
 
-pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not() or "available")
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "available")
 
 BLOCK = 12  # queries
 TINY = 2.0**-149
@@ -19,9 +19,7 @@ TINY = 2.0**-149
 @pytest.fixture(scope="module")
 def launch():
     """launch(name, seed, *arguments) runs a launcher of tests/kernels/steps.cu, tensors as pointers."""
-    build.build(build.USUAL)
-    from tools.ptx_emulator import device
-
+    build(SAMPLE)
     library = device.library()
 
     def run(name, seed, *arguments):

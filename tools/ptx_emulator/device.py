@@ -12,7 +12,7 @@ import torch
 
 from htree_cuda import kernels, ops
 
-from . import build
+from . import make
 
 _LAUNCHERS = ("tree_pool", "forward", "backward", "attn_dist", "sparse_attention")
 _WORKSPACES = ("forward_workspace", "backward_workspace")
@@ -22,7 +22,7 @@ _ALIGNMENT = 256  # of a CUDA allocation, which the launchers rely on for the wo
 @functools.cache
 def module():
     """The compiled bindings over the emulated library."""
-    path = build.OUT / build.setup().ninja.module_name()
+    path = make.OUT / make.compiling.Python.here().module
     spec = importlib.util.spec_from_file_location("_C", path)
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
@@ -31,7 +31,7 @@ def module():
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    found = ctypes.CDLL(str(build.OUT / build.LIBRARY))
+    found = ctypes.CDLL(str(make.OUT / make.LIBRARY))
     found.emulator_configure.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_bool]
     found.emulator_allow.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
     found.emulator_launch_count.restype = ctypes.c_uint64

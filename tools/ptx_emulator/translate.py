@@ -381,6 +381,11 @@ def translate(ptx: str) -> str:
     return _Module(ptx).translate()
 
 
-if __name__ == "__main__":
-    with open(sys.argv[1]) as source, open(sys.argv[2], "w") as target:
+def main(argv: list[str]) -> int:
+    with open(argv[0]) as source, open(argv[1], "w") as target:
         target.write(translate(source.read()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

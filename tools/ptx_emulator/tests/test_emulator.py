@@ -10,15 +10,15 @@ import subprocess
 import pytest
 import torch
 
-from tools.ptx_emulator import build
+from tools.ptx_emulator import SAMPLE, build, make, why_not
 from tools.ptx_emulator.translate import registers_at_launch
 
-pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not() or "available")
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "available")
 
 
 @pytest.fixture(scope="module")
 def faults():
-    library = ctypes.CDLL(str(build.build_faults()))
+    library = ctypes.CDLL(str(make.build_faults()))
     library.run_fault.restype = ctypes.c_char_p
     library.run_fault.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
     library.emulator_configure.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_bool]
@@ -197,13 +197,14 @@ def test_registers_that_setmaxnreg_may_take(faults):
 
 def test_ptxas_grants_the_registers_that_the_emulator_counts():
     """What setmaxnreg shares out is what the real build gave a thread, not only what its launch bounds allow."""
-    build.build(build.USUAL)
-    log = (build.setup().in_place_build_dir(False) / "nvcc.log").read_text()
-    given = dict(re.findall(r"Compiling entry function '(\S+)'(?:.*\n)*?.*Used (\d+) registers", log))
+    build(SAMPLE)
     seen = 0
-    sources = [source for source in build.setup().KERNEL_SOURCES if any(text in source for text in build.USUAL)]
-    for source in sources:  # not what kernels that are gone have left here
-        path = (build.OUT / "kernel" / source).with_suffix(".ptx")
+    for source in make.sources(SAMPLE):
+        log = make.real_log(source)
+        if not log.exists():
+            pytest.skip("needs the compiled kernels: make check-kernels")
+        given = dict(re.findall(r"Compiling entry function '(\S+)'(?:.*\n)*?.*Used (\d+) registers", log.read_text()))
+        path = make.ptx(source)
         for name, directives, body in re.findall(
             r"\.entry (\w+)\([^{]*?\)([^{]*)(\{.*?^\})", path.read_text(), re.M | re.S
         ):
@@ -224,7 +225,7 @@ def test_clusters_exchange(faults, races):
 @pytest.mark.parametrize(("name", "cases"), [("forward", 4), ("sparse_attention", 3)])
 def test_a_benchmark_checks_itself(name, cases):
     """The C++ program over emulated kernels: its own oracle, and repeats."""
-    program = build.build_benchmark(name)
+    program = make.build_benchmark(name)
     done = subprocess.run([program, "--check-only", "--small"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     checks = json.loads(done.stdout)["checks"]

@@ -1,0 +1,33 @@
+// The launchers of kernel families that this build leaves out (HTREE_CUDA_FAMILIES): each says so when it is called.
+#include <stdexcept>
+#include <string>
+
+#include "params.h"
+
+namespace htree_cuda {
+
+namespace {
+
+[[noreturn, maybe_unused]] void absent(char const* op, char const* family) {
+  throw std::runtime_error(std::string(op) + ": this build of htree_cuda has no kernels of the family " + family +
+                           "; build it with HTREE_CUDA_FAMILIES naming " + family + ", or without HTREE_CUDA_FAMILIES");
+}
+
+}  // namespace
+
+#if !HTREE_CUDA_FAMILY_HTREE
+#if !HTREE_CUDA_FAMILY_DECODE
+void tree_pool(TreePoolParams const&, void*) { absent("tree_pool", "htree"); }
+#endif
+std::int64_t forward_workspace(ForwardParams const&) { absent("forward", "htree"); }
+void forward(ForwardParams const&, void*) { absent("forward", "htree"); }
+std::int64_t backward_workspace(ForwardParams const&) { absent("backward", "htree"); }
+void backward(BackwardParams const&, void*) { absent("backward", "htree"); }
+#endif
+
+#if !HTREE_CUDA_FAMILY_DSA
+void attn_dist(AttnDistParams const&, void*) { absent("attn_dist", "dsa"); }
+void sparse_attention(SparseAttentionParams const&, void*) { absent("sparse_attention", "dsa"); }
+#endif
+
+}  // namespace htree_cuda
