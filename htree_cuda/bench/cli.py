@@ -1,4 +1,4 @@
-"""`python -m htree_cuda bench {forward,backward,attn_dist,sparse_attention} ...`: options, and where results go."""
+"""`python -m htree_cuda bench COMMAND ...`: the options of every command, and where results go."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from pathlib import Path
 
 import torch
 
-from . import attn_dist, backward, forward, sparse_attention
+from . import attn_dist, backward, decode, forward, sparse_attention
 from .inputs import DTYPES, KINDS
 from .plots import plot
 from .protocol import identity
 from .tables import break_even, table
 
-COMMANDS = {"forward": forward, "backward": backward, "attn_dist": attn_dist, "sparse_attention": sparse_attention}
+COMMANDS = {
+    "forward": forward, "backward": backward, "decode": decode, "attn_dist": attn_dist,
+    "sparse_attention": sparse_attention,
+}  # fmt: skip
 
 
 def _ints(text: str) -> list[int]:
@@ -50,6 +53,20 @@ def _tree(cuda: bool) -> argparse.ArgumentParser:
     add("--kv-heads", type=int, default=1 if cuda else 2, help="H_kv, KV heads; divides --heads")
     add("--dim", type=int, default=128 if cuda else 64, help="K = V, head dimension of keys and of values")
     add("--compression-rate", type=int, default=16, help="children per node")
+    return parser
+
+
+def _decode(cuda: bool) -> argparse.ArgumentParser:
+    """Options of decode, whose every combination is measured."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="six shapes from 1 x 32K to 64 x 32K and 1 x 1M, top_k 512 and 64")
+    add("--batches", type=_ints, default="1,4,16,64" if cuda else "1,4", help="each B, sequences, to measure")
+    add("--lengths", type=_ints, default="8192,32768,131072,1048576" if cuda else "2048,8192", help="each T, tokens")
+    add("--heads", type=decode.heads, default="16/1,64/8,32/8" if cuda else "8/2", help="pairs of H and H_kv")
+    add("--top-k", type=_ints, default="64,512" if cuda else "16,64", help="nodes expanded per layer, each")
+    add("--dim", type=int, default=128 if cuda else 64, help="K = V, head dimension of keys and of values")
+    add("--dense-up-to", type=int, default=1 << 20, help="longest T at which dense attention runs")
     return parser
 
 
@@ -88,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--inputs", type=_kinds, default="iid,local", help="kinds of input: iid, local or iid,local")
     add("--top-k", type=int, default=512 if cuda else 16, help="nodes expanded per layer")
     add("--dense-up-to", type=int, default=131072, help="longest T at which dense attention runs")
+    add = command("decode", _decode(cuda), "a step of decoding from a cached tree against dense attention over T")
+    add("--plot", type=Path, help="write a PNG of time per step over T")
     add = command("attn_dist", lists, "attn_dist over numbers of heads and keys, beside cuDNN frontend's operation")
     add("--lengths", type=_ints, default="4096,16384,65536,131072" if cuda else "4096", help="each s_kv, keys")
     add = command("sparse_attention", lists, "sparse_attention over numbers of heads and keys, beside FlashMLA")
@@ -111,6 +130,6 @@ def main(argv: list[str] | None = None) -> int:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
         print(f"wrote {args.out}")
     if getattr(args, "plot", None):
-        plot(figures, args.plot)
+        getattr(command, "plot", plot)(figures, args.plot)
         print(f"wrote {args.plot}")
     return 0

@@ -73,27 +73,47 @@ def _summary(times: list[float], **extra) -> dict:
     return {"ms": median, "p90_ms": p90, "calls": len(times), **extra}
 
 
-def sample(call: Callable[[], object], device: str, pause_ms: float = 0.0) -> tuple[list[float], dict]:
+def sample(
+    call: Callable[[], object],
+    device: str,
+    pause_ms: float = 0.0,
+    *,
+    before: Callable[[], object] | None = None,
+    repeats: int = 1,
+) -> tuple[list[float], dict]:
     """Milliseconds of each call by the protocol above, and what was read meanwhile. With a pause before each call: the
     GPU spends it in a kernel of one thread, while the host enqueues the call behind it, so that no time of the host is
-    in the call's."""
+    in the call's. With repeats, a time is the mean of as many calls back to back, for calls so short that two events
+    around each would show; `before` runs before each of these intervals and is in no time."""
     times: list[float] = []
-    if device == "cpu":
-        call()
-        while len(times) < LEAST_CALLS_CPU or sum(times) < 1e3 * TIMED_S:
-            time.sleep(pause_ms / 1e3)
-            start = time.perf_counter()
+
+    def calls() -> None:
+        for _ in range(repeats):
             call()
-            times.append(1e3 * (time.perf_counter() - start))
+
+    def prepare() -> None:
+        if before is not None:
+            before()
+
+    if device == "cpu":
+        prepare()
+        calls()
+        while len(times) < LEAST_CALLS_CPU or repeats * sum(times) < 1e3 * TIMED_S:
+            time.sleep(pause_ms / 1e3)
+            prepare()
+            start = time.perf_counter()
+            calls()
+            times.append(1e3 * (time.perf_counter() - start) / repeats)
         return times, {}
     start = time.perf_counter()
     while time.perf_counter() - start < WARM_UP_S:
-        call()
+        prepare()
+        calls()
         torch.cuda.synchronize()
         time.sleep(pause_ms / 1e3)
     clocks = round(max(pause_ms, LEAST_PAUSE_MS) * _clocks_per_ms()) if pause_ms else 0
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", _this_gpu()]
     probe = None
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -102,8 +122,9 @@ def sample(call: Callable[[], object], device: str, pause_ms: float = 0.0) -> tu
         pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         if clocks:
             torch.cuda._sleep(clocks)
+        prepare()
         pair[0].record()
-        call()
+        calls()
         pair[1].record()
         pairs.append(pair)
         if len(pairs) % 16 == 0:  # keeps the queue short, never empty
@@ -116,11 +137,11 @@ def sample(call: Callable[[], object], device: str, pause_ms: float = 0.0) -> tu
         fields = probe.communicate(timeout=60)[0].split(",")
         if len(fields) == 2:
             clock, power = (float(x) for x in fields)
-    about = {"clock_mhz": clock, "power_w": power, "peak_bytes": torch.cuda.max_memory_allocated() - before}
+    about = {"clock_mhz": clock, "power_w": power, "peak_bytes": torch.cuda.max_memory_allocated() - allocated}
     if clocks:
         pauses = [a[1].elapsed_time(b[0]) for a, b in itertools.pairwise(pairs)]
         about["pause_ms"] = round(_quantile(pauses, 0.5), 4)
-    return [a.elapsed_time(b) for a, b in pairs], about
+    return [a.elapsed_time(b) / repeats for a, b in pairs], about
 
 
 def _clocks_per_ms() -> float:
@@ -142,9 +163,9 @@ def _pooled(samples: list[tuple[list[float], dict]]) -> dict:
     return _summary([ms for times, _ in samples for ms in times], **read)
 
 
-def measure(call: Callable[[], object], device: str) -> dict:
-    """Median and p90 in milliseconds by the protocol above."""
-    return _pooled([sample(call, device)])
+def measure(call: Callable[[], object], device: str, **options) -> dict:
+    """Median and p90 in milliseconds by the protocol above; options as `sample` takes them."""
+    return _pooled([sample(call, device, **options)])
 
 
 def measure_interleaved(calls: dict[str, Callable[[], object]], device: str) -> dict[str, dict]:

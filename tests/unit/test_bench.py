@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from htree_cuda import attn_dist, definition, sparse_attention
+from htree_cuda import attn_dist, definition, forward_cached, sparse_attention
 from htree_cuda.bench import attn_dist as bench_attn_dist
 from htree_cuda.bench import backward, cli, inputs, peers, phases, protocol, tables
+from htree_cuda.bench import decode as bench_decode
 from htree_cuda.bench import sparse_attention as bench_sparse_attention
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -313,3 +314,41 @@ def test_a_pause_is_spent_before_a_call_is_timed(monkeypatch):
     queue.clear()
     times, about = protocol.sample(lambda: queue.append("call"), "cuda")
     assert queue == ["event", "call", "event"] * protocol.LEAST_CALLS_GPU and "pause_ms" not in about
+
+
+def test_decode(tmp_path, monkeypatch, capsys):
+    """A step's cache ends where it began, dense attention sees the same keys, bytes are those of what is visited."""
+    monkeypatch.setattr(protocol, "TIMED_S", 0.0)
+    lengths = []
+
+    def spy(q, cache, **options):
+        lengths.append(cache.lengths.tolist())
+        return forward_cached(q, cache, **options)
+
+    monkeypatch.setattr(bench_decode, "forward_cached", spy)
+    options = ["--device", "cpu", "--dtype", "float32", "--dim", "16", "--batches", "2", "--lengths", "40,600"]
+    files = ["--out", str(tmp_path / "decode.json"), "--plot", str(tmp_path / "decode.png")]
+    assert cli.main(["decode", *options, "--heads", "4/2,2/1", "--top-k", "4,16", *files]) == 0
+    report = json.loads((tmp_path / "decode.json").read_text())
+    assert "break_even" not in report and (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG")
+    figures = report["figures"]
+    shapes = [(f["T"], f["H"], f["H_kv"], f["top_k"]) for f in figures]
+    assert shapes == [(T, *pair, k) for pair in ((4, 2), (2, 1)) for T in (40, 600) for k in (4, 16)]
+    assert {tuple(x) for x in lengths} == {(T + i, T + i) for T in (40, 600) for i in range(5)}
+    for f in figures:
+        counts = [inputs.visited(604, t, t + 1, 16, f["top_k"], 16 * f["top_k"]) for t in range(600, 604)]
+        if f["T"] == 600:
+            assert f["bytes"] == 2 * f["H_kv"] * 16 * 4 * sum(map(sum, counts)) / 4
+        assert f["ms"] == f["step"]["eager"]["ms"] > 0 and f["append"]["eager"]["ms"] > 0
+        assert f["speedup"] == pytest.approx(f["dense"]["ms"] / f["ms"], abs=1e-3)
+        assert f["dense"]["ms"] == min(f["dense"]["all_ms"].values())
+    assert "of the byte floor" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["decode", "--heads", "3/2"])
+
+
+def test_quick_decode_measures_its_six_shapes():
+    args = cli._parser().parse_args(["decode", "--quick"])
+    assert [(B, T // 1024, H, H_kv) for B, T, H, H_kv in bench_decode.points(args)] == [
+        (1, 32, 32, 8), (1, 128, 32, 8), (1, 1024, 16, 1), (16, 32, 32, 8), (8, 128, 32, 8), (64, 32, 32, 8),
+    ]  # fmt: skip
