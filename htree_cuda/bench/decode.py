@@ -1,10 +1,10 @@
 """`bench decode`: a step of decoding from a cached tree, beside dense attention to the same keys and values.
 
 A step appends one token to every sequence and attends from it. Several (``STEPS``) are timed between two events, so
-that nodes are completed as often as in a long run; the cache is truncated before, outside the time. On a GPU a step is a
-captured CUDA graph that is replayed, and is timed eagerly beside that. Dense attention is SDPA over keys and values as
-they lie in the cache, without a mask, with the heads of a group as its query rows; every backend of PyTorch runs, and
-the fastest counts. The time of appending to a dense cache is left out.
+that nodes are completed as often as in a long run; the cache is truncated before, outside the time. On a GPU a step is
+a captured CUDA graph that is replayed, and is timed eagerly beside that. Dense attention is SDPA over keys and values
+as they lie in the cache, without a mask, with the heads of a group as its query rows; every backend of PyTorch runs,
+and the fastest counts. The time of appending to a dense cache is left out.
 
 Bytes are those of the keys of all candidates and the values of all leaves; their floor is these bytes at the rate of a
 copy on the same device, measured in the same run.
