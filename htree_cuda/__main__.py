@@ -1,4 +1,4 @@
-"""`python -m htree_cuda {info,demo,bench} ...`: each command is a module, imported only when it runs."""
+"""`python -m htree_cuda {info,demo,explain,bench} ...`: each command is a module, imported only when it runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ._version import __version__
 COMMANDS = {
     "info": "what is installed, what it was built with, what it runs on",
     "demo": "search a long document by htree attention",
+    "explain": "which kernels a call runs, with which tile, why, and what share of the time each takes",
     "bench": "measure, and write the figures as JSON",
 }
 

@@ -19,6 +19,7 @@ from .checks import UnsupportedError
 
 _PACKAGE = Path(__file__).resolve().parent
 _LIBRARY = _PACKAGE / "libhtree_cuda.so"
+ALL_FAMILIES = ("htree", "decode", "dsa")
 CAPABILITY = (9, 0)  # code for sm_90a runs on exactly this
 
 
@@ -62,6 +63,16 @@ def load() -> ModuleType:
     if module is None:
         raise RuntimeError(f"htree_cuda has no kernels: {reason}")
     return module
+
+
+def families() -> tuple[str, ...]:
+    """The kernel families that this build holds (HTREE_CUDA_FAMILIES at build time)."""
+    return tuple(build_info().get("families", ALL_FAMILIES))
+
+
+def mixed_dims() -> bool:
+    """Whether the htree kernels for K != V are there (HTREE_CUDA_MIXED_DIMS=1 at build time)."""
+    return getattr(load(), "has_mixed_dims", lambda: True)()
 
 
 @functools.cache
@@ -169,6 +180,21 @@ def forward(
         workspace_bytes=workspace.numel(),
         **_place(q),
     )
+
+
+def explains(op: str) -> bool:
+    """Whether the library tells the kernels of an op."""
+    return built() and hasattr(load(), f"explain_{op}")
+
+
+def explain_forward(q: Tensor, k: Tensor, v: Tensor, params, *, sms: int) -> list[dict]:
+    """The kernels of `forward` on a GPU with so many SMs, as `htree_cuda.explain` tells them; tensors may be meta."""
+    return load().explain_forward(_forward_params(q, k, v, params), selection=False, processors=sms)
+
+
+def explain_backward(q: Tensor, k: Tensor, v: Tensor, params, *, sms: int) -> list[dict]:
+    """The kernels of `backward`, likewise."""
+    return load().explain_backward(_forward_params(q, k, v, params), processors=sms)
 
 
 def backward_workspace(q: Tensor, k: Tensor, v: Tensor, params) -> int:

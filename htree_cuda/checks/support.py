@@ -12,6 +12,11 @@ from ..params import TreeParams
 from .common import UnsupportedError
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+# The kernel family that an op needs; the other ops have no kernel, or are in every build.
+FAMILIES = {
+    "forward": {"htree"}, "backward": {"htree"}, "append": {"decode"}, "forward_cached": {"decode"},
+    "attn_dist": {"dsa"}, "sparse_attention": {"dsa"},
+}  # fmt: skip
 
 
 def _way_out(op: str, reason: str) -> NoReturn:
@@ -26,6 +31,12 @@ def kernel_device(op: str, x: Tensor) -> None:
         _way_out(op, f"no kernels exist for device type {x.device.type!r}")
     if not kernels.built():
         _way_out(op, f"this installation has no Hopper kernels ({kernels.why_not_built()})")
+    if needed := FAMILIES.get(op, set()) - set(kernels.families()):
+        _way_out(
+            op,
+            f"this installation has the kernel families {', '.join(kernels.families())} and not {', '.join(needed)} "
+            "(HTREE_CUDA_FAMILIES at build time)",
+        )
     supported, reason = kernels.device_supported(x.device.index)
     if not supported:
         _way_out(op, f"the kernels do not run on {x.device}: {reason}")
@@ -50,11 +61,19 @@ KERNEL_COMPRESSION_RATE = 16
 
 def forward(q: Tensor, k: Tensor, v: Tensor, params: TreeParams, op: str = "forward") -> None:
     """What the htree kernels, forward and backward, support of a valid call."""
+    from .. import kernels
+
     _kernel_dtype(op, "q", q)
     _contiguous_rows(op, q=q, k=k, v=v)
     for name, dim in (("K (dimension 3 of q)", q.shape[3]), ("V (dimension 3 of v)", v.shape[3])):
         if dim not in KERNEL_HEAD_DIMS:
             _way_out(op, f"the kernels need {name} to be 64 or 128, got {dim}")
+    if q.shape[3] != v.shape[3] and not kernels.mixed_dims():
+        _way_out(
+            op,
+            f"the kernels of this installation need K = V, got K {q.shape[3]} and V {v.shape[3]} (those for K != V are "
+            "built with HTREE_CUDA_MIXED_DIMS=1)",
+        )
     G = q.shape[2] // k.shape[2]
     if G > KERNEL_MAX_G:
         _way_out(op, f"the kernels need at most {KERNEL_MAX_G} query heads for each KV head (H / H_kv), got {G}")

@@ -1,0 +1,221 @@
+"""`python -m htree_cuda explain`: which kernels a call of htree attention runs, in which order, why, and their cost.
+
+The kernels come from the library, which runs the same schedule and counts launches where a call makes them; no GPU is
+needed. Their share of the time is a prediction of `cost_model`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import torch
+
+from . import checks, cost_model, kernels
+from .bench.inputs import DTYPES
+from .definition import layer_sizes
+
+DEFAULT_SMS = 132  # of an H100 or H200 SXM
+HOW_TO_GET_ONE = (
+    "install a wheel that holds the kernels, or build them, for which no GPU is needed: "
+    "HTREE_CUDA_KERNELS=on pip install ."
+)
+
+
+class ExplainError(Exception):
+    """What the user can put right, in one line."""
+
+
+def count(
+    *,
+    T: int,
+    H: int,
+    H_kv: int,
+    top_k_per_layer: int = 512,
+    T_q: int | None = None,
+    B: int = 1,
+    K: int = 128,
+    V: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    backward: bool = False,
+    sms: int = DEFAULT_SMS,
+) -> dict:
+    """`explain` without the predicted times: the numbers of the call, `layers` and `rows`."""
+    T_q, V = T if T_q is None else T_q, K if V is None else V
+    q = torch.empty(B, T_q, H, K, dtype=dtype, device="meta")
+    k, v = (torch.empty(B, T, H_kv, D, dtype=dtype, device="meta") for D in (K, V))
+    params = checks.tree.forward(
+        q, k, v, q_start=None, compression_rate=16, top_k_per_layer=top_k_per_layer, max_top_nodes=None, scale=None,
+        rope_base=10000.0, strict_causal=True, backend="auto", op="explain",
+    )  # fmt: skip
+    checks.support.forward(q, k, v, params, "explain")
+    launches = kernels.explain_backward if backward else kernels.explain_forward
+    call = {
+        "op": "backward" if backward else "forward", "B": B, "T": T, "T_q": T_q, "H": H, "H_kv": H_kv, "K": K, "V": V,
+        "dtype": str(dtype).removeprefix("torch."), "top_k": top_k_per_layer, "sms": sms,
+        "layers": layer_sizes(T, params.compression_rate, params.max_top_nodes),
+    }  # fmt: skip
+    call["rows"] = launches(q, k, v, params, sms=sms)
+    return call
+
+
+def explain(
+    *,
+    T: int,
+    H: int,
+    H_kv: int,
+    top_k_per_layer: int = 512,
+    T_q: int | None = None,
+    B: int = 1,
+    K: int = 128,
+    V: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    backward: bool = False,
+    sms: int = DEFAULT_SMS,
+) -> dict:
+    """The kernels of one call of `htree_cuda.forward`, or of its backward, in their order.
+
+    Args:
+        T: int, tokens of the context.
+        H, H_kv: int, query heads and KV heads.
+        top_k_per_layer: int, nodes expanded per layer; default 512.
+        T_q: int, queries, the last ones; default T.
+        B: int, sequences; default 1.
+        K, V: int, head dimensions of keys and values; default 128 and K.
+        dtype: float16 or bfloat16; default bfloat16.
+        backward: bool; the kernels of the backward; default False.
+        sms: int, SMs of the GPU: calls are cut into chunks that fill them; default 132, H100 and H200 SXM.
+
+    Returns:
+        A dict of the call's numbers, ``layers`` (nodes of each layer, the tokens first), ``rows`` and ``model``. A row
+        is a kernel in a layer for a layer kind, over all of its launches: phase, layer, kind, kernel, tile, reason,
+        launches, ctas, first_query, end_query, pairs, ms and share; None where there is nothing to tell. ``model`` says
+        where ms comes from: files, gpu, date, G, K, V, and the largest relative error of the fit; None without ms.
+
+    Raises:
+        ValueError, UnsupportedError: as `htree_cuda.forward`.
+        RuntimeError: the installation has no kernels.
+
+    Notes:
+        Deterministic; launches nothing. Times are predicted for calls of 4,096 queries or more, which fill a GPU.
+
+    Example:
+        >>> from htree_cuda.explain import explain
+        >>> rows = explain(T=65536, H=32, H_kv=8, top_k_per_layer=128)["rows"]  # where the kernels are built
+
+    Source: csrc/sm90/htree_fwd/dispatch.h and schedule.h; docs/architecture.md.
+    """
+    call = count(
+        T=T, H=H, H_kv=H_kv, top_k_per_layer=top_k_per_layer, T_q=T_q, B=B, K=K, V=V, dtype=dtype, backward=backward,
+        sms=sms,
+    )  # fmt: skip
+    measured = cost_model.nearest(call)
+    times = [None] * len(call["rows"]) if measured is None else cost_model.predict(call, measured)
+    total = sum(ms for ms in times if ms is not None)
+    for row, ms in zip(call["rows"], times):
+        row["ms"], row["share"] = ms, None if ms is None or total == 0 else ms / total
+    call["model"] = measured and {name: x for name, x in measured.items() if name != "ns"}
+    return call
+
+
+def _queries(row: dict) -> str:
+    if row["first_query"] is None:
+        return ""
+    return f"{row['first_query']:,} .. {row['end_query'] - 1:,}"
+
+
+COLUMNS = {
+    "phase": lambda row: row["phase"],
+    "layer": lambda row: "" if row["layer"] is None else str(row["layer"]),
+    "kind": lambda row: row["kind"],
+    "kernel": lambda row: row["kernel"],
+    "tile of a CTA": lambda row: row["tile"],
+    "queries": _queries,
+    "launches": lambda row: f"{row['launches']:,}",
+    "share": lambda row: "" if row["share"] is None else f"{row['share']:.1%}",
+}
+NUMBERS = ("layer", "launches", "share")
+
+
+def render(call: dict) -> str:
+    """The report for people."""
+    shape = ", ".join(f"{name} {call[name]:,}" for name in ("B", "T", "T_q", "H", "H_kv", "K", "V", "top_k"))
+    sizes = " <- ".join(f"{n:,}" for n in call["layers"])
+    lines = [
+        f"{call['op']}: {shape}, {call['dtype']}; groups of {call['H'] // call['H_kv']} heads, {call['sms']} SMs",
+        f"tree: {sizes} nodes, tokens (layer 0) first",
+        "",
+    ]
+    rows = [list(COLUMNS), *([cell(row) for cell in COLUMNS.values()] for row in call["rows"])]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if name in NUMBERS else cell.ljust(width)
+            for name, cell, width in zip(COLUMNS, row, widths)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines += ["", "why"]
+    for kernel in dict.fromkeys(row["kernel"] for row in call["rows"]):
+        reasons = dict.fromkeys(row["reason"] for row in call["rows"] if row["kernel"] == kernel)
+        lines += [f"  {kernel}: {reason}" for reason in reasons]
+    lines.append("")
+    model = call["model"]
+    if model is None:
+        lines.append(
+            f"shares: no prediction. The measured ones are of calls with {cost_model.MIN_QUERIES:,} queries or more, "
+            "which fill a GPU."
+        )
+    else:
+        total = sum(row["ms"] for row in call["rows"] if row["ms"] is not None)
+        lines.append(
+            f"shares: predicted, of {total:.2f} ms on one {model['gpu']}, by rates measured {model['date']} with "
+            f"groups of {model['G']} and K {model['K']} (benchmarks/results: {', '.join(model['files'])}); of the "
+            f"calls measured there the model is off by at most {model['error']:.0%}."
+        )
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m htree_cuda explain", description=__doc__.splitlines()[0].split(": ", 1)[1],
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--T", type=int, required=True, help="tokens of the context")
+    add("--H", type=int, required=True, help="query heads")
+    add("--H-kv", type=int, required=True, help="KV heads; divides --H")
+    add("--top-k", type=int, default=512, help="nodes expanded per layer (default: 512)")
+    add("--T-q", type=int, help="queries, the last ones (default: T)")
+    add("--B", type=int, default=1, help="sequences (default: 1)")
+    add("--K", type=int, default=128, help="head dimension of keys (default: 128)")
+    add("--V", type=int, help="head dimension of values (default: K)")
+    add("--dtype", choices=["bfloat16", "float16"], default="bfloat16", help="of q, k and v (default: bfloat16)")
+    add("--backward", action="store_true", help="the kernels of the backward")
+    add("--sms", type=int, help="SMs of the GPU (default: those of this one, else 132)")
+    add("--json", action="store_true", help="machine-readable")
+    return parser
+
+
+def _sms() -> int:
+    if not torch.cuda.is_available():
+        return DEFAULT_SMS
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the report; 0, or 2 with one line on stderr where the user can put something right."""
+    args = _parser().parse_args(argv)
+    try:
+        if not kernels.built():
+            raise ExplainError(f"there are no kernels to explain ({kernels.why_not_built()}); {HOW_TO_GET_ONE}")
+        if not kernels.explains(op := "backward" if args.backward else "forward"):
+            raise ExplainError(f"the library of this installation does not tell the kernels of the {op}; rebuild it")
+        call = explain(
+            T=args.T, H=args.H, H_kv=args.H_kv, top_k_per_layer=args.top_k, T_q=args.T_q, B=args.B, K=args.K, V=args.V,
+            dtype=DTYPES[args.dtype], backward=args.backward, sms=args.sms or _sms(),
+        )  # fmt: skip
+    except (ExplainError, ValueError, checks.UnsupportedError) as error:
+        print(f"htree_cuda explain: {str(error).removeprefix('explain: ')}", file=sys.stderr)
+        return 2
+    print(json.dumps(call, indent=2) if args.json else render(call))
+    return 0
