@@ -181,6 +181,7 @@ def place(output: Path, target: Path) -> None:
 
 def write_log(path: Path, jobs: Iterable[store.Job]) -> None:
     """nvcc.log: the compilers' words on every object of a build, whenever each was made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         for job in jobs:
             file.write(f"==== {job.name}\n{job.log.read_text()}")

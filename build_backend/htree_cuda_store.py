@@ -107,7 +107,7 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """What the command printed when it made the output, and the seconds that it took."""
+        """What the command printed when it made the output, and the seconds of a processor that it took."""
         return Path(f"{self.output}.log")
 
 
@@ -118,7 +118,7 @@ def place(store: Path, name: str, digest: str) -> Path:
 
 @functools.cache
 def expected_seconds() -> dict[str, float]:
-    """Seconds that each source took to compile when the list was written (tools/build_inplace.py --times)."""
+    """Seconds of a processor that each source took when the list was written (tools/build_inplace.py --times)."""
     return json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
 
 

@@ -5,10 +5,10 @@ compiler's words go to OUTPUT.log, so that the whole build's ptxas report can be
 """
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
-import time
 
 
 def main(argv: list[str]) -> int:
@@ -17,7 +17,6 @@ def main(argv: list[str]) -> int:
     mine = os.path.join(folder, f"by-{os.getpid()}")
     os.makedirs(mine)
     made = os.path.join(mine, name)
-    start = time.perf_counter()
     done = subprocess.run(
         [made if argument == output else argument for argument in command],
         stdout=subprocess.PIPE,
@@ -25,14 +24,14 @@ def main(argv: list[str]) -> int:
         text=True,
         errors="replace",
     )
-    seconds = time.perf_counter() - start
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # of a processor: what else the machine does is no part of it
     # ptxas -v is for the log; a warning, an error or an advisory is for the eyes too.
     loud = [line for line in done.stdout.splitlines() if done.returncode or "warning" in line or "error" in line]
     if loud:
         print("\n".join(loud))
     if done.returncode == 0:
         with open(f"{made}.log", "w") as file:
-            file.write(f"{done.stdout.rstrip()}\nseconds: {seconds:.1f}\n")
+            file.write(f"{done.stdout.rstrip()}\nseconds: {used.ru_utime + used.ru_stime:.1f}\n")
         for file in sorted(os.listdir(mine), key=lambda file: file == name):  # the output last
             os.replace(os.path.join(mine, file), os.path.join(folder, file))
     shutil.rmtree(mine)
