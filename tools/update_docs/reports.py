@@ -23,6 +23,25 @@ def first_run() -> str:
     )
 
 
+def install() -> str:
+    """What an installation with kernels takes, and beside which versions of PyTorch a wheel was tried."""
+    report = load("install") or {}
+    parts = []
+    if "build" in report:
+        r = report["build"]
+        parts.append(
+            f"`pip install .` with kernels takes {r['first_s']:.0f} s from nothing and {r['again_s']:.0f} s again on "
+            f"{r['cores']} CPU cores ({r['date']}); the library has {r['library_mb']:.0f} MB."
+        )
+    if "wheel" in report:
+        r = report["wheel"]
+        parts.append(
+            f"A wheel of {r['mb']:.0f} MB installs in {r['install_s']:.0f} s; one was tried beside PyTorch "
+            f"{', '.join(r['torch'])} ({r['date']})."
+        )
+    return " ".join(parts) or "Not timed yet: `python tools/time_install.py`."
+
+
 def gpu_tests() -> str:
     """What ran on a GPU, with which outcome."""
     report = load("gpu_tests")
@@ -47,5 +66,6 @@ def gpu_tests() -> str:
 
 BLOCKS = {
     "first_run": first_run,
+    "install": install,
     "gpu_tests": gpu_tests,
 }
