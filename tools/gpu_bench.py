@@ -64,6 +64,7 @@ PYTHON_BENCHMARKS = {
     "attn_dist_gpu": ["attn_dist"],
     "sparse_attention_gpu": ["sparse_attention"],
     "backward_gpu": ["backward"],
+    "decode_gpu": ["decode", "--quick", "--plot", str(RESULTS / "decode_gpu.png")],
     **BUDGET_ROWS,
 }
 
