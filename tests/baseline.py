@@ -167,7 +167,7 @@ def attn_dist_arithmetic_bound(
     """Largest error of float32 arithmetic on the rounded inputs, per slot of `exact` (unbatched), as an a-priori bound.
 
     A dot product accumulated in float32 (in any order, the tensor cores' truncating adds included) is off by at most
-    d * 2^-22 * |q| |k|; lse - score costs another rounding of either; exp2 turns the sum into a relative error.
+    d * 2^-22 * |q| |k|; lse - score costs another rounding of either; exp2 makes the sum a relative error.
     """
     d = q.shape[-1]
     sm_scale = d**-0.5 if sm_scale is None else sm_scale

@@ -51,7 +51,7 @@ def gpu_test_files() -> list[str]:
 
 
 def jobs(sanitizer: bool) -> list[tuple[str, ...]]:
-    """(kind, tool, target) of everything to run, dealt to the shards in turn."""
+    """(kind, tool, target) of everything to run, dealt to the shards one by one."""
     files = gpu_test_files()
     found: list[tuple[str, ...]] = [("pytest", "", file) for file in files]
     found += [("binary", "", name) for name in benchmark_names()]

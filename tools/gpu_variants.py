@@ -121,7 +121,7 @@ def build_variant(name: str, csrc: Path | None, ref: str | None, patches: list[P
         raise SystemExit(f"NAME must be letters, digits, _ and -, got {name!r}")
     root = VARIANTS / name
     if csrc is not None and root.resolve() in [csrc.resolve(), *csrc.resolve().parents]:
-        raise SystemExit(f"{csrc} is what build/variants/{name} is made anew from: give it another NAME")
+        raise SystemExit(f"{csrc} is what build/variants/{name} is made from: give it another NAME")
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     if ref is not None:

@@ -1,15 +1,16 @@
 """How many candidates one walk for importance and values would have to put off.
 
-A layer that selects walks its candidates three times: for the normaliser, for importance, for the values of those that
-were not selected. The last two could be one walk if it were known of most candidates, as they pass, that they will not
-be selected: those whose importance is below a bound that top_k candidates or more reach. Others are put off until the
-selection is known. This program takes the bound from a sample of a query's own candidates, whole tiles of 64 a constant
-distance apart, at such a rank that `--put-off` times top_k are expected beyond it, and counts: what is put off and not
-selected (work that comes back), and queries whose bound fails, of which all would have to be walked again.
+A layer that selects walks its candidates three times: for the softmax denominator, for importance, for the values of
+those that were not selected. The last two could be one walk if it were known of most candidates, as they pass, that
+they will not be selected: those whose importance is below a bound that top_k candidates or more reach. Others are put
+off until the selection is known. This program takes the bound from a sample of a query's own candidates, whole tiles
+of 64 a constant distance apart, at such a rank that `--put-off` times top_k are expected beyond it, and counts: what
+is put off and not selected (work that comes back), and queries whose bound fails, of which all would have to be
+walked again.
 
     python tools/model_put_off.py [--top-k 512] [--lengths 32768,131072] [--sample 256,512] [--queries 64]
 
-First layers, the inputs of the benchmark (inputs.tree_inputs), K = V = 128, float32 on the CPU; see
+Entry layers, the inputs of the benchmark (inputs.tree_inputs), K = V = 128, float32 on the CPU; see
 lab/frozen/htree_layer.md.
 """
 

@@ -72,7 +72,7 @@ class Event:
 
 
 class TensorCores:
-    """Takes instructions from the two consumers' queues in turn."""
+    """Takes instructions from the two consumers' queues alternately."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._queues, self._busy, self._last = clock, ([], []), False, 0
@@ -108,7 +108,7 @@ class Schedule:
 
 
 def cycles_per_tile(schedule: Schedule, latency: float, width: float) -> float:
-    """Gather: `width` bytes a cycle, `latency` cycles from the last byte's turn to its arrival."""
+    """Gather: `width` bytes a cycle, `latency` cycles from the last byte's slot to its arrival."""
     clock = Clock()
     tensor = TensorCores(clock)
     near = [f"near {i}" for i in range(schedule.parts)]

@@ -113,20 +113,20 @@ def test_boundaries_of_the_default_top_k(T):
 
 @pytest.mark.emulated
 @pytest.mark.parametrize(("T", "q_start"), [(262, 253), (4101, 4094)])
-def test_neighbours_with_different_first_layers(T, q_start):
-    """A tile of four queries and a block of eight hold rows of two first layers, the upper one new at 256 and 4096."""
+def test_neighbours_with_different_entry_layers(T, q_start):
+    """A tile of four queries and a block of eight hold rows of two entry layers, the upper one new at 256 and 4096."""
     check(*inputs(T, T - q_start, H_kv=2, G=3, seed=T), top_k_per_layer=16, q_start=q_start)
 
 
 @pytest.mark.hardware
 @pytest.mark.parametrize("T", [8197, 131077])
-def test_neighbours_with_different_first_layers_of_the_default_top_k(T):
+def test_neighbours_with_different_entry_layers_of_the_default_top_k(T):
     check(*inputs(T, 10, G=4, K=128, V=128, seed=T), top_k_per_layer=512, q_start=T - 10)
 
 
 @pytest.mark.hardware
-def test_every_first_layer_in_one_chunk():
-    """Queries of three first layers, some of which have two layers below them."""
+def test_every_entry_layer_in_one_chunk():
+    """Queries of three entry layers, some of which have two layers below them."""
     check_with_the_torch_backend(*inputs(6000, 6000, G=4, K=128, V=128), top_k_per_layer=16)
 
 

@@ -300,7 +300,7 @@ def test_truncate_then_append(page_size):
 
 @pytest.mark.parametrize("lengths", [pytest.param((300, 17, 1), marks=pytest.mark.emulated), (9000, 4097, 1)])
 @PAGES
-def test_more_than_eight_queries_are_the_forward_to_the_bit(lengths, page_size):
+def test_more_than_eight_queries_are_bitwise_the_forward(lengths, page_size):
     q, k, v = inputs(3, max(lengths), 12, H_kv=2)
     used = (12, 12, 1)
     out, lse, selection = run(q, filled(k, v, lengths, page_size=page_size), 16, seqused_q=int32(*used))

@@ -76,7 +76,7 @@ def same_bits(a, b):
 
 def check_one_query(one, whole, host, device, top_k, G, **options):
     """A call with one query equals it in a longer one up to rounding. With more than 8 heads scores are the same to the
-    bit; with fewer, queries of a longer call turn at the bottom by other instructions, and its error is bounded."""
+    bit; with fewer, queries of a longer call rotate at the bottom by other instructions, and its error is bounded."""
     assert torch.equal(one[2], whole[2])
     torch.testing.assert_close(one[0], whole[0], atol=4e-3, rtol=2e-2)
     if G > 8:
@@ -121,7 +121,7 @@ def test_large_boundary_of_the_default_top_k(T):
 
 @pytest.mark.emulated
 @pytest.mark.parametrize(("q_start", "strict_causal"), [(8165, True), (9003, False)])
-def test_many_candidates_in_a_first_layer(q_start, strict_causal):
+def test_many_candidates_in_an_entry_layer(q_start, strict_causal):
     """Eight times top_k; at 8,176 tokens their number passes a power of two. Parts have the bits of the whole."""
     G = 5 if strict_causal else 9
     (q, k, v), _ = inputs(q_start + 25, 25, G=G, K=64, V=64, seed=q_start)
@@ -141,7 +141,7 @@ def test_many_candidates_in_a_first_layer(q_start, strict_causal):
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", ["one parent outweighs the others", "values that are not finite", "later tokens"])
 @EITHER_WAY
-def test_hostile_among_many_candidates_in_a_first_layer(case, G):
+def test_hostile_among_many_candidates_in_an_entry_layer(case, G):
     (q, k, v), _ = inputs(9016, 14, G=G, K=64, V=64, seed=11)
     if case == "one parent outweighs the others":  # of the nodes that are not selected little is left
         k[:, 1008:1024] = 4 * q[:, 5:6, 0].unsqueeze(2)
@@ -213,7 +213,7 @@ def test_one_query_repeats_and_agrees_with_prefill(G):
     check_one_query(one, expected, (host[0][:, 1:], *host[1:]), (q[:, 1:], k, v), 16, G)
 
 
-# Below the first layer a call of few queries packs the parents that its lists name, one of many packs the layer. With
+# Below the entry layer a call of few queries packs the parents that its lists name, one of many packs the layer. With
 # top_k 16 up to 24 queries (two blocks) are few for the 388 parents of the bottom layer, one for the 25 of the next.
 FEW = 6200
 
@@ -318,7 +318,7 @@ def test_many_parents_left_out_at_once(T, top_k, left_out, T_q):
     hidden[nodes // 3 : nodes // 3 + left_out] = True
     host, _ = inputs(T, T_q, G=2 if T_q > 1 else 16, K=64, V=64, seed=left_out)
     liked = torch.zeros(64)
-    liked[26:32] = liked[58:64] = 1.5  # turns least
+    liked[26:32] = liked[58:64] = 1.5  # rotates least
     size = torch.where(hidden, -1.0, 1.0).repeat_interleave(16**layer)[:T, None]
     host = ((host[0] + liked).to(BF16), (host[1] + (size * liked)[None, :, None]).to(BF16), host[2])
     device = tuple(x.to(DEVICE, copy=True) for x in host)
@@ -415,7 +415,7 @@ def test_later_tokens_have_no_effect_on_some_queries(bad, G):
 @pytest.mark.parametrize("size", [2.0**7, 2.0**13, 2.0**100])
 @pytest.mark.parametrize("t", [100, 249, 603, 1004])
 def test_later_siblings_of_any_size_have_no_effect(t, size):
-    """Where a token's siblings are later ones, in the first layer of a query (t < 256) and below it."""
+    """Where a token's siblings are later ones, in the entry layer of a query (t < 256) and below it."""
     _, (q, k, v) = inputs(1100, 1100, G=3 if t % 2 else 10, K=64, V=64)
     q, options = q[:, t - 3 : t + 1], {"top_k_per_layer": 16, "q_start": t - 3}
     before = run((q, k, v), **options)
@@ -496,7 +496,7 @@ def test_scores_far_from_zero(offsets, G):
 @pytest.mark.parametrize("of_siblings", [1, 16])
 @pytest.mark.parametrize("G", [7, 16])
 def test_keys_of_which_maxima_rise_and_do_not(of_siblings, G):
-    """Logits of up to 6, 34 and 112, in turn, among siblings and among parents."""
+    """Logits of up to 6, 34 and 112, one after another, among siblings and among parents."""
     g = torch.Generator().manual_seed(of_siblings)
     q, k, v = inputs(1100, 1100, G=G, K=64, V=64)[0]
     sizes = torch.tensor([1.0, 6.0, 20.0])[torch.randint(0, 3, (-(-1100 // of_siblings),), generator=g)]
@@ -529,12 +529,12 @@ def test_the_first_token_attends_itself_alone(dtype):
 
 
 EXACT = slice(16, 32)
-EXACT_BASE = 1e30  # pair m = 16 of 32 turns by p * 1e-15
+EXACT_BASE = 1e30  # pair m = 16 of 32 rotates by p * 1e-15
 
 
 def exact_inputs(T, T_q, q_size, k_size, *, G, dtype, signs=(-1, 1), seed=0):
     """Rows whose scores are exact, ties included: small whole numbers times powers of two in the dimensions `EXACT`,
-    which a rope_base of `EXACT_BASE` does not turn, and zeros elsewhere."""
+    which a rope_base of `EXACT_BASE` does not rotate, and zeros elsewhere."""
     g = torch.Generator().manual_seed(seed)
     q, k = torch.zeros(1, T_q, G, 64), torch.zeros(1, T, 1, 64)
     q[..., EXACT] = torch.randint(1, 4, (1, T_q, G, 16), generator=g).float() * 2.0**q_size
@@ -650,7 +650,7 @@ def test_any_split_of_the_queries_equals_the_whole(T, parts, strict_causal):
     [
         pytest.param(700, 11, 16, marks=pytest.mark.emulated),  # one block of queries a head
         pytest.param(700, 31, 16, marks=pytest.mark.emulated),  # three, in pairs
-        pytest.param(275, 37, 16, marks=pytest.mark.emulated),  # whose first layers differ
+        pytest.param(275, 37, 16, marks=pytest.mark.emulated),  # whose entry layers differ
         pytest.param(20000, 20000, 512, marks=pytest.mark.hardware),  # in chunks that begin within a head
     ],
 )

@@ -66,7 +66,7 @@ def expected(row, n, top_k):
 
 
 def check(select, rows, n, top_k, width, **place):
-    """Candidates as in a first layer, or below parents; what lies beyond the candidates is NaN."""
+    """Candidates as in an entry layer, or below parents; what lies beyond the candidates is NaN."""
     assert len(rows) <= BLOCK
     importance = torch.full((BLOCK, width), math.nan)
     for i in range(BLOCK):
@@ -86,7 +86,7 @@ def check(select, rows, n, top_k, width, **place):
 
 
 def first(select, rows, n, top_k, width=None, seed=0):
-    """Of a first layer: the queries at 16 (n - 1) .. 16 (n - 1) + 11 have n candidates in layer 1."""
+    """Of an entry layer: the queries at 16 (n - 1) .. 16 (n - 1) + 11 have n candidates in layer 1."""
     check(select, rows, n, top_k, width or 16 * top_k, q_start=16 * (n - 1), seed=seed)
 
 

@@ -132,7 +132,7 @@ class Problem:
 
 
 def processors() -> int:
-    """Multiprocessors, which a persistent grid has a block each for; the emulator has three."""
+    """SMs, which a persistent grid has a block each for; the emulator has three."""
     return torch.cuda.get_device_properties(DEVICE).multi_processor_count if DEVICE == "cuda" else 3
 
 

@@ -120,7 +120,7 @@ def test_prefill_then_steps_equal_one_forward(page_size):
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.bfloat16])
-def test_more_than_eight_queries_are_the_forward_to_the_bit(dtype):
+def test_more_than_eight_queries_are_bitwise_the_forward(dtype):
     """Also where one query of them exists: it has the bits that it has in a call of several."""
     lengths, used = (300, 64, 1, 17), (12, 1, 1, 12)
     k, v = tokens(4, 310, dtype=dtype)

@@ -27,7 +27,7 @@ def documents(root: Path = ROOT) -> list[Path]:
 
 
 def regenerate(text: str) -> str:
-    """The text with every generated block written anew."""
+    """The text with every generated block written again."""
 
     def block(match: re.Match) -> str:
         name = match[2]
