@@ -21,19 +21,42 @@ def _no_hopper() -> str:
     return "" if capability == (9, 0) else f"device 0 has compute capability {capability}, the kernels need (9, 0)"
 
 
+# Which of the gpu tests run on the emulator where there is no Hopper GPU, and the kernels that they need.
+CHOICES = {
+    "none": [],
+    "sample": ptx_emulator.SAMPLE,  # a few of every kernel family, in every run
+    "marked": ptx_emulator.MARKED,
+    "all": [],  # every kernel
+}
+
+
+def _choice() -> str:
+    choice = os.environ.get("HTREE_CUDA_EMULATED") or "sample"
+    if choice not in CHOICES:
+        raise pytest.UsageError(f"HTREE_CUDA_EMULATED must be of {', '.join(CHOICES)}, got {choice!r}")
+    return choice
+
+
+def emulated_kernels() -> list[str]:
+    """Which kernels this run translates; HTREE_CUDA_EMULATED_KERNELS names others."""
+    named = os.environ.get("HTREE_CUDA_EMULATED_KERNELS")
+    return named.split(",") if named else CHOICES[_choice()]
+
+
 def _emulated(item) -> bool:
-    """Whether a test marked `gpu` runs on the emulator here; HTREE_CUDA_EMULATED: all that can, or none."""
-    choice = os.environ.get("HTREE_CUDA_EMULATED", "marked")
+    """Whether a test marked `gpu` runs on the emulator here."""
+    choice = _choice()
     if choice == "all":
         wanted = not item.get_closest_marker("hardware")
     else:
-        wanted = choice == "marked" and item.get_closest_marker("emulated")
+        wanted = choice != "none" and item.get_closest_marker({"marked": "emulated"}.get(choice, choice))
     return bool(wanted and _no_hopper() and not ptx_emulator.why_not())
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a Hopper GPU (compute capability 9.0)")
-    config.addinivalue_line("markers", "emulated: of the gpu tests, small enough for the emulator in every run")
+    config.addinivalue_line("markers", "emulated: of the gpu tests, small enough for the emulator")
+    config.addinivalue_line("markers", "sample: of the emulated tests, those of every run: K = V = 64, one dtype")
     config.addinivalue_line("markers", "hardware: of the gpu tests, not for the emulator: streams, graphs, large sizes")
 
 
@@ -51,13 +74,11 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def _emulator(request, monkeypatch):
-    """Without a Hopper GPU, the `emulated` ones of the gpu tests run on the CPU, each with a schedule of its own."""
+    """Without a Hopper GPU, some of the gpu tests run on the emulator, each with a schedule of its own."""
     if not (request.node.get_closest_marker("gpu") and _emulated(request.node)):
         yield
         return
-    kernels = os.environ.get("HTREE_CUDA_EMULATED_KERNELS", "").split(",")
-    everything = os.environ.get("HTREE_CUDA_EMULATED") == "all"
-    ptx_emulator.build(kernels if everything else ptx_emulator.SAMPLE)
+    ptx_emulator.build(emulated_kernels())
     monkeypatch.setattr(request.module, "DEVICE", "cpu")
     seed = int(os.environ.get("HTREE_CUDA_EMULATED_SEED", zlib.crc32(request.node.nodeid.encode())))
     races = os.environ.get("HTREE_CUDA_EMULATED_RACES", "1") == "1"

@@ -166,12 +166,20 @@ def test_more_queries_than_processors(d_qk, dtype):
 
 
 @pytest.mark.emulated
+@pytest.mark.sample
+@pytest.mark.parametrize("h_q", [3, 65, 128])
+def test_groups_of_heads_and_partial_tiles(h_q):
+    check(*problem(3, h_q, 200, 70, 128, seed=h_q, bad=True))
+
+
+@pytest.mark.emulated
 @pytest.mark.parametrize("h_q", [64, 128, 130])
 def test_batches(h_q):
     for B in (1, 2, 5):
         check(*problem(4, h_q, 700, 130, 576, batch=(B,), seed=B))
 
 
+@pytest.mark.sample
 def test_many_batches_with_their_own_starts():
     """Starts travel in the kernel's parameters, 128 at a time."""
     q, k, indices, lse = problem(1, 16, 64, 40, 128, batch=(300,))
@@ -215,6 +223,7 @@ def test_more_than_2_31_elements():
 
 
 @pytest.mark.emulated
+@pytest.mark.sample
 def test_zero_sizes():
     q, k, indices, lse = problem(2, 70, 20, 10, 128)
     assert htree_cuda.attn_dist(q[:0], k, indices[:0], lse[:0]).shape == (2, 0, 10)

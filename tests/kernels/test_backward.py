@@ -89,6 +89,7 @@ def test_small_lengths(T, dtype):
 
 
 @pytest.mark.emulated
+@pytest.mark.sample
 @pytest.mark.parametrize("T", [1, 17, 257])
 def test_smallest_lengths(T):
     check(*inputs(T, min(T, 8), B=4 if T < 20 else 1, G=8, seed=T), top_k_per_layer=16)
@@ -101,6 +102,7 @@ def test_three_and_four_layers(T):
 
 
 @pytest.mark.emulated
+@pytest.mark.sample
 def test_three_layers():
     """The last node of every layer has fewer children; queries end before the tokens do."""
     check(*inputs(4200, 6, G=3, seed=3), top_k_per_layer=16, q_start=4190)

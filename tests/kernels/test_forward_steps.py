@@ -8,7 +8,9 @@ import math
 import pytest
 import torch
 
-from tools.ptx_emulator import SAMPLE, build, device, why_not
+from tools.ptx_emulator import build, device, why_not
+
+from ..conftest import emulated_kernels
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "available")
 
@@ -19,7 +21,7 @@ TINY = 2.0**-149
 @pytest.fixture(scope="module")
 def launch():
     """launch(name, seed, *arguments) runs a launcher of tests/kernels/steps.cu, tensors as pointers."""
-    build(SAMPLE)
+    build(emulated_kernels())
     library = device.library()
 
     def run(name, seed, *arguments):

@@ -185,7 +185,9 @@ def test_every_shape(h_q, topk, d, dtype):
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize(("d", "dtype"), [(576, torch.bfloat16), (512, torch.float16)])
+@pytest.mark.parametrize(
+    ("d", "dtype"), [pytest.param(576, torch.bfloat16, marks=pytest.mark.sample), (512, torch.float16)]
+)
 def test_hostile_indices(d, dtype):
     x = problem(65, 200, d=d, dtype=dtype, s_q=4, seed=1)
     x.indices[0, 0, 0, ::3] = torch.tensor(HOSTILE * 17, dtype=torch.int32)[:67]
@@ -371,6 +373,7 @@ def test_sanitizer_shapes(h_q, topk, d, dtype):
 
 
 @pytest.mark.emulated
+@pytest.mark.sample
 def test_sanitizer_several_queries_a_block():
     """A persistent block's next query begins while the output of the one before is on its way: lengths of nothing, of
     one tile and of several, sinks and the causal rule."""

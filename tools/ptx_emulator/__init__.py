@@ -6,6 +6,6 @@ emulated(seed=...)   inside, the public functions run the emulated kernels on CP
 """
 
 from .device import emulated
-from .make import SAMPLE, build, why_not
+from .make import MARKED, SAMPLE, build, why_not
 
-__all__ = ["SAMPLE", "build", "emulated", "why_not"]
+__all__ = ["MARKED", "SAMPLE", "build", "emulated", "why_not"]

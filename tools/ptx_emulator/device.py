@@ -7,6 +7,7 @@ import ctypes
 import functools
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -20,18 +21,26 @@ _ALIGNMENT = 256  # of a CUDA allocation, which the launchers rely on for the wo
 
 
 @functools.cache
-def module():
-    """The compiled bindings over the emulated library."""
-    path = make.OUT / make.compiling.Python.here().module
+def _load_module(path: Path):
     spec = importlib.util.spec_from_file_location("_C", path)
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
 
 
-@functools.cache
+def module():
+    """The compiled bindings over the emulated library that was built last."""
+    return _load_module(make.built())
+
+
 def library() -> ctypes.CDLL:
-    found = ctypes.CDLL(str(make.OUT / make.LIBRARY))
+    """The emulated library that was built last."""
+    return _load_library(make.built().parent / make.LIBRARY)
+
+
+@functools.cache
+def _load_library(path: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(path))
     found.emulator_configure.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_bool]
     found.emulator_allow.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
     found.emulator_launch_count.restype = ctypes.c_uint64

@@ -15,11 +15,15 @@ HERE = Path(__file__).resolve().parent
 OUT = ROOT / "build" / "emulator"
 LIBRARY = "libhtree_cuda_emulated.so"
 FAULTS = "libfaults.so"
-# The smallest kernels of every family: what tests marked `emulated` run on.
+# The smallest kernels of every family, of one dtype: what `make test` translates where there is no GPU.
 SAMPLE = [
-    "attn_dist/instantiations/bf16_128", "attn_dist/instantiations/bf16_576", "csrc/tree/", "htree_bwd/pack/",
-    "htree_bwd/instantiations/bf16_64", "htree_bwd/reverse_index/", "htree_fwd/instantiations/score_64",
-    "htree_fwd/instantiations/attend_bf16_64_64", "sparse_attention/instantiations/bf16_576",
+    "attn_dist/instantiations/bf16_128", "csrc/tree/", "htree_bwd/instantiations/bf16_64", "htree_bwd/pack/",
+    "htree_bwd/reverse_index/", "htree_fwd/instantiations/score_64", "htree_fwd/instantiations/attend_bf16_64_64",
+    "htree_decode/", "sparse_attention/instantiations/bf16_576",
+]  # fmt: skip
+# What tests marked `emulated` need besides.
+MARKED = [
+    *SAMPLE, "attn_dist/instantiations/bf16_576", "htree_fwd/instantiations/attend_fp16_64_64",
     "sparse_attention/instantiations/fp16_512",
 ]  # fmt: skip
 LAUNCHERS = "tests/kernels/steps.cu"  # entry points for tests of what has no binding
@@ -133,25 +137,39 @@ def _build(only: tuple[str, ...], program: str | None = None) -> Path:
     python = compiling.Python.here()
     binding, module = emulation.compilation.module(python, library)
     jobs = [*objects, library, binding, module]
-    products = [(library, OUT / LIBRARY), (module, OUT / python.module)]
+    folder = OUT / library.digest[:16]  # one for each selection of kernels: test processes differ in theirs
+    products = [(library, folder / LIBRARY), (module, folder / python.module)]
     if program is not None:  # its own kernels, and the emulated library
         compiled = emulation.translated(f"benchmarks/cpp/{program}.cu")
         command = [emulation.compilation.tools.cxx, "-Wl,-rpath,$ORIGIN/..", "-pthread"]
         linked = emulation.compilation.link(program, command, [compiled], library)
         jobs += [compiled, linked]
-        products.append((linked, OUT / "bin" / program))
+        products.append((linked, folder / "bin" / program))
     _make(emulation, jobs, *products)
     return products[-1][1]
 
 
+_module: Path | None = None
+
+
 def build(only: Sequence[str] = ()) -> Path:
-    """Builds, and returns the Python module; `only` selects the kernels that are translated (none: all)."""
-    return _build(tuple(only))
+    """Builds the library and its Python module, which `emulated` uses from then on; returns the module. `only` selects
+    the kernels that are translated (none: all)."""
+    global _module
+    _module = _build(tuple(only))
+    return _module
+
+
+def built() -> Path:
+    """The module that `build` built last."""
+    if _module is None:
+        raise RuntimeError("build() comes before emulated()")
+    return _module
 
 
 def build_benchmark(name: str) -> Path:
     """Builds a program of benchmarks/cpp over the emulated library, with the kernels of the sample."""
-    return _build(tuple(SAMPLE), name)
+    return _build(tuple(MARKED), name)
 
 
 @functools.cache
