@@ -81,7 +81,7 @@ class HTreeAttention(nn.Module):
         >>> out, past = attention(torch.randn(1, 1, 256), past=past, return_kv=True)
         >>> cache = attention.new_cache(1, max_tokens=8192)  # decoding at a cost that does not grow:
         >>> with torch.no_grad():
-        ...     out = attention(torch.randn(1, 4096, 256), cache=cache)
+        ...     out = attention(torch.randn(1, 500, 256), cache=cache)
         ...     out = attention(torch.randn(1, 1, 256), cache=cache)
 
     Source: docs/guides/training.md; grouped queries: Ainslie et al. 2023; query-key norm: Henry et al. 2020.
@@ -167,6 +167,15 @@ class HTreeAttention(nn.Module):
         if (name := f"{prefix}_extra_state") in missing_keys:
             missing_keys.remove(name)
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T_q, d_model] -> q, k, v as `attend` takes them, normalised where the module does that."""
+        q = self.q_proj(x).unflatten(2, (self.n_heads, self.head_dim))
+        k = self.k_proj(x).unflatten(2, (self.n_kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(2, (self.n_kv_heads, self.v_head_dim))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, T_q, n_heads, head_dim], the last T_q of k [B, T, n_kv_heads, head_dim] and v [B, T, n_kv_heads,
         v_head_dim] -> [B, T_q, n_heads, v_head_dim]. The one step a subclass replaces to compare attentions."""
@@ -207,11 +216,7 @@ class HTreeAttention(nn.Module):
             checks.cache.module_cache(cache, past, return_kv, **numbers)
         elif seqused is not None:
             checks.common.fail("HTreeAttention", "seqused needs a cache", "none")
-        q = self.q_proj(x).unflatten(2, (self.n_heads, self.head_dim))
-        k = self.k_proj(x).unflatten(2, (self.n_kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(2, (self.n_kv_heads, self.v_head_dim))
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.project(x)
         if cache is not None:
             return self.o_proj(self.attend_cached(q, k, v, cache, seqused).flatten(2))
         if past is not None:

@@ -395,20 +395,24 @@ def test_a_step_does_not_grow_with_the_length():
         caches[T] = TreeCache(1, T + 8, 2, 32, dtype=torch.float32)
         caches[T].append(*(torch.randn(1, T, 2, 32) for _ in range(2)))
     q, new = torch.randn(1, 1, 8, 32), torch.randn(1, 1, 2, 32)
-    ratios = []
-    for _ in range(5):
-        seconds = {T: [] for T in caches}
-        for _ in range(40):  # in alternation, so that both meet the same machine
-            for T, cache in caches.items():
-                started = time.perf_counter()
-                cache.append(new, new)
-                forward_cached(q, cache, top_k_per_layer=32)
-                seconds[T].append(time.perf_counter() - started)
-                cache.truncate(T)
-        ratios.append(min(seconds[131072]) / min(seconds[16384]))
-        if ratios[-1] <= 1.6:
-            return
-    raise AssertionError(f"times {ratios} by the fastest of 40 steps, in each of 5 attempts")
+    threads, ratios = torch.get_num_threads(), []
+    torch.set_num_threads(1)  # threads of a shared machine wait for each other
+    try:
+        for _ in range(5):
+            seconds = {T: [] for T in caches}
+            for _ in range(25):  # in alternation, so that both meet the same machine
+                for T, cache in caches.items():
+                    started = time.perf_counter()
+                    cache.append(new, new)
+                    forward_cached(q, cache, top_k_per_layer=32)
+                    seconds[T].append(time.perf_counter() - started)
+                    cache.truncate(T)
+            ratios.append(min(seconds[131072]) / min(seconds[16384]))
+            if ratios[-1] <= 1.6:
+                return
+    finally:
+        torch.set_num_threads(threads)
+    raise AssertionError(f"times {ratios} by the fastest of 25 steps, in each of 5 attempts")
 
 
 # --------------------------------------------------------------------------------------------------------------- state

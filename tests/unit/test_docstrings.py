@@ -35,7 +35,14 @@ def test_the_module_names_everything():
 
 @pytest.mark.parametrize(
     "names",
-    [["forward"], ["HTreeAttention"], ["sparse_attention"], ["attn_dist", "normalize_attn_dist", "indexer_loss"]],
+    [
+        ["forward"],
+        ["HTreeAttention"],
+        ["TreeCache"],
+        ["forward_cached"],
+        ["sparse_attention"],
+        ["attn_dist", "normalize_attn_dist", "indexer_loss"],
+    ],
     ids=lambda names: names[0],
 )
 def test_examples_run(names):
