@@ -53,6 +53,7 @@ RETIRED = (
 OTHER_MEANINGS = re.compile(
     r"\bturn(s|ed|ing)? (on|off|out)\b"
     r"|\braise registers\b"  # setmaxnreg.inc
+    r"|\bat (least|most)\b"
 )
 # Where renaming is under way; a folder leaves the list with its last retired word.
 PENDING = ("csrc/", "benchmarks/cpp/")

@@ -1,5 +1,5 @@
 // attn_dist without Python: the kernel library against a naive float64 kernel on hostile shapes and contents, a
-// thousand repeats bit for bit, then its speed beside the floor. Prints one JSON object.
+// thousand repeats that must be bitwise identical, then its speed beside the floor. Prints one JSON object.
 //
 //   attn_dist                             everything
 //   attn_dist --check-only                correctness and repeats

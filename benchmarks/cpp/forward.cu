@@ -1,5 +1,5 @@
 // The htree forward without Python: the kernels against the definition in float64 for some queries of each problem, a
-// thousand repeats bit for bit, then their speed over T. Prints one JSON object.
+// thousand repeats that must be bitwise identical, then their speed over T. Prints one JSON object.
 //
 //   forward                                everything
 //   forward --check-only                   correctness and repeats
@@ -156,7 +156,7 @@ Tree<Element> build_tree(std::vector<Element> const& x, std::int64_t first, std:
   return tree;
 }
 
-std::vector<double> turned(float const* x, std::int64_t K, std::int64_t position) {
+std::vector<double> rotated(float const* x, std::int64_t K, std::int64_t position) {
   std::vector<double> out(static_cast<std::size_t>(K));
   for (std::int64_t m = 0; m < K / 2; ++m) {
     double const angle = double(position) * std::pow(10000.0, -2.0 * double(m) / double(K));
@@ -174,7 +174,7 @@ struct Answer {
   double same_share = 1;              // of the selection that is the exact one
 };
 
-// One query of one group, walked by the kernel's own selection.
+// The definition for one query and its group of heads, with the nodes that the kernel selected.
 template <class Element>
 Answer answer(Shape const& s, std::vector<float> const& q, Tree<Element> const& k, Tree<Element> const& v, std::int64_t t,
               std::vector<std::vector<std::int32_t>> const& chosen) {
@@ -200,16 +200,16 @@ Answer answer(Shape const& s, std::vector<float> const& q, Tree<Element> const& 
     }
     std::int64_t const n = static_cast<std::int64_t>(c.size());
     std::vector<std::vector<double>> layer_scores(G, std::vector<double>(c.size())), layer_base = layer_scores;
-    std::vector<std::vector<double>> q_turned;
-    for (int g = 0; g < G; ++g) q_turned.push_back(turned(q.data() + g * s.K, s.K, n - 1));
+    std::vector<std::vector<double>> q_rotated;
+    for (int g = 0; g < G; ++g) q_rotated.push_back(rotated(q.data() + g * s.K, s.K, n - 1));
     for (std::int64_t p = 0; p < n; ++p) {
-      std::vector<double> const key = turned(&k[l][static_cast<std::size_t>(c[static_cast<std::size_t>(p)] * s.K)], s.K, p);
+      std::vector<double> const key = rotated(&k[l][static_cast<std::size_t>(c[static_cast<std::size_t>(p)] * s.K)], s.K, p);
       for (int g = 0; g < G; ++g) {
         double sum = 0;
         float base = 0;
         for (std::size_t d = 0; d < key.size(); ++d) {
-          sum += q_turned[g][d] * key[d];
-          base += rounded(float(q_turned[g][d]), Element()) * rounded(float(key[d]), Element());
+          sum += q_rotated[g][d] * key[d];
+          base += rounded(float(q_rotated[g][d]), Element()) * rounded(float(key[d]), Element());
         }
         layer_scores[g][static_cast<std::size_t>(p)] = sum * scale;
         layer_base[g][static_cast<std::size_t>(p)] = double(base) * scale;
@@ -385,7 +385,7 @@ struct Suite {
     run<__nv_bfloat16>({1, 300, 20, 280, 1, 16, 64, 64, 16});
     run<__nv_bfloat16>({2, 40, 40, 0, 2, 3, 64, 64, 16});
     run<__nv_bfloat16>({1, 4200, 3, 4197, 1, 16, 64, 64, 16});
-    run<__half>({3, 1021, 13, 1008, 3, 16, 64, 64, 16});  // fails where fp16 queries begin anew at every second rank
+    run<__half>({3, 1021, 13, 1008, 3, 16, 64, 64, 16});  // fails where fp16 queries restart at every second rank only
   }
 
   void all() {

@@ -1,5 +1,5 @@
 // sparse_attention without Python: the kernel library against a naive float64 kernel on hostile shapes and contents, a
-// thousand repeats bit for bit, then its speed beside the floor. Prints one JSON object.
+// thousand repeats that must be bitwise identical, then its speed beside the floor. Prints one JSON object.
 //
 //   sparse_attention                             everything
 //   sparse_attention --check-only                correctness and repeats
@@ -345,7 +345,7 @@ void time_one(Nvml const& nvml, int h_q, int s_kv, bool comma) {
   auto const t = measure(nvml, nullptr, call);
   auto const spaced = measure(nvml, nullptr, call, Pace::kSpaced);
   double const flops = 2.0 * s.B * s.s_q * s.h_q * s.topk * (s.d + kValueDim);
-  // What the selected rows weigh, fetched for each group of 64 heads.
+  // What the selected rows take in bytes, fetched for each group of 64 heads.
   double const gathered = 2.0 * s.B * s.s_q * s.topk * s.d * s.groups();
   // One H200, 2026-11-20: 755 TFLOP/s is what bf16 GEMMs sustain on random data under the power cap; gathering alone
   // runs at 8.8 TB/s while the rows fit in L2 and at 6.4 TB/s from 75 MB.

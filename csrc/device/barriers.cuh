@@ -28,9 +28,9 @@ __device__ __forceinline__ bool named_sync_or(int id, int threads, bool value) {
   uint32_t any;
   asm volatile(
       "{\n"
-      ".reg .pred mine, any;\n"
-      "setp.ne.u32 mine, %3, 0;\n"
-      "barrier.cta.red.or.pred any, %1, %2, mine;\n"
+      ".reg .pred own, any;\n"
+      "setp.ne.u32 own, %3, 0;\n"
+      "barrier.cta.red.or.pred any, %1, %2, own;\n"
       "selp.u32 %0, 1, 0, any;\n"
       "}\n"
       : "=r"(any)

@@ -8,13 +8,13 @@
 
 namespace htree_cuda::device {
 
-// Position in a ring of kStages stages: the slot, and the parity of the round it is in.
+// A position in a ring of kStages stages: the slot, and the parity of the round.
 template <int kStages>
 struct RingPosition {
   uint32_t slot = 0;
   uint32_t parity = 0;
 
-  // The position `steps` further; at most one round.
+  // The position `steps` further, which is at most one round.
   __device__ __forceinline__ RingPosition ahead(uint32_t steps) const {
     uint32_t const next = slot + steps;
     if constexpr ((kStages & (kStages - 1)) == 0) return {next % kStages, parity ^ next / kStages};
@@ -22,20 +22,20 @@ struct RingPosition {
     return {wraps ? next - kStages : next, wraps ? parity ^ 1u : parity};
   }
 
-  // The position `steps` back; at most one round. Before the first round this is the parity of a phase that counts as
-  // complete.
+  // The position `steps` back, which is at most one round. Before the first round it has the parity of a phase that
+  // counts as complete.
   __device__ __forceinline__ RingPosition behind(uint32_t steps) const {
     bool const wraps = slot < steps;
     return {wraps ? slot + kStages - steps : slot - steps, wraps ? parity ^ 1u : parity};
   }
 };
 
-// The barriers of a ring, addressed by slot, kStride bytes apart. A fresh ring is empty: producers wait for the
-// parity before their own, which passes at once in the first round.
+// The barriers of a ring, addressed by slot, kStride bytes apart. A new ring is empty: producers wait for the parity
+// before their own, so that the wait passes at once in the first round.
 template <int kStages, int kStride = 8>
 struct RingBarriers {
   uint32_t full;   // shared address of the first of kStages 64-bit words
-  uint32_t empty;  // likewise
+  uint32_t empty;  // the same of the empty barriers
 
   __device__ __forceinline__ void init(uint32_t full_arrivals, uint32_t empty_arrivals) const {
 #pragma unroll

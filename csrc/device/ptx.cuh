@@ -15,8 +15,9 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Raises or lowers the registers of every thread of this warpgroup. The sum over the CTA must stay within what the
-// launch granted (__launch_bounds__ threads x registers at entry): the hardware waits for ever for more.
+// These two change the number of registers of every thread of this warpgroup. The sum over the CTA must stay within
+// what the launch granted (__launch_bounds__ threads x registers at entry), because the hardware waits for ever for
+// more.
 template <int kRegisters>
 __device__ __forceinline__ void raise_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -27,7 +28,7 @@ __device__ __forceinline__ void lower_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// True in one thread of a warp that has met.
+// True in one thread of a warp whose lanes are all here.
 __device__ __forceinline__ bool elect() {
   uint32_t elected;
   asm volatile(
@@ -40,14 +41,14 @@ __device__ __forceinline__ bool elect() {
   return elected != 0;
 }
 
-// blockIdx.x, read where it is written: what follows from it is computed again rather than kept in registers.
+// blockIdx.x, read at this place: the compiler computes what follows from it again instead of keeping it in registers.
 __device__ __forceinline__ uint32_t block_index() {
   uint32_t index;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
   return index;
 }
 
-// The lane's number, likewise.
+// The lane's number, read at this place in the same way.
 __device__ __forceinline__ uint32_t lane_index() {
   uint32_t index;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(index));
@@ -60,7 +61,7 @@ __device__ __forceinline__ uint32_t shared_address(void const* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lanes 8 m .. 8 m + 7 name the 16-byte rows of matrix m.
+// Loads four 8 x 8 matrices of 16-bit elements; lanes 8 m .. 8 m + 7 name the 16-byte rows of matrix m.
 __device__ __forceinline__ void load_matrix_x4(uint32_t (&fragment)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
@@ -68,7 +69,7 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t (&fragment)[4], uint32_t
                : "memory");
 }
 
-// The same, each matrix transposed.
+// Loads the same four matrices, each transposed.
 __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&fragment)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
@@ -76,21 +77,21 @@ __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&fragment)[4
                : "memory");
 }
 
-// An 8 x 8 matrix of 16-bit elements, of which a lane has two columns of a row, transposed: two rows of a column.
+// Transposes an 8 x 8 matrix of 16-bit elements: a lane gives two columns of a row and gets two rows of a column.
 __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
   uint32_t transposed;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(x));
   return transposed;
 }
 
-// The sign of byte i of x in all bits of the lower half of the result, that of y's in those of the upper half.
+// Fills the lower half of the result with the sign of byte i of x, and the upper half with the sign of byte i of y.
 __device__ __forceinline__ uint32_t spread_signs(uint32_t x, uint32_t y, int i) {
   uint32_t result;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(0xcc88 + 0x1111 * i));
   return result;
 }
 
-// The inverse of load_matrix_x4.
+// Stores four matrices as load_matrix_x4 loads them.
 __device__ __forceinline__ void store_matrix_x4(uint32_t row_address, uint32_t const (&fragment)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(fragment[0]),
                "r"(fragment[1]), "r"(fragment[2]), "r"(fragment[3])
@@ -115,7 +116,7 @@ __device__ __forceinline__ uint32_t load_shared_4B(uint32_t address) {
   return value;
 }
 
-// Else `value` stays.
+// Loads where `wanted`, without a branch; elsewhere `value` stays as it is.
 __device__ __forceinline__ void load_shared_4B_if(bool wanted, uint32_t& value, uint32_t address) {
   asm volatile(
       "{\n"
@@ -136,7 +137,7 @@ __device__ __forceinline__ void store_shared_8B(uint32_t address, uint2 value) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(value.x), "r"(value.y) : "memory");
 }
 
-// Not moved across other volatile accesses or barrier operations.
+// A store that the compiler does not move across other volatile accesses or barrier operations.
 __device__ __forceinline__ void store_shared_8B_volatile(uint32_t address, float2 value) {
   asm volatile("st.volatile.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
 }
@@ -156,7 +157,7 @@ __device__ __forceinline__ void store_shared_16B(uint32_t address, uint4 value) 
                : "memory");
 }
 
-// Where `wanted`, without a branch.
+// These three store where `wanted`, without a branch.
 __device__ __forceinline__ void store_global_if(bool wanted, float* address, float value) {
   asm volatile(
       "{\n"
@@ -192,7 +193,8 @@ __device__ __forceinline__ void store_global_8B_if(bool wanted, float* address, 
 
 // ---- asynchronous copies -----------------------------------------------------------------------------------------
 
-// 16 bytes from global to shared memory, past L1; where `sign` is negative nothing is read and zeros are written.
+// Copies 16 bytes from global to shared memory, past L1. Where `sign` is negative nothing is read and zeros are
+// written.
 __device__ __forceinline__ void copy_async_16B(uint32_t shared, void const* global, int sign) {
   asm volatile(
       "{\n"
@@ -206,7 +208,7 @@ __device__ __forceinline__ void copy_async_16B(uint32_t shared, void const* glob
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until at most kPending of this thread's latest committed groups are in flight.
+// Waits until at most kPending of this thread's latest committed groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -216,10 +218,10 @@ __device__ __forceinline__ void prefetch_tensor_map(void const* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// L2 policy for data that is read once: the first to be evicted (createpolicy.fractional.L2::evict_first, fraction 1).
+// The L2 policy for data that is read once: it is evicted first (createpolicy.fractional.L2::evict_first, fraction 1).
 inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;
 
-// One box of a 4-D tensor map to shared memory; its bytes count towards the transaction of `barrier`.
+// Copies one box of a 4-D tensor map to shared memory; its bytes count towards the transaction of `barrier`.
 __device__ __forceinline__ void tma_load_4d(uint32_t shared, void const* map, uint32_t barrier, uint64_t l2_policy, int x0,
                                             int x1, int x2, int x3) {
   asm volatile(
@@ -229,15 +231,15 @@ __device__ __forceinline__ void tma_load_4d(uint32_t shared, void const* map, ui
       : "memory");
 }
 
-// `bytes` contiguous bytes from global to shared memory (the gathers of htree_fwd); they count towards the transaction
-// of `barrier`. Both addresses and the count are multiples of 16.
+// Copies `bytes` contiguous bytes from global to shared memory; they count towards the transaction of `barrier`. Both
+// addresses and the count are multiples of 16.
 __device__ __forceinline__ void bulk_load(uint32_t shared, void const* global, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
 }
 
-// `bytes` contiguous bytes from shared to global memory; both addresses and the count are multiples of 16.
+// Copies `bytes` contiguous bytes from shared to global memory. Both addresses and the count are multiples of 16.
 __device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes, uint64_t l2_policy) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(global),
                "r"(shared), "r"(bytes), "l"(l2_policy)
@@ -246,7 +248,8 @@ __device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until the sources of all but kPending of this thread's bulk groups have been read, so that they may be rewritten.
+// Waits until the sources of all but kPending of this thread's bulk groups have been read, so that they may be
+// rewritten.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
@@ -267,7 +270,7 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], uint32_t const (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// a b: m16n8k8, a row-major, b column-major, sums rounded to fp16. A fragment of c is one of a.
+// c = a b: m16n8k8, a row-major, b column-major, sums rounded to fp16. A fragment of c is also a fragment of a.
 __device__ __forceinline__ void multiply_fp16(uint32_t& c0, uint32_t& c1, uint32_t a0, uint32_t a1, uint32_t b) {
   asm("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%5, %5};"
       : "=r"(c0), "=r"(c1)
@@ -276,29 +279,29 @@ __device__ __forceinline__ void multiply_fp16(uint32_t& c0, uint32_t& c1, uint32
 
 // ---- arithmetic --------------------------------------------------------------------------------------------------
 
-// 2^x on the special function unit; subnormal results are flushed to zero. Volatile: it stays where it is written,
-// between the tensor core instructions that hide it.
+// 2^x on the special function unit; subnormal results are flushed to zero. Volatile, so that it stays where it is
+// written, between the tensor core instructions that hide it.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// The same for loops in which the compiler is to find the place.
+// The same function for loops in which the compiler is to find the place.
 __device__ __forceinline__ float exp2_movable(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// NaN where either is.
+// max(x, y), and NaN where x or y is NaN.
 __device__ __forceinline__ float max_or_nan(float x, float y) {
   float most;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(x), "f"(y));
   return most;
 }
 
-// x, which the compiler keeps in a register instead of computing it again wherever it is needed.
+// Returns x, and makes the compiler keep it in a register instead of computing it again wherever it is needed.
 __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;

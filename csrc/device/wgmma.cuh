@@ -1,6 +1,6 @@
-// Warpgroup matrix multiplication of 16-bit elements with float32 sums, over the atoms that CUTLASS wraps: 64 rows and as
-// many columns as there are accumulators. Operands in shared memory are panels of 64 elements a row, 128-byte swizzle
-// (gather.cuh): scores contract the columns of a panel (K-major), values its rows (MN-major).
+// Warpgroup matrix multiplication of 16-bit elements with float32 sums, over the atoms that CUTLASS wraps: 64 rows and
+// as many columns as there are accumulators. Operands in shared memory are panels of 64 elements a row, 128-byte
+// swizzle (gather.cuh): scores contract the columns of a panel (K-major), values its rows (MN-major).
 #pragma once
 
 #include <cute/arch/mma_sm90_desc.hpp>
@@ -14,17 +14,17 @@
 
 namespace htree_cuda::device::wgmma {
 
-// Thread t of a warpgroup (warp w = t / 32, lane l) holds of a result of 64 rows, for block j of eight columns:
+// What thread t of a warpgroup (warp w = t / 32, lane l) holds of a result of 64 rows, for the j-th eight columns:
 //   acc[4 j + 0..1]  row 16 w + l / 4,      columns 8 j + 2 (l % 4) + 0..1
 //   acc[4 j + 2..3]  row 16 w + l / 4 + 8,  the same columns
 inline constexpr int kAccumulators = 32;        // of a 64 x 64 result
 inline constexpr int kValueAccumulators = 128;  // of a 64 x 256 result
-// Elements along the contraction that one instruction takes.
+// Elements along the contraction of one instruction.
 inline constexpr int kDepth = 16;
 
 using cute::SM90::GMMA::Major;
 
-// Element of both operands; kMajor of B, which has kCount / 4 blocks of eight columns.
+// The instructions for an element of both operands, kCount accumulators and the major dimension of B.
 template <class Element, int kCount, Major kMajor>
 struct Atom;
 
@@ -105,20 +105,20 @@ __device__ __forceinline__ void ss(float (&acc)[sizeof...(I)], uint64_t a, uint6
 
 }  // namespace detail
 
-// acc (+)= A B^T (Major::K) or A B (Major::MN); A in registers: 64 x 16, this thread's fragment in the order of
-// ldmatrix.x4.
+// acc (+)= A B^T (Major::K) or A B (Major::MN). A is 64 x 16 and lies in registers: this thread's fragment in the order
+// of ldmatrix.x4.
 template <class Element, Major kMajor = Major::K, int kCount>
 __device__ __forceinline__ void mma_rs(float (&acc)[kCount], uint32_t const (&a)[4], uint64_t b, bool accumulate) {
   detail::rs<typename Atom<Element, kCount, kMajor>::RS>(acc, a, b, accumulate, std::make_index_sequence<kCount>{});
 }
 
-// The same with A in shared memory.
+// The same product with A in shared memory.
 template <class Element, Major kMajor = Major::K, int kCount>
 __device__ __forceinline__ void mma_ss(float (&acc)[kCount], uint64_t a, uint64_t b, bool accumulate) {
   detail::ss<typename Atom<Element, kCount, kMajor>::SS>(acc, a, b, accumulate, std::make_index_sequence<kCount>{});
 }
 
-// Before the first multiplication that reads registers which ordinary instructions wrote or read.
+// Comes before the first multiplication that reads registers which ordinary instructions wrote or read.
 __device__ __forceinline__ void fence() { cute::warpgroup_arrive(); }
 __device__ __forceinline__ void commit() { cute::warpgroup_commit_batch(); }
 template <int kPending>
@@ -126,8 +126,8 @@ __device__ __forceinline__ void wait() {
   cute::warpgroup_wait<kPending>();
 }
 
-// Ties the values of `acc` to this place in the program: the compiler knows nothing of the asynchronous writes, and
-// without this may read an accumulator above the wait that completes it. Operands likewise, which are read until then.
+// Ties the values of `acc` to this place in the program. The compiler knows nothing of asynchronous writes: without
+// this it may read an accumulator above the wait that completes it, or overwrite an operand that is read until then.
 template <class T, int kCount>
 __device__ __forceinline__ void pin(T (&acc)[kCount]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// CUDA calls that fail throw std::runtime_error naming the call, the place and the driver's words.
+// A CUDA call that fails throws std::runtime_error, which names the call, the place and the driver's words.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -17,7 +17,7 @@ struct TypeTag {
   using type = T;
 };
 
-// Calls fn(TypeTag<Element>{}).
+// Calls fn(TypeTag<Element>{}) with the element type of a dtype.
 template <class Fn>
 void dispatch_dtype(char const* op, DType dtype, Fn&& fn) {
   switch (dtype) {

@@ -1,17 +1,32 @@
-// A grid that comes onto the SMs while the one before it in the stream ends: both halves of it, so that no
-// kernel has one without the other.
+// A grid that comes onto the SMs while the grid before it in the stream ends. The host's half and the device's half are
+// both here, so that no kernel has one without the other.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "cuda_check.h"
+#include "math.h"
 
 namespace htree_cuda::host {
 
-// On the host. `kernel` calls wait_for_previous_grid.
+// Thread blocks for `items`, of which a block has `per_block`. Throws where a grid cannot have that many.
+inline unsigned grid_blocks(char const* op, std::int64_t items, int per_block = 1) {
+  std::int64_t const blocks = ceil_div(items, std::int64_t(per_block));
+  if (blocks > std::numeric_limits<int>::max()) {
+    throw std::invalid_argument(std::string(op) +
+                                ": B * H_kv * T is too large for one launch (more than 2^31 thread blocks)");
+  }
+  return static_cast<unsigned>(blocks);
+}
+
+// Launches a kernel that calls wait_for_previous_grid.
 template <class... Params, class... Args>
 void launch_overlapped(void (*kernel)(Params...), unsigned blocks, unsigned threads, std::size_t shared_bytes,
                        cudaStream_t stream, Args&&... args) {
@@ -32,9 +47,9 @@ void launch_overlapped(void (*kernel)(Params...), unsigned blocks, unsigned thre
   HTREE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
 }
 
-// On the device, by every thread before its first access to global memory: what grids before this one wrote is there,
-// and what they read may be overwritten. Only then may the next grid begin, so that two at most are under way: when it
-// waits for this one, those before are complete.
+// Every thread of the kernel calls this before its first access to global memory. Afterwards, what the grids before
+// this one wrote is visible, and what they read may be overwritten. Only then may the next grid begin, so that two
+// grids at most are under way: when the next grid waits for this one, all grids before are complete.
 __device__ __forceinline__ void wait_for_previous_grid() {
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();

@@ -39,7 +39,7 @@ SetContext set_context() {
 // context is the one thing that both copies share.
 DeviceGuard::DeviceGuard(int device) : previous_context_(nullptr) {
   static GetContext const get_context = driver_entry_point<GetContext>("cuCtxGetCurrent");
-  set_context();  // look it up before anything changes: the destructor must not throw
+  set_context();  // looked up before anything changes, because the destructor must not throw
   CUcontext previous = nullptr;
   check_driver(get_context(&previous), "cuCtxGetCurrent");
   previous_context_ = previous;

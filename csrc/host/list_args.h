@@ -1,5 +1,5 @@
-// What the launchers of kernels over index lists have in common on the host: checks of q and of the list, chunks of
-// batches, Q's tensor map. `Params` is the op's struct of params.h, `Kernel` what its kernel is told.
+// What the launchers of kernels over index lists share: checks of q and of the list, chunks of batches, the tensor map
+// of q. `Params` is the op's struct of params.h, `Kernel` the struct of parameters that its kernel gets.
 #pragma once
 
 #include <cuda.h>
@@ -45,7 +45,7 @@ inline void require_strides(char const* op, std::initializer_list<Stride> stride
   }
 }
 
-// Sizes, q and the list.
+// Checks sizes, q and the list.
 template <class Params>
 void check(char const* op, Params const& p) {
   constexpr std::int64_t kIntMax = std::numeric_limits<int>::max();
@@ -59,7 +59,7 @@ void check(char const* op, Params const& p) {
   require_strides(op, {{"q's batch", p.B, p.q_stride_b},
                        {"q's query", p.s_q, p.q_stride_s},
                        {"q's head", p.h_q, p.q_stride_h}});
-  // Heads past h_q must read zeros, which a tensor map with one head for all cannot say.
+  // Heads past h_q must read zeros, which a tensor map with a stride of 0 cannot say.
   require(op, p.h_q == 1 || p.q_stride_h > 0, "q's head stride must not be 0 (heads expanded from one)");
 }
 
@@ -77,7 +77,7 @@ void for_each_chunk(Params const& p, Launch&& launch) {
   }
 }
 
-// The list and what decides which of its slots count.
+// Sets the list and what decides which of its slots count.
 template <class Params, class Kernel>
 void set_slots(Params const& p, bool one_start, Kernel& kernel) {
   kernel.indices = p.indices;
@@ -93,8 +93,9 @@ void set_slots(Params const& p, bool one_start, Kernel& kernel) {
   }
 }
 
-// Q as (d, head, query, batch), boxes of 64 columns of 64 heads: heads past h_q read zero, not the next query's. A
-// dimension of size 1 or stride 0 (an expanded view) becomes one element whose coordinate is always 0.
+// The tensor map of q as (d, head, query, batch), in boxes of 64 columns of 64 heads. Heads past h_q read zeros instead
+// of the next query. A dimension of size 1 or stride 0 (an expanded view) becomes one element whose coordinate is
+// always 0.
 template <class Params, class Kernel>
 CUtensorMap encode_q(Params const& p, Kernel& kernel) {
   static auto const encode =

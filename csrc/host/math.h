@@ -21,7 +21,7 @@ constexpr int log2_floor(std::int64_t x) {
   return log;
 }
 
-// By how many bytes an address lies past a multiple of so many.
+// How many bytes an address lies past a multiple of `bytes`.
 inline std::int64_t misalignment(void const* pointer, std::int64_t bytes) {
   return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(pointer) % static_cast<std::uintptr_t>(bytes));
 }

@@ -1,5 +1,5 @@
-// What the forward asks of tree/pack: blocks of 16 siblings, keys rotated and scaled, values beside them, and the tables by which queries
-// rotate.
+// What the forward needs of tree/pack: KV blocks, with keys rotated and scaled and the values beside them, and the
+// tables by which queries are rotated.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,53 +22,55 @@ struct Source {
   bool vectors;  // 16 bytes may be read at once
 };
 
-// The parents of the union lists of a launch's query blocks instead of all. Every list has room for per_block of them, one
-// after the other, and `places` says where they are: the layer kernel finds them as it finds a node.
+// Packs the parents of the unions of a launch's query tiles, instead of all parents of the layer. Every union has room
+// for per_block parents, one union after the other, and `places` says where each parent was packed, so that the layer
+// kernel finds it as it finds a node.
 struct Lists {
-  std::int32_t const* nodes;   // [query blocks, stride]; null: all parents
+  std::int32_t const* nodes;   // [query tiles, stride]; null: all parents of the layer are packed
   std::int32_t* places;        // likewise
-  std::int32_t const* counts;  // [query blocks]
+  std::int32_t const* counts;  // [query tiles]
   std::int64_t stride;
   std::int64_t per_block;
-  QueryBlocks blocks;          // block i of the launch is block begin + i of the call
-  BlockGroups groups;          // whose blocks have one list, the first one's, and the room of all
+  QueryBlocks blocks;          // tile i of the launch is tile begin + i of the call
+  BlockGroups groups;          // sets of tiles that share one union: the first tile's, in the room of all
 };
 
 struct Args {
   Source k;
   Source v;
-  char* packed;                   // [B, H_kv, parents, block_bytes]; tiles: of kTileParents blocks
+  char* packed;                   // [B, H_kv, parents, block_bytes]; with `tiles`: of kTileParents blocks
   std::int64_t block_bytes;
-  std::int64_t parents_per_head;  // tiles: a multiple of kTileParents
-  std::int64_t blocks;            // B * H_kv * parents_per_head; lists: query blocks * per_block
+  std::int64_t parents_per_head;  // with `tiles`: a multiple of kTileParents
+  std::int64_t blocks;            // B * H_kv * parents_per_head; with lists: query tiles * per_block
   std::int64_t N;                 // nodes of the layer to pack, from its first
   int H_kv;
-  float2 const* rotations;            // [positions, K / 2] cos and sin
-  bool by_node;                   // keys rotate by the node's index, else by the place among its siblings
-  bool tiles;                     // by_node: keys and values as panels, else as fragments
-  bool operands_a;                // fragments, bf16: of operands A, else B
+  float2 const* rotations;        // [positions, K / 2] cos and sin
+  bool by_node;                   // keys are rotated by the index of their node, else by their place among the siblings
+  bool tiles;                     // only with by_node: keys and values are panels, else fragments
+  bool operands_a;                // fragments, bf16: of operands A, else of operands B
   bool as_inputs;                 // keys are rounded to the dtype, else to fp16
-  int* has_nonfinite_v;                    // becomes 1 where a value is not finite
-  Lists lists;                    // not by_node
+  int* has_nonfinite_v;           // becomes 1 where a value is not finite
+  Lists lists;                    // not with by_node
 };
 
 void tree_pack(Args const& args, DType dtype, cudaStream_t stream);
 
-// What rotates a query below its first layer, as matrices.
+// The tables that rotate a query in selected layers, as matrices.
 struct QueryRotations {
-  rope::RotationColumns* begin;    // [begins, 8, K / 32], compensated for a period of ranks
-  std::int64_t restarts;         // 0: none
-  rope::RotationColumns* forward;  // [forwards, 8, K / 32], compensated for a period of steps to later positions
+  rope::RotationColumns* begin;           // [restarts, 8, K / 32], compensated for a period of ranks
+  std::int64_t restarts;                  // 0: none
+  rope::RotationColumns* forward;         // [forwards, 8, K / 32], compensated for a period of steps to later positions
   std::int64_t forwards;
-  rope::RotationColumns* step;     // [8, K / 32]: by kSiblings positions, from a rank to the one before it; null: none of these
-  rope::PackedRotations* packed_restart;  // as `begin` and `step`, [begins, 4, K / 16] and [4, K / 16]; null: none
-  rope::PackedRotations* packed_step;
+  rope::RotationColumns* step;            // [8, K / 32]: by kSiblings positions, from a rank to the one before it; null: none
+  rope::PackedRotations* packed_restart;  // like `begin`: [restarts, 4, K / 16]; null: none
+  rope::PackedRotations* packed_step;     // like `step`: [4, K / 16]
   int period;
 };
 
-// cos and sin of every position: [positions, K / 2], and, where they are not null, [positions, K / 32, 4] in the order of
-// fragments and those of queries. `zero`, if any, becomes 0.
-void make_rotations(float2* rotations, rope::FragmentRotations* fragment_rotations, QueryRotations const& query_rotations, std::int64_t positions, int K,
-                double base, int* zero, cudaStream_t stream);
+// Writes cos and sin of every position to `rotations` [positions, K / 2] and, where they are not null, to
+// `fragment_rotations` [positions, K / 32, 4] and the tables of queries. `zero`, if not null, becomes 0.
+void make_rotations(float2* rotations, rope::FragmentRotations* fragment_rotations,
+                    QueryRotations const& query_rotations, std::int64_t positions, int K, double base, int* zero,
+                    cudaStream_t stream);
 
 }  // namespace htree_cuda::tree::pack

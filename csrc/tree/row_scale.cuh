@@ -1,8 +1,8 @@
 // Row scales: exact powers of two by which rows of q and k are multiplied before they are rounded to fp16.
 //
 // Operands of score products are fp16 whatever the dtype of the inputs, because fp16 has three bits of precision more
-// than bf16. A row scale brings a row into fp16's range, and the score takes the power of two back. Products with powers
-// of two are exact, so a scaled score is as exact as the matrix product.
+// than bf16. A row scale brings a row into fp16's range, and the score takes the power of two back. Products with
+// powers of two are exact, so a scaled score is as exact as the matrix product.
 //
 // A score may stay *raw*: the product of two scaled rows times the key's scale. Then s * log2(e) = raw * unit with the
 // unit of the query's head, and neither raw scores nor units leave the range of float32 unless the score itself does.
@@ -14,8 +14,9 @@
 
 namespace htree_cuda::tree::row_scale {
 
-// The largest element of a scaled row lies in [2^kExponent, 2^(kExponent + 1)) before rounding. A rotation multiplies it by
-// sqrt(2) at most, which is far from the largest fp16, and elements down to 2^-18 of the largest keep full precision.
+// The largest element of a scaled row lies in [2^kExponent, 2^(kExponent + 1)) before rounding. A rotation multiplies
+// it by sqrt(2) at most, which is far from the largest fp16, and elements down to 2^-18 of the largest keep full
+// precision.
 inline constexpr int kExponent = 4;
 // Rows below 2^kMinExponent are scaled as if they were as large, and lose the bits that fp16 does not have.
 inline constexpr int kMinExponent = -109;
@@ -80,10 +81,11 @@ __device__ inline KeyScale key_scale(int exponent) {
   return {power_of_two(-exponent), power_of_two(exponent - kHeadroom)};
 }
 
-// The 16 keys of a KV block share a scale: each rounded key is multiplied by the power of two, 2^kEven at most, that makes
-// up for it. That is exact, so a score has the same bits whatever the siblings hold, which may be later tokens. Where the
-// exponent of a row is below the largest by more than kEven, the block is uneven: each row keeps a scale of its own, and
-// the first scale is a NaN that holds its exponent, so that a score computed with a shared scale becomes NaN as well.
+// The 16 keys of a KV block share a scale: each rounded key is multiplied by the power of two, 2^kEven at most, that
+// makes up for it. That is exact, so a score has the same bits whatever the siblings hold, which may be later tokens.
+// Where the exponent of a row is below the largest by more than kEven, the block is uneven: each row keeps a scale of
+// its own, and the first scale is a NaN that holds its exponent, so that a score computed with a shared scale becomes
+// NaN as well.
 inline constexpr int kEven = 8;
 // The least exponent of a shared scale, so that scales are normal numbers.
 inline constexpr int kMinShared = -126 + kHeadroom + kEven;

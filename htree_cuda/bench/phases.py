@@ -77,6 +77,6 @@ def phases(call: Callable[[], object]) -> dict[str, float]:
 
 # The kernels of the backward that multiply, by their names: in selected layers, and in the entry layer of a query.
 GRADIENT_KERNELS = {
-    "queries": "htree_bwd::Pass)0", "nodes": "htree_bwd::Pass)1", "first queries": "htree_bwd::Pass)2",
-    "first nodes": "htree_bwd::Pass)3",
+    "dq_selected": "dq_selected_kernel", "dkdv_selected": "dkdv_selected_kernel", "dq_entry": "dq_entry_kernel",
+    "dkdv_entry": "dkdv_entry_kernel",
 }  # fmt: skip

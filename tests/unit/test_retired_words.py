@@ -36,6 +36,7 @@ def test_retired_words_are_named(path, line, word):
     [
         ("csrc/device/ptx.cuh", "return value;  // what a lane returns"),
         ("csrc/device/ptx.cuh", "__device__ __forceinline__ void raise_registers() {"),
+        ("csrc/device/ptx.cuh", "// Until at most kPending groups are in flight."),
         ("htree_cuda/ops.py", 'raise ValueError("q is closed")'),
         ("htree_cuda/bench/runner.py", '"clocks": read_clocks(),'),
         ("docs/numerics.md", "At most two rows, the first of the layer, saturate."),

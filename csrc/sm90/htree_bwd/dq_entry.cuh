@@ -1,15 +1,15 @@
-// The share of dq of each query's first layer. Queries visit the same parents there, so that four queries and four
-// parents, 64 heads and 64 nodes, are one product of WGMMA: a warpgroup holds a tile of queries, and the tiles of nodes
-// pass by. What lies between the products is a warp's own: its 16 rows are the heads of one query.
+// dq of entry layers: dq_entry. Queries visit the same KV blocks in their entry layer, so that four queries and four
+// blocks, 64 heads and 64 nodes, are one product of WGMMA. A warpgroup holds a query tile and the KV tiles pass by.
+// What lies between the products belongs to one warp, whose 16 rows are the heads of one query.
 //
-//   barrier        arrives                        waits          makes visible / frees
-//   queries        producer, once, and the bytes  8 consumers    the panels of both tiles of queries
-//   full[stage]    producer, once, and the bytes  8 consumers    a tile of nodes
-//   empty[stage]   each consumer warp, once,      producer       the stage may be overwritten
-//                  when its products are complete
+//   barrier        who arrives                    who waits      what becomes visible, or free
+//   queries_full   producer, once, and the bytes  8 consumers    the panels of both query tiles
+//   full[stage]    producer, once, and the bytes  8 consumers    a KV tile
+//   empty[stage]   each consumer warp, once, when producer       the stage may be overwritten
+//                  its products are complete
 //
-// Keys and queries are rotated by their positions, so that dq adds up rotated by the query's and rotations back once in the
-// end.
+// Keys and queries are rotated by their positions. So dq is summed in the frame of the query's rotation and rotated
+// back once, in the end. The sum goes to the query tile, where dq_selected finds it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,53 +17,62 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "args.h"
+#include "device/barriers.cuh"
+#include "device/pipeline.cuh"
+#include "device/ptx.cuh"
 #include "device/wgmma.cuh"
+#include "host/launch_overlapped.cuh"
 #include "operands.cuh"
+#include "reverse_index/lookup.cuh"
+#include "traits.cuh"
+#include "weights.cuh"
 
 namespace htree_cuda::sm90::htree_bwd {
 
 template <class Cfg>
-struct FirstQueriesRing {
+struct DqEntryRing {
   uint32_t queries;
   uint32_t stages;
   uint32_t headers;
   RingBarriers<Cfg::kStages> barriers;
   uint32_t queries_full;
 
-  __device__ explicit FirstQueriesRing(uint32_t shared)
+  __device__ explicit DqEntryRing(uint32_t shared)
       : queries(shared),
         stages(queries + Cfg::kTiles * Cfg::kPanelsBytes),
         headers(stages + Cfg::kStages * Cfg::kPanelsBytes),
-        barriers{headers + Cfg::kStages * kNodeTileHeader, headers + Cfg::kStages * (kNodeTileHeader + 8)},
+        barriers{headers + Cfg::kStages * kKvTileHeader, headers + Cfg::kStages * (kKvTileHeader + 8)},
         queries_full(barriers.empty + 8 * Cfg::kStages) {}
 
   __device__ void init() const {
-    barriers.init(1, Cfg::kConsumers);
+    barriers.init(1, Cfg::Roles::kConsumers);
     barriers::mbarrier_init(queries_full, 1);
   }
   __device__ uint32_t query_tile(int i) const { return queries + i * Cfg::kPanelsBytes; }
   __device__ uint32_t stage(uint32_t slot) const { return stages + slot * Cfg::kPanelsBytes; }
-  __device__ uint32_t header(uint32_t slot) const { return headers + slot * kNodeTileHeader; }
+  __device__ uint32_t header(uint32_t slot) const { return headers + slot * kKvTileHeader; }
 };
 
-// Eight rows of a head; the last, which have the most candidates, come first. Where a longer sequence gets another first
-// layer, one block may have rows of both: the tiles of one layer pass by, then those of the one above.
-struct FirstBlock {
+// The rows of a CTA: eight of one head. CTAs of the last rows, which have the most candidates, come first. Where the
+// entry layer changes with the position, a CTA may have rows of both layers: then the KV tiles of the lower layer pass
+// by first.
+struct DqEntryCta {
   int head;
   int first;   // row
-  int layer;   // of the last row
-  int before;  // tiles of nodes of the layer below that, up to all that may be candidates; none where no row needs them
-  int tiles;   // and those of `layer`, up to the reach of the last row
+  int layer;   // entry layer of the last row
+  int before;  // KV tiles of the layer below that, all that may be candidates; zero where no row has that entry layer
+  int tiles;   // KV tiles of `layer`, up to the reach of the last row
 
-  __device__ __forceinline__ explicit FirstBlock(Args const& args) {
+  __device__ __forceinline__ explicit DqEntryCta(Args const& args) {
     int const index = static_cast<int>(ptx::block_index());
     head = index % args.chunk.heads;
-    first = args.chunk.rows - (index / args.chunk.heads + 1) * kGroupQueries;
-    int const last = min(first + kGroupQueries, args.chunk.queries) - 1;
+    first = args.chunk.rows - (index / args.chunk.heads + 1) * kCtaQueries;
+    int const last = min(first + kCtaQueries, args.chunk.queries) - 1;
     layer = before = tiles = 0;
     if (last < first) return;
     layer = entry_layer(args.chunk.position(last), args.tree.top_k);
-    before = entry_layer(args.chunk.position(first), args.tree.top_k) < layer ? args.tree.top_k / kTileParents : 0;
+    before = entry_layer(args.chunk.position(first), args.tree.top_k) < layer ? args.tree.top_k / kTileBlocks : 0;
     tiles = (candidates_in_entry(args.chunk.position(last), layer) + kTileRows - 1) / kTileRows;
   }
 
@@ -72,61 +81,63 @@ struct FirstBlock {
   }
 };
 
+// The producer, one thread of its warp.
 template <class Cfg>
-__device__ void produce_first_nodes(Args const& args, FirstQueriesRing<Cfg> const& ring) {
-  FirstBlock const block(args);
-  if (threadIdx.x % 32 != 0 || block.tiles == 0) return;
+__device__ void produce_kv_tiles(Args const& args, DqEntryRing<Cfg> const& ring) {
+  DqEntryCta const cta(args);
+  if (threadIdx.x % 32 != 0 || cta.tiles == 0) return;
   barriers::mbarrier_arrive_expect_bytes(ring.queries_full, Cfg::kTiles * Cfg::kPanelsBytes);
 #pragma unroll
   for (int i = 0; i < Cfg::kTiles; ++i) {
-    char const* const tile = args.query_tiles + (block.query_tile(args) + i) * Cfg::kQueryTileBytes;
+    char const* const tile = args.query_tiles + (cta.query_tile(args) + i) * Cfg::kQueryTileBytes;
     ptx::bulk_load(ring.query_tile(i), tile + kQueryTileHeader, Cfg::kPanelsBytes, ring.queries_full);
   }
   auto const tiles_of = [&](int layer) {
-    return args.node_tiles[layer] + static_cast<std::int64_t>(block.head) * args.tiles[layer] * Cfg::kNodeTileBytes;
+    return args.kv_tiles[layer] + static_cast<std::int64_t>(cta.head) * args.tiles[layer] * Cfg::kKvTileBytes;
   };
-  char const* nodes = tiles_of(block.before > 0 ? block.layer - 1 : block.layer);
+  char const* operands = tiles_of(cta.before > 0 ? cta.layer - 1 : cta.layer);
   RingPosition<Cfg::kStages> at;
 #pragma unroll 1
-  for (int tile = -block.before; tile < block.tiles; ++tile) {
-    if (tile == 0) nodes = tiles_of(block.layer);
-    ring.barriers.wait_empty(at, "htree_bwd first queries producer: empty");
+  for (int tile = -cta.before; tile < cta.tiles; ++tile) {
+    if (tile == 0) operands = tiles_of(cta.layer);
+    ring.barriers.wait_empty(at, "dq_entry producer: empty");
     uint32_t const full = ring.barriers.full_at(at.slot);
-    barriers::mbarrier_arrive_expect_bytes(full, Cfg::kNodeTileBytes);
-    ptx::bulk_load(ring.header(at.slot), nodes, kNodeTileHeader, full);
-    ptx::bulk_load(ring.stage(at.slot), nodes + kNodeTileHeader, Cfg::kPanelsBytes, full);
-    nodes += Cfg::kNodeTileBytes;
+    barriers::mbarrier_arrive_expect_bytes(full, Cfg::kKvTileBytes);
+    ptx::bulk_load(ring.header(at.slot), operands, kKvTileHeader, full);
+    ptx::bulk_load(ring.stage(at.slot), operands + kKvTileHeader, Cfg::kPanelsBytes, full);
+    operands += Cfg::kKvTileBytes;
     at = at.ahead(1);
   }
 }
 
+// A consumer warp and its query.
 template <class Cfg>
-class FirstQuery {
+class DqEntryConsumer {
   using Element =
       std::conditional_t<std::is_same_v<typename Cfg::Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
   static constexpr int kK = Cfg::kK;
   static constexpr int kV = Cfg::kV;
-  static constexpr int kColumns = kTileRows / 8;  // blocks of eight nodes
-  static constexpr int kSteps = kK / wgmma::kDepth;
-  static constexpr int kDepths = kTileRows / wgmma::kDepth;
-  static_assert(kColumns * 4 == wgmma::kAccumulators && kTileParents == kDepths);
+  static constexpr int kColumns = kTileRows / 8;                 // eights of nodes
+  static constexpr int kSteps = kK / wgmma::kDepth;              // of the product with q
+  static constexpr int kDepths = kTileRows / wgmma::kDepth;      // of the product with dS
+  static_assert(kColumns * 4 == wgmma::kAccumulators && kTileBlocks == kDepths);
 
 public:
-  __device__ FirstQuery(Args const& args, int warp)
+  __device__ DqEntryConsumer(Args const& args, int warp)
       : args_(args), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4), warp_(warp) {
-    FirstBlock const block(args);
-    tiles_ = block.before + block.tiles;
-    row_ = block.first + warp;
+    DqEntryCta const cta(args);
+    tiles_ = cta.before + cta.tiles;
+    row_ = cta.first + warp;
     candidates_ = 0;
     begin_ = 0;
     if (row_ < args.chunk.queries) {
       std::int64_t const t = args.chunk.position(row_);
       int const layer = entry_layer(t, args.tree.top_k);
       candidates_ = candidates_in_entry(t, layer);
-      if (layer == block.layer) begin_ = block.before;
-      below_ = Below(args, layer, block.head);
+      if (layer == cta.layer) begin_ = cta.before;
+      index_ = reverse_index::Expanded(args, layer, cta.head);
     }
-    float const* const header = reinterpret_cast<float const*>(tile_of(block)) + warp % 4 * kMaxGroupHeads + g_;
+    float const* const header = reinterpret_cast<float const*>(tile_of(cta)) + warp % 4 * kMaxGroupHeads + g_;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       unit_[i] = __ldg(header + 8 * i);
@@ -137,17 +148,17 @@ public:
     clear(dq_);
   }
 
-  __device__ void run(FirstQueriesRing<Cfg> const& ring) {
+  __device__ void run(DqEntryRing<Cfg> const& ring) {
     if (tiles_ > 0) {
-      barriers::mbarrier_wait(ring.queries_full, 0, "htree_bwd first queries consumer: queries");
-      walk(ring);
+      barriers::mbarrier_wait(ring.queries_full, 0, "dq_entry consumer: queries");
+      multiply_tiles(ring);
     }
     finish();
   }
 
 private:
-  __device__ __forceinline__ char* tile_of(FirstBlock const& block) const {
-    return args_.query_tiles + (block.query_tile(args_) + warp_ / 4) * Cfg::kQueryTileBytes;
+  __device__ __forceinline__ char* tile_of(DqEntryCta const& cta) const {
+    return args_.query_tiles + (cta.query_tile(args_) + warp_ / 4) * Cfg::kQueryTileBytes;
   }
 
   static __device__ __forceinline__ auto& flat(float (&x)[kColumns][4]) {
@@ -155,23 +166,24 @@ private:
   }
   __device__ __forceinline__ auto& dq() { return reinterpret_cast<float(&)[kK / 2]>(dq_); }
 
-  // Exponentials of a tile run under its dP, what follows from dP under dS K of the tile before. Nothing is in flight
-  // from one rotation of the loop to the next: ptxas would serialise the products (C7514).
-  __device__ __forceinline__ void walk(FirstQueriesRing<Cfg> const& ring) {
-    // Through shuffles, which tell the compiler that addresses are uniform: descriptors live in uniform registers.
+  // The loop over KV tiles. Exponentials of a tile run while its dP is multiplied, and dS is computed while dS K of the
+  // tile before is multiplied. Nothing is in flight from one iteration to the next, because ptxas would serialise the
+  // products (C7514).
+  __device__ __forceinline__ void multiply_tiles(DqEntryRing<Cfg> const& ring) {
+    // The shuffles tell the compiler that addresses are uniform, so that descriptors live in uniform registers.
     uint32_t const queries = __shfl_sync(kFullWarp, ring.query_tile(warp_ / 4), 0);
     wgmma::Descriptor const dout(queries + kK / 64 * kPanelBytes);
     load_q(queries);
     RingPosition<Cfg::kStages> at;
-    // The stage whose keys are multiplied; before there are weights, those of the first by zeros.
+    // The stage whose keys are multiplied with ds. In the first iteration ds is zero, and any keys serve.
     uint32_t held = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
     uint32_t ds[kDepths][4] = {};
-    uint32_t const zero = static_cast<uint32_t>(args_.tree.layers) >> 31;  // which the compiler does not know
+    uint32_t const zero = static_cast<uint32_t>(args_.tree.layers) >> 31;  // zero, unknown to the compiler
     fetch_expanded(0);
 #pragma unroll 1
     for (int tile = 0; tile < tiles_; ++tile) {
       float p[kColumns][4], dp[kColumns][4];
-      ring.barriers.wait_full(at, "htree_bwd first queries consumer: full");
+      ring.barriers.wait_full(at, "dq_entry consumer: full");
       uint32_t const stage = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
       multiply_keys(p, wgmma::Descriptor(stage));
       multiply_values(dp, dout, wgmma::Descriptor(stage + kK / 64 * kPanelBytes));
@@ -179,27 +191,27 @@ private:
       float2 inverse[kColumns];
       load_inverse(inverse, ring.header(at.slot));
       uint32_t masked[2];
-      find_masked(tile, masked);
+      load_masked(tile, masked);
       fetch_expanded(tile + 1);
       wgmma::wait<2>();
       wgmma::pin(flat(p));
-      // Blocks of their own, or ptxas puts them behind the wait.
+      // The branches keep ptxas from moving the exponentials, and dS below, behind the waits.
       bool const any = (masked[0] & masked[1]) != ~0u;
       if (any) exponentiate(p, inverse);
       wgmma::wait<1>();
       wgmma::pin(flat(dp));
-      uint32_t early[kDepths][4] = {};
+      uint32_t next[kDepths][4] = {};
       half2 largest[2] = {};
-      if (any) weigh(p, dp, inverse, masked, early, largest);
+      if (any) compute_ds(p, dp, inverse, masked, next, largest);
       wgmma::wait<0>();
       wgmma::pin(dq());
       wgmma::pin(reinterpret_cast<uint32_t(&)[4 * kDepths]>(ds));
       if (tile > 0) barriers::release(ring.barriers.empty_at(at.behind(1).slot));
-      if (leave(largest)) fit(p, dp, inverse, masked, early);
-      // No mere copies: ptxas would merge both registers, and serialises products whose operands are written while
-      // others are under way (C7513).
+      if (overflows(largest)) recompute(p, dp, inverse, masked, next);
+      // The or makes more than a copy of this. ptxas would merge the registers of a copy, and it serialises products
+      // whose operands are written while others are in flight (C7513).
 #pragma unroll
-      for (int i = 0; i < 4 * kDepths; ++i) ds[i / 4][i % 4] = early[i / 4][i % 4] | zero;
+      for (int i = 0; i < 4 * kDepths; ++i) ds[i / 4][i % 4] = next[i / 4][i % 4] | zero;
       held = stage;
       at = at.ahead(1);
     }
@@ -208,8 +220,9 @@ private:
     wgmma::pin(dq());
   }
 
-  // A fragments of the warp's own rows. From shared memory q would be read for every tile: 16 KB more at K = V = 128,
-  // beside 64 for the other operands and 16 that copies write, at 128 bytes a clock, in the 768 of the products.
+  // A fragments of the warp's own rows of q. In shared memory, q would be read for every tile: 16 KB at K = V = 128,
+  // beside 64 KB for the other operands and 16 KB that copies write, at 128 bytes a cycle, in the 768 cycles of the
+  // products.
   __device__ __forceinline__ void load_q(uint32_t queries) {
     int const row = warp_ % 4 * kMaxGroupHeads + lane_ % 16;
 #pragma unroll
@@ -219,7 +232,7 @@ private:
     }
   }
 
-  // Begins Q K^T.
+  // Issues Q K^T.
   __device__ __forceinline__ void multiply_keys(float (&sums)[kColumns][4], wgmma::Descriptor const& keys) const {
     wgmma::fence();
 #pragma unroll
@@ -229,7 +242,7 @@ private:
     wgmma::commit();
   }
 
-  // Begins dO V^T.
+  // Issues dO V^T.
   static __device__ __forceinline__ void multiply_values(float (&sums)[kColumns][4], wgmma::Descriptor const& dout,
                                                          wgmma::Descriptor const& values) {
     wgmma::fence();
@@ -241,7 +254,7 @@ private:
     wgmma::commit();
   }
 
-  // Begins dq += dS K.
+  // Issues dq += dS K.
   __device__ __forceinline__ void add_keys(uint32_t const (&ds)[kDepths][4], wgmma::Descriptor const& keys) {
     wgmma::pin(dq());
     wgmma::fence();
@@ -252,26 +265,28 @@ private:
     wgmma::commit();
   }
 
-  // Lane i asks for nodes 8 (i % 8) .. 8 (i % 8) + 7 of a tile. All of a layer below the query's own seem expanded.
+  // Lane i loads the index word of nodes 8 (i % 8) .. 8 (i % 8) + 7 of a tile. In tiles of the layer below the query's
+  // entry layer all nodes count as expanded, which masks them.
   __device__ __forceinline__ void fetch_expanded(int tile) {
     expanded_ = ~0u;
     tile -= begin_;
-    if (tile >= 0) expanded_ = below_.of_group(args_, tile * (kTileRows / kGroupParents) + lane_ % 8, row_);
+    if (tile >= 0) expanded_ = index_.of_word(args_, tile * (kTileRows / kWordBlocks) + lane_ % 8, row_);
   }
 
-  // Nodes of a tile that the query expanded or that lie beyond it, a bit each: all of a layer above its own do.
-  __device__ __forceinline__ void find_masked(int tile, uint32_t (&masked)[2]) const {
+  // The masked nodes of a tile, a bit each: nodes that the query expanded and nodes past the query. All nodes of a
+  // layer above the query's entry layer are past it, since candidates_ counts nodes of the entry layer.
+  __device__ __forceinline__ void load_masked(int tile, uint32_t (&masked)[2]) const {
     uint32_t four = (expanded_ & 0xffu) << (lane_ % 4 * 8);
     four |= __shfl_xor_sync(kFullWarp, four, 1);
     four |= __shfl_xor_sync(kFullWarp, four, 2);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const position = candidates_ - 1 - (tile - begin_) * kTileRows - 32 * i;
-      masked[i] = __shfl_sync(kFullWarp, four, 4 * i) | (position < 0 ? ~0u : causal_mask(position));
+      masked[i] = __shfl_sync(kFullWarp, four, 4 * i) | (position < 0 ? ~0u : reverse_index::causal_mask(position));
     }
   }
 
-  // Of this thread's columns.
+  // The inverse row scales of this thread's columns.
   __device__ __forceinline__ void load_inverse(float2 (&inverse)[kColumns], uint32_t header) const {
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) {
@@ -279,13 +294,14 @@ private:
     }
   }
 
-  // Both halves of the word are ones where the first and the second of this thread's nodes of a column are open.
-  __device__ __forceinline__ uint32_t open(uint32_t const (&masked)[2], int column) const {
-    uint32_t const second = ~masked[column / 4] << (6 - 2 * tq_);  // its bit is the sign of byte column % 4
+  // The lower half of the result is ones where the query attends the first of this thread's two nodes of a column, the
+  // upper half where it attends the second.
+  __device__ __forceinline__ uint32_t attended(uint32_t const (&masked)[2], int column) const {
+    uint32_t const second = ~masked[column / 4] << (6 - 2 * tq_);  // the node's bit is the sign of byte column % 4
     return ptx::spread_signs(second << 1, second, column % 4);
   }
 
-  // The scores of a tile to probabilities, times the row's scale.
+  // Scores of a tile become probabilities, times the scale of their row.
   __device__ __forceinline__ void exponentiate(float (&p)[kColumns][4], float2 const (&inverse)[kColumns]) const {
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) {
@@ -297,13 +313,13 @@ private:
     }
   }
 
-  // dS, scaled, in A fragments, and the largest of each row.
-  __device__ __forceinline__ void weigh(float const (&p)[kColumns][4], float const (&dp)[kColumns][4],
+  // Computes the scaled dS as A fragments, and the largest of each row.
+  __device__ __forceinline__ void compute_ds(float const (&p)[kColumns][4], float const (&dp)[kColumns][4],
                                         float2 const (&inverse)[kColumns], uint32_t const (&masked)[2],
                                         uint32_t (&ds)[kDepths][4], half2 (&largest)[2]) const {
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) {
-      uint32_t const mask = open(masked, column);
+      uint32_t const mask = attended(masked, column);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float x[2];
@@ -319,21 +335,21 @@ private:
     }
   }
 
-  // Whether a weight left the range of its row's scale: a vote among the heads of one query.
-  static __device__ __forceinline__ bool leave(half2 const (&largest)[2]) {
+  // Whether a weight of some head overflows.
+  static __device__ __forceinline__ bool overflows(half2 const (&largest)[2]) {
     half2 const both = __hmax2(largest[0], largest[1]);
     return __any_sync(kFullWarp, fmaxf(__low2float(both), __high2float(both)) > kMaxWeight);
   }
 
-  // Lowers scales, and weighs once more.
-  __device__ __forceinline__ void fit(float (&p)[kColumns][4], float const (&dp)[kColumns][4],
+  // Lowers the scales of rows and computes dS once more.
+  __device__ __forceinline__ void recompute(float (&p)[kColumns][4], float const (&dp)[kColumns][4],
                                       float2 const (&inverse)[kColumns], uint32_t const (&masked)[2],
                                       uint32_t (&ds)[kDepths][4]) {
     float const back[2] = {inverse_of(weight_scale_[0]), inverse_of(weight_scale_[1])};
     float largest[2] = {};
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) {
-      uint32_t const mask = open(masked, column);
+      uint32_t const mask = attended(masked, column);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         int const i = e / 2;
@@ -342,7 +358,7 @@ private:
         largest[i] = fmaxf(largest[i], fabsf(p[column][e]));
       }
     }
-    fit_scale(weight_scale_, largest, [&](float const (&factor)[2]) {
+    lower_scale(weight_scale_, largest, [&](float const (&factor)[2]) {
 #pragma unroll
       for (int block = 0; block < kK / 8; ++block) {
 #pragma unroll
@@ -363,9 +379,9 @@ private:
 
   // FragmentRotations the sums back and writes them where the tile's panels were.
   __device__ __forceinline__ void finish() {
-    FirstBlock const block(args_);
+    DqEntryCta const cta(args_);
     float const inverse[2] = {inverse_of(weight_scale_[0]), inverse_of(weight_scale_[1])};
-    float* const out = reinterpret_cast<float*>(tile_of(block) + kQueryTileHeader) +
+    float* const out = reinterpret_cast<float*>(tile_of(cta) + kQueryTileHeader) +
                        (warp_ % 4 * kMaxGroupHeads + g_) * kK + 2 * tq_;
     float2 const* const rotations =
         args_.rotations + static_cast<std::int64_t>(max(candidates_ - 1, 0)) * (kK / 2) + 2 * tq_;
@@ -393,32 +409,37 @@ private:
   int row_;
   int candidates_;
   int begin_;  // the first tile of its layer
-  Below below_;
+  reverse_index::Expanded index_;
   uint32_t expanded_ = 0;  // of eight nodes of the tile at hand
   uint32_t q_[kSteps][4];
   float unit_[2];
   float lse2_[2];
   float scaled_lse2_[2];  // less the logarithm of the scale
   float delta_[2];
-  float weight_scale_[2] = {kFirstScaleOfProbability, kFirstScaleOfProbability};
+  float weight_scale_[2] = {kInitialProbabilityScale, kInitialProbabilityScale};
   float dq_[kK / 8][4];
 };
 
 template <class Cfg>
-__device__ void run_first_queries(Args const& args, uint32_t shared, int warp) {
-  FirstQueriesRing<Cfg> const ring(shared);
+__global__ void __launch_bounds__(Cfg::kThreads, 1) dq_entry_kernel(const __grid_constant__ Args args) {
+  extern __shared__ char shared_memory[];
+  uint32_t const shared = align_shared<Cfg>(shared_memory);
+  int const warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
+  wait_for_previous_grid();
+
+  DqEntryRing<Cfg> const ring(shared);
   if (threadIdx.x == 0) {
     ring.init();
     barriers::mbarrier_init_fence();
   }
   __syncthreads();
 
-  if (warp >= Cfg::kConsumers) {
-    ptx::lower_registers<Cfg::kProducerRegisters>();
-    if (warp == Cfg::kConsumers) produce_first_nodes<Cfg>(args, ring);
+  if (warp >= Cfg::Roles::kConsumers) {
+    ptx::lower_registers<Cfg::Roles::kProducerRegisters>();
+    if (warp == Cfg::Roles::kConsumers) produce_kv_tiles<Cfg>(args, ring);
   } else {
-    ptx::raise_registers<Cfg::kConsumerRegisters>();
-    FirstQuery<Cfg>(args, warp).run(ring);
+    ptx::raise_registers<Cfg::Roles::kConsumerRegisters>();
+    DqEntryConsumer<Cfg>(args, warp).run(ring);
   }
 }
 

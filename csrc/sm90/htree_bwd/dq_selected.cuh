@@ -1,66 +1,74 @@
-// dq: a warp holds a query and walks its parents below its first layer, layer by layer; then it adds that one's share,
-// which is there already (first_queries.cuh).
+// dq of selected layers: dq_selected. A warp holds a query and steps through the KV blocks that the query visits, layer
+// by layer. In the end it adds dq of the entry layer, which dq_entry has left in the query tile.
 //
-// A parent of rank j adds sum_c dS_c R^-1(k_c, n - 1 - 16 j) to dq, k_c being rotated by its place c. So it is the keys
-// that rotation, in packed fp16, once: for the scores, where q stays as it is, and transposed between registers for dq.
+// A KV block of rank j adds sum_c dS_c R^-1(k_c, n - 1 - 16 j) to dq, where k_c is rotated by its place c. So the keys
+// are rotated, in packed fp16, once for two uses: as they are for the scores, where q is not rotated, and transposed
+// between registers for dq.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
+#include "args.h"
+#include "host/launch_overlapped.cuh"
+#include "kv_stream.cuh"
 #include "operands.cuh"
+#include "reverse_index/lookup.cuh"
+#include "traits.cuh"
+#include "weights.cuh"
 
 namespace htree_cuda::sm90::htree_bwd {
 
-// Lanes look at a group of parents each, and at the visits of all queries of the CTA in it.
+// The producer. A lane looks at one word of eight KV blocks at a time, for all queries of the CTA.
 template <class Cfg>
-__device__ void produce_parents(Args const& args, Ring<Cfg> const& ring) {
+__device__ void produce_kv_blocks(Args const& args, KvRing<Cfg> const& ring) {
   int const lane = threadIdx.x % 32;
-  int const blocks = args.chunk.rows / kGroupQueries;
-  int const head = blockIdx.x / blocks;
-  int const first = blockIdx.x % blocks * kGroupQueries;
-  int const queries = min(args.chunk.queries - first, kGroupQueries);
-  Sender<Cfg> sender(ring);
-  int const highest = lane < queries ? entry_layer(args.chunk.position(first + lane), args.tree.top_k) : 0;
-  for (int layer = args.highest - 1; layer >= 0; --layer) {
-    unsigned const working = __ballot_sync(kFullWarp, layer < highest);
-    // Parents are nodes of the layer above: none beyond the last query's rightmost.
+  int const ctas = args.chunk.rows / kCtaQueries;  // of a head
+  int const head = blockIdx.x / ctas;
+  int const first = blockIdx.x % ctas * kCtaQueries;
+  int const queries = min(args.chunk.queries - first, kCtaQueries);
+  KvSender<Cfg> sender(ring);
+  int const own_entry = lane < queries ? entry_layer(args.chunk.position(first + lane), args.tree.top_k) : 0;
+  for (int layer = args.max_entry - 1; layer >= 0; --layer) {
+    // The queries for which this layer is a selected layer, a bit each.
+    unsigned const selecting = __ballot_sync(kFullWarp, layer < own_entry);
+    // The parents of KV blocks are nodes of the layer above, up to the last query's rightmost.
     std::int64_t const reach = args.chunk.position(first + queries - 1) >> (kLog2Siblings * (layer + 1));
-    int const groups = working == 0 ? 0 : static_cast<int>(reach / kGroupParents) + 1;
-    char const* const nodes =
-        args.nodes[layer] + static_cast<std::int64_t>(head) * args.tree.parents[layer] * Cfg::kNodeBytes;
+    int const words = selecting == 0 ? 0 : static_cast<int>(reach / kWordBlocks) + 1;
+    char const* const operands =
+        args.kv_blocks[layer] + static_cast<std::int64_t>(head) * args.tree.kv_blocks[layer] * Cfg::Slot::kBlockBytes;
     auto const source = [&](Entry const& entry) {
-      return nodes + static_cast<std::int64_t>(entry.which) * Cfg::kNodeBytes;
+      return operands + static_cast<std::int64_t>(entry.block) * Cfg::Slot::kBlockBytes;
     };
-    for (int base = 0; base < groups; base += 32) {
-      uint4 visited[kGroupQueries / 4] = {};  // by the eight queries, one word each
-      if (base + lane < groups) {
-        uint4 const* const entries =
-            reinterpret_cast<uint4 const*>(entry_of(args, layer, head, base + lane, first));
+    for (int base = 0; base < words; base += 32) {
+      uint4 visited[kCtaQueries / 4] = {};  // one word of each query
+      if (base + lane < words) {
+        uint4 const* const index =
+            reinterpret_cast<uint4 const*>(reverse_index::word_at(args, layer, head, base + lane, first));
 #pragma unroll
-        for (int i = 0; i < kGroupQueries / 4; ++i) visited[i] = __ldg(entries + i);
+        for (int i = 0; i < kCtaQueries / 4; ++i) visited[i] = __ldg(index + i);
       }
-      // Byte p: the queries that visit parent p of this lane's group.
-      uint32_t takers[2] = {};
+      // Byte p is the query mask of block p of this lane's word.
+      uint32_t query_masks[2] = {};
 #pragma unroll
-      for (int i = 0; i < kGroupQueries; ++i) {
+      for (int i = 0; i < kCtaQueries; ++i) {
         uint4 const& four = visited[i / 4];
         uint32_t mask = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
-        if (!(working >> i & 1u)) mask = 0;
-        // Four bits to the lowest bit of a byte each: 0x204081 puts bit b at 8 b.
-        takers[0] |= ((mask & 0xfu) * 0x204081u & 0x01010101u) << i;
-        takers[1] |= ((mask >> 4 & 0xfu) * 0x204081u & 0x01010101u) << i;
+        if (!(selecting >> i & 1u)) mask = 0;
+        // The product spreads four bits to the lowest bit of a byte each: 0x204081 puts bit b at 8 b.
+        query_masks[0] |= ((mask & 0xfu) * 0x204081u & 0x01010101u) << i;
+        query_masks[1] |= ((mask >> 4 & 0xfu) * 0x204081u & 0x01010101u) << i;
       }
       int count = 0;
 #pragma unroll
-      for (int p = 0; p < kGroupParents; ++p) count += (takers[p / 4] >> (p % 4 * 8) & 0xffu) != 0;
+      for (int p = 0; p < kWordBlocks; ++p) count += (query_masks[p / 4] >> (p % 4 * 8) & 0xffu) != 0;
       int p = -1;
       sender.append(count, [&](int) {
         do {
           ++p;
-        } while ((takers[p / 4] >> (p % 4 * 8) & 0xffu) == 0);
-        return Entry{takers[p / 4] >> (p % 4 * 8) & 0xffu, (base + lane) * kGroupParents + p};
+        } while ((query_masks[p / 4] >> (p % 4 * 8) & 0xffu) == 0);
+        return Entry{query_masks[p / 4] >> (p % 4 * 8) & 0xffu, (base + lane) * kWordBlocks + p};
       });
       sender.send(layer, source);
     }
@@ -69,38 +77,40 @@ __device__ void produce_parents(Args const& args, Ring<Cfg> const& ring) {
   sender.finish();
 }
 
+// A consumer warp and its query.
 template <class Cfg>
-class Query {
+class DqSelectedConsumer {
   using Element = typename Cfg::Element;
   static constexpr int kK = Cfg::kK;
   static constexpr int kV = Cfg::kV;
-  static constexpr int kHalf = kK / 32;   // k-steps of the low half of the pairs
+  static constexpr int kHalf = kK / 32;  // steps of 16 columns that hold the first elements of pairs
   static constexpr int kTiles = kK / 8;
 
 public:
-  __device__ Query(Args const& args, Ring<Cfg> const& ring, int warp)
+  __device__ DqSelectedConsumer(Args const& args, KvRing<Cfg> const& ring, int warp)
       : args_(args),
         g_(threadIdx.x % 32 / 4),
         tq_(threadIdx.x % 4),
-        key_lane_(ptx::opaque(matrix_lane<false>(threadIdx.x % 32, Cfg::kKeyRowBytes))),
-        value_lane_(kK == kV ? key_lane_ : ptx::opaque(matrix_lane<false>(threadIdx.x % 32, Cfg::kValueRowBytes))),
-        inverse_lane_(ptx::opaque(static_cast<uint32_t>(Cfg::kNodeOffset + tq_ * 8))),
+        key_lane_(ptx::opaque(ldmatrix_offset<false>(threadIdx.x % 32, Cfg::Slot::kKeyRowBytes))),
+        value_lane_(kK == kV ? key_lane_
+                             : ptx::opaque(ldmatrix_offset<false>(threadIdx.x % 32, Cfg::Slot::kValueRowBytes))),
+        inverse_lane_(ptx::opaque(static_cast<uint32_t>(Cfg::Slot::kBlockOffset + tq_ * 8))),
         rotations_(ptx::opaque(ring.rotations_of(warp) + tq_ * 16)),
         new_rotations_(ptx::opaque(ring.rotations_of(warp) + threadIdx.x % (kK / 4) * 8)),
         table_(ptx::opaque(reinterpret_cast<uint2 const*>(args.fragment_rotations) + threadIdx.x % (kK / 4))) {
-    int const blocks = args.chunk.rows / kGroupQueries;
-    head_ = blockIdx.x / blocks;
-    row_ = blockIdx.x % blocks * kGroupQueries + warp;
+    int const ctas = args.chunk.rows / kCtaQueries;  // of a head
+    head_ = blockIdx.x / ctas;
+    row_ = blockIdx.x % ctas * kCtaQueries + warp;
     exists_ = row_ < args.chunk.queries;
     if (exists_) load();
     clear(dq_);
   }
 
-  __device__ void run(Ring<Cfg> const& ring, int warp) {
+  __device__ void run(KvRing<Cfg> const& ring, int warp) {
     receive(
         ring, warp, [&](int layer) { begin(layer); },
         [&](uint32_t stage, Note const& note, int layer, uint32_t own) {
-          layer == 0 ? take<true>(stage, note, own) : take<false>(stage, note, own);
+          layer == 0 ? use_stage<true>(stage, note, own) : use_stage<false>(stage, note, own);
         });
     if (!exists_) return;
 #pragma unroll
@@ -109,8 +119,8 @@ public:
   }
 
 private:
-  // Fragments of 16 rows as they lie in memory: columns 16 step + 8 part + 2 tq + {0, 1} of rows g and g + 8. The swizzle
-  // exchanges 16 bytes within 128, so that eight addresses serve all.
+  // Loads A fragments of 16 rows as they lie in global memory: columns 16 step + 8 part + 2 tq + {0, 1} of rows g and g
+  // + 8. The swizzle exchanges chunks of 16 bytes within 128 bytes, so that eight addresses serve all steps.
   template <int kSteps>
   __device__ __forceinline__ void load(uint32_t (&fragments)[kSteps][4], char const* rows) const {
     constexpr int kRowBytes = 32 * kSteps;
@@ -130,21 +140,21 @@ private:
 
   __device__ __forceinline__ void load() {
     char const* const packed =
-        args_.queries + (static_cast<std::int64_t>(head_) * args_.chunk.rows + row_) * Cfg::kQueryBytes;
+        args_.queries + (static_cast<std::int64_t>(head_) * args_.chunk.rows + row_) * Cfg::Slot::kQueryBytes;
     load(q_, packed + kQueryHeader);
-    load(dout_, packed + kQueryHeader + 16 * Cfg::kKeyRowBytes);
+    load(dout_, packed + kQueryHeader + 16 * Cfg::Slot::kKeyRowBytes);
     float const* const header = reinterpret_cast<float const*>(packed);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const row = g_ + 8 * i;
       unit_[i] = header[row];
       lse2_[i] = header[kMaxGroupHeads + row];
-      offset_[i] = lse2_[i] - exponent_of(kFirstScaleOfProbability);
+      offset_[i] = lse2_[i] - exponent_of(kInitialProbabilityScale);
       delta_[i] = header[2 * kMaxGroupHeads + row];
     }
   }
 
-  // This lane's part of the rotations of a position, on their way to shared memory.
+  // This lane's part of the rotation by a position, on its way to shared memory.
   __device__ __forceinline__ uint2 rotations(int position) const {
     return __ldg(table_ + static_cast<std::int64_t>(position) * (kK / 4));
   }
@@ -156,37 +166,39 @@ private:
   }
 
   __device__ __forceinline__ void begin(int layer) {
-    below_ = Below(args_, layer, head_);
+    expanded_ = reverse_index::Expanded(args_, layer, head_);
     position_ = candidates_in_selected(args_.chunk.position(row_), layer, args_.tree.top_k) - 1;
     store_rotations(rotations(position_));
   }
 
-  // The first slot that is left.
+  // The first slot that `own` still names.
   static __device__ __forceinline__ uint32_t slot_of(uint32_t stage, uint32_t own) {
-    return stage + (__ffs(own) - 1) * (Cfg::kSlotBytes / 8);
+    return stage + (__ffs(own) - 1) * (Cfg::Slot::kBytes / 8);
   }
 
+  // The KV blocks of a stage that this query visits, slot by slot.
   template <bool kBottom>
-  __device__ __forceinline__ void take(uint32_t stage, Note const& note, uint32_t own) {
+  __device__ __forceinline__ void use_stage(uint32_t stage, Note const& note, uint32_t own) {
     uint32_t slot = slot_of(stage, own);
 #pragma unroll 1
     do {
       uint32_t expanded = 0;
       if constexpr (!kBottom) {
-        uint32_t const which = ptx::load_shared_4B(note.which((__ffs(own) - 1) / 8));
-        expanded = below_.expanded(args_, static_cast<int>(which), row_);
+        uint32_t const block = ptx::load_shared_4B(note.block_of((__ffs(own) - 1) / 8));
+        expanded = expanded_.of_block(args_, static_cast<int>(block), row_);
       }
       own &= own - 1;
-      uint32_t const next = ptx::opaque(slot_of(stage, own));  // early: it is what the next one waits for
-      add<kBottom>(slot, expanded);
+      // Computed before the products, because the next block begins by waiting for this address.
+      uint32_t const next = ptx::opaque(slot_of(stage, own));
+      add_block<kBottom>(slot, expanded);
       slot = next;
     } while (own != 0);
   }
 
-  // One parent: weights from its products, and the keys as dq takes them, which wait for the next one. Its own products
-  // with the weights are those that pass while the next one's keys arrive and rotate.
+  // One KV block: its products become weights, which wait with its rotated keys for the next block. The products of dq,
+  // weights times keys, are issued while the keys of the next block arrive and are rotated.
   template <bool kBottom>
-  __device__ __forceinline__ void add(uint32_t slot, uint32_t expanded) {
+  __device__ __forceinline__ void add_block(uint32_t slot, uint32_t expanded) {
     uint2 const next_rotations = rotations(max(position_ - kSiblings, 0));
     float raw[2][4], dp[2][4];
     products(slot, raw, dp);
@@ -206,18 +218,19 @@ private:
                                                 p[tile][2 * i + 1] * dp[tile][2 * i + 1] * inverse[tile].y);
       }
     }
-    uint32_t const masked = expanded | causal_mask(position_);
-    if constexpr (!kBottom) close(masked);
-    // At the bottom only a query's last parent has children behind it.
+    uint32_t const masked = expanded | reverse_index::causal_mask(position_);
+    if constexpr (!kBottom) mask_weights(masked);
+    // At the bottom only the last block of a query has masked children.
     bool const some = kBottom && position_ < kSiblings - 1;
-    if (__any_sync(kFullWarp, leave(ds_[0], ds_[1], ds_[2], ds_[3]) || some)) fit(p, dp, inverse, masked);
+    if (__any_sync(kFullWarp, overflows(ds_[0], ds_[1], ds_[2], ds_[3]) || some)) recompute(p, dp, inverse, masked);
     store_rotations(next_rotations);
     position_ -= kSiblings;
   }
 
-  // Weights of closed children become zero.
-  __device__ __forceinline__ void close(uint32_t masked) {
-    uint32_t const first = (masked << 8) >> (2 * tq_ + 1);  // of this lane's columns of tile i, in the sign of byte i
+  // The weights of masked children become zero.
+  __device__ __forceinline__ void mask_weights(uint32_t masked) {
+    // The bit of this lane's first column of tile i becomes the sign of byte i.
+    uint32_t const first = (masked << 8) >> (2 * tq_ + 1);
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       uint32_t const mask = ptx::spread_signs(first, first >> 1, tile);
@@ -226,10 +239,10 @@ private:
     }
   }
 
-  // The weights again, from probabilities times the rows' scales: closed ones are zero, and those that leave the range make
-  // the scale fall.
-  __device__ __forceinline__ void fit(float const (&p)[2][4], float const (&dp)[2][4], float2 const (&inverse)[2],
-                                      uint32_t masked) {
+  // Computes the weights once more, from probabilities that include the scales of their rows: weights of masked
+  // children are zero, and weights that overflow make the scale fall.
+  __device__ __forceinline__ void recompute(float const (&p)[2][4], float const (&dp)[2][4], float2 const (&inverse)[2],
+                                            uint32_t masked) {
     float ds[2][4];
     float largest[2] = {};
 #pragma unroll
@@ -237,13 +250,13 @@ private:
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         int const i = e / 2;
-        bool const open = !(masked >> (8 * tile + 2 * tq_ + e % 2) & 1u);
-        ds[tile][e] = weight(open, p[tile][e] * inverse_of(weight_scale_[i]), dp[tile][e], 0.0f,
+        bool const attends = !(masked >> (8 * tile + 2 * tq_ + e % 2) & 1u);
+        ds[tile][e] = weight(attends, p[tile][e] * inverse_of(weight_scale_[i]), dp[tile][e], 0.0f,
                              e % 2 ? inverse[tile].y : inverse[tile].x);
         largest[i] = fmaxf(largest[i], fabsf(ds[tile][e]));
       }
     }
-    fit_scale(weight_scale_, largest, [&](float const (&factor)[2]) {
+    lower_scale(weight_scale_, largest, [&](float const (&factor)[2]) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -261,10 +274,11 @@ private:
     }
   }
 
-  // Scores and dP of a parent, and the products of dq of the one before, whose keys give way to this one's, rotated.
+  // Scores and dP of a KV block, and between them the products of dq of the block before, whose keys in registers give
+  // way to the rotated keys of this one.
   __device__ __forceinline__ void products(uint32_t slot, float (&raw)[2][4], float (&dp)[2][4]) {
-    Steps const rows(slot + key_lane_);
-    Steps const values(slot + value_lane_);
+    StepAddresses const rows(slot + key_lane_);
+    StepAddresses const values(slot + value_lane_);
     clear(raw);
     clear(dp);
 #pragma unroll
@@ -274,9 +288,9 @@ private:
 #pragma unroll
       for (int step = kk; step < kK / 16; step += kHalf) {
         add_keys(step);
-        ptx::load_matrix_x4(keys_[step], rows[step] + Cfg::kRowsOffset);
+        ptx::load_matrix_x4(keys_[step], rows[step] + Cfg::Slot::kRowsOffset);
       }
-      rotation_columns<true>(keys_[kk], keys_[kk + kHalf], rotations);
+      rotate_columns<true>(keys_[kk], keys_[kk + kHalf], rotations);
 #pragma unroll
       for (int step = kk; step < kK / 16; step += kHalf) {
         auto const& b = keys_[step];
@@ -286,13 +300,14 @@ private:
 #pragma unroll
       for (int step = kk * kV / 16 / kHalf; step < (kk + 1) * kV / 16 / kHalf; ++step) {
         uint32_t b[4];
-        ptx::load_matrix_x4(b, values[step] + Cfg::kValueOffset);
+        ptx::load_matrix_x4(b, values[step] + Cfg::Slot::kValueOffset);
         Pairs<Element>::mma(dp[0], dout_[step], b[0], b[1]);
         Pairs<Element>::mma(dp[1], dout_[step], b[2], b[3]);
       }
     }
   }
 
+  // dq += dS K of the block before, for 16 columns.
   __device__ __forceinline__ void add_keys(int step) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -301,12 +316,13 @@ private:
     }
   }
 
+  // Writes dq: the sum of this kernel plus dq of the entry layer, times the softmax scale.
   __device__ __forceinline__ void finish() {
     std::int64_t const bh = args_.chunk.first_head + head_;
     std::int64_t const query = bh / args_.H_kv * args_.T_q + args_.chunk.first_query + row_;
     std::int64_t const first = (query * args_.H_kv + bh % args_.H_kv) * args_.G;
     std::int64_t const row = static_cast<std::int64_t>(head_) * args_.chunk.rows + row_;
-    float const* const first_share =
+    float const* const entry_share =
         reinterpret_cast<float const*>(args_.query_tiles + row / kTileQueries * query_tile_bytes(kK, kV) +
                                        kQueryTileHeader) +
         row % kTileQueries * kMaxGroupHeads * kK + 2 * tq_;
@@ -318,7 +334,7 @@ private:
       uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<Element*>(args_.dq) + (first + g) * kK) + tq_;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        float2 const share = __ldg(reinterpret_cast<float2 const*>(first_share + g * kK + 8 * tile));
+        float2 const share = __ldg(reinterpret_cast<float2 const*>(entry_share + g * kK + 8 * tile));
         out[4 * tile] = Pairs<Element>::pack(fmaf(dq_[tile][2 * i], inverse, share.x) * args_.scale,
                                              fmaf(dq_[tile][2 * i + 1], inverse, share.y) * args_.scale);
       }
@@ -337,18 +353,42 @@ private:
   int head_;
   int row_;
   bool exists_;
-  Below below_;
-  int position_ = 0;  // of the query as the parent at hand sees it: n - 1 - 16 rank
+  reverse_index::Expanded expanded_;
+  int position_ = 0;  // of the query as the KV block at hand sees it: n - 1 - 16 rank
   uint32_t q_[kK / 16][4];
   uint32_t dout_[kV / 16][4];
   float unit_[2];
   float lse2_[2];
-  float offset_[2];  // such that probabilities come out times the row's scale
+  float offset_[2];  // lse2 less the exponent of the row's scale, so that probabilities are multiplied by that scale
   float delta_[2];
-  float weight_scale_[2] = {kFirstScaleOfProbability, kFirstScaleOfProbability};
-  uint32_t keys_[kK / 16][4] = {};  // of the parent before, rotated; add_keys transposes them; and its weights
-  uint32_t ds_[4] = {};
+  float weight_scale_[2] = {kInitialProbabilityScale, kInitialProbabilityScale};
+  uint32_t keys_[kK / 16][4] = {};  // rotated keys of the block before, which add_keys transposes
+  uint32_t ds_[4] = {};             // its weights
   float dq_[kTiles][4];
 };
+
+template <class Cfg>
+__global__ void __launch_bounds__(Cfg::kThreads, 1) dq_selected_kernel(const __grid_constant__ Args args) {
+  extern __shared__ char shared_memory[];
+  uint32_t const shared = align_shared<Cfg>(shared_memory);
+  int const warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
+  wait_for_previous_grid();
+
+  KvRing<Cfg> const ring(shared);
+  if (threadIdx.x == 0) {
+    ring.barriers.init(1, Cfg::kConsumers);
+    barriers::mbarrier_init_fence();
+  }
+  __syncthreads();
+
+  if (warp >= Cfg::kConsumers) {
+    ptx::lower_registers<Cfg::kProducerRegisters>();
+    if (warp != Cfg::kConsumers) return;
+    produce_kv_blocks<Cfg>(args, ring);
+  } else {
+    ptx::raise_registers<Cfg::kConsumerRegisters>();
+    DqSelectedConsumer<Cfg>(args, ring, warp).run(ring, warp);
+  }
+}
 
 }  // namespace htree_cuda::sm90::htree_bwd

@@ -144,7 +144,7 @@ private:
     // A bit for each row that this warp's lanes loaded.
     uint32_t const valid = __ballot_sync(kFullWarp, is_valid);
     index = load_index(u, t + 2);
-    gather_.settle();
+    gather_.compute_addresses();
     wait_for(barriers_.keys_empty(kBuffer, kHalf), parity_before(kBuffer),
                             "sparse_attention: a free half of a tile");
     if (C::kKeyPanels > 0 && kOwners) copy_panels<kBuffer, 4 * C::kQuarterPanels, C::kKeyPanels>();

@@ -1,10 +1,11 @@
-// The sorted union of the parents that the 12 queries of a block selected, or all of a group of blocks, each with a mask of
-// those queries. A query whose first layer this is has no part in it: its parents are 0, 1, 2, ...
+// The sorted union of the parents that the 12 queries of a tile selected, or the queries of a set of tiles, each parent
+// with its query mask. A query whose entry layer this is takes no part: its parents are 0, 1, 2, ...
 //
-// One CTA a group. A window of 8192 nodes at a time: for every query a warp ORs its bit into a table of masks in shared memory,
-// 16 bits for each block of a group, then the table is compacted. A window starts at the smallest node that is left, so at most as
-// many windows are needed as there are nodes, however wide the layer. A launch has two CTAs an SM or fewer, so what counts is how
-// often one waits: lists come from global memory once, all loads under way together.
+// One CTA builds the union of one set, in windows of 8192 nodes. For every query a warp ORs the query's bit into a
+// table of masks in shared memory, 16 bits for each tile of the set, and then the table is compacted. A window starts
+// at the smallest node that is left, so that there are at most as many windows as nodes, however wide the layer is. A
+// launch has two CTAs an SM or fewer, so that the time is the number of waits: lists come from global memory once, with
+// all loads in flight.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,16 +29,16 @@ struct Config {
   using Mask = std::conditional_t<kBlocks == 1, std::uint16_t, std::conditional_t<kBlocks == 2, std::uint32_t, std::uint64_t>>;
   static constexpr int kQueries = kBlocks * kBlockQueries;
   static constexpr int kWarps = kBlocks == 1 ? 16 : 32;
-  static constexpr int kWarpQueries = (kQueries + kWarps - 1) / kWarps;  // query i is warp i % kWarps's
+  static constexpr int kWarpQueries = (kQueries + kWarps - 1) / kWarps;  // query i belongs to warp i % kWarps
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kWindow = 8192;
-  static constexpr int kPerWarp = kWindow / kWarps;  // nodes of a window
-  // The table, the lists, and two numbers a warp; see build_union_kernel.
+  static constexpr int kPerWarp = kWindow / kWarps;  // nodes of a window that a warp compacts
+  // The table, the lists, and two numbers a warp: the layout is in build_union_kernel.
   static constexpr int kSharedBytes = kWindow * int{sizeof(Mask)} + 4 * (kQueries * kMaxTopK + 2 * kWarps);
   static_assert(kQueries <= 8 * sizeof(Mask) && kPerWarp % 64 == 0);
 };
 
-// A query's list in shared memory, and how far it has been read.
+// The list of a query in shared memory, and how far it has been read.
 struct Reader {
   std::int32_t const* list;
   int count = 0;
@@ -84,14 +85,14 @@ __global__ void __launch_bounds__(Config<kBlocks>::kThreads) build_union_kernel(
   for (int r = 0; r < Cfg::kWarpQueries; ++r) {
     int const query = r * Cfg::kWarps + warp;
     if (query >= Cfg::kQueries) continue;
-    std::int32_t* const mine = lists + query * kMaxTopK;
-    readers[r].list = mine;
+    std::int32_t* const own_list = lists + query * kMaxTopK;
+    readers[r].list = own_list;
 #pragma unroll
-    for (int i = 0; i < kMaxTopK / 32; ++i) mine[32 * i + lane] = loaded[r][i];
+    for (int i = 0; i < kMaxTopK / 32; ++i) own_list[32 * i + lane] = loaded[r][i];
   }
   __syncwarp();
 
-  int written = 0;  // of the union
+  int written = 0;  // nodes of the union so far
   while (true) {
     if (lane == 0) {
       next[warp] = kNone;
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(Config<kBlocks>::kThreads) build_union_kernel(
         int const node = reader.cursor + lane < reader.count ? reader.list[reader.cursor + lane] : kNone;
         bool const inside = node - base < Cfg::kWindow && node != kNone;
         if (inside) {
-          int const at = (node - base) * (8 * int{sizeof(Mask)}) + bit;  // bits from the table's beginning
+          int const at = (node - base) * (8 * int{sizeof(Mask)}) + bit;  // the bit's place in the table
           atomicOr(&words[at / 32], 1u << at % 32);
         }
         int const taken = __popc(__ballot_sync(kFullWarp, inside));
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(Config<kBlocks>::kThreads) build_union_kernel(
       }
     }
     __syncthreads();
-    // Two neighbouring nodes a lane.
+    // A lane reads the masks of two neighbouring nodes.
     auto const pair_at = [&](int i, Mask(&pair)[2]) {
       Mask const* const at = reinterpret_cast<Mask const*>(words) + warp * Cfg::kPerWarp + i * 64 + 2 * lane;
       pair[0] = at[0];

@@ -1,21 +1,26 @@
-// Packing a layer for the gathers of htree attention: for every (b, h_kv, parent) one contiguous block
+// Packing a layer for the gathers of htree attention: for every (b, h_kv, parent) one contiguous KV block
 //
 //   [scales 16 x float | keys 16 x K fp16 | values 16 x V]
 //
-// in which one bulk copy finds everything about 16 siblings. Its keys and values are fragments: for every 16 columns 512
-// bytes, in which a lane finds, in 16 bytes of its own, what it has of the operands B of two m16n8k16 products. In
-// `tiles`, for queries that walk all parents, four of them lie together,
+// so that one bulk copy brings everything about 16 siblings. Keys and values are fragments: 512 bytes for every 16
+// columns, in which 16 bytes of each lane are that lane's part of the operands B of two m16n8k16 products. With
+// `tiles`, for queries that read all blocks, four blocks lie together,
 //
 //   [scales 64 x float | keys K / 64 panels of 64 x 64 fp16 | values V / 64 panels of 64 x 64]
 //
-// the panels as WGMMA takes them: 16-byte chunk i of row c lies at chunk i ^ (c % 8) of its 128 bytes.
-// Keys are rotated by their place c among the siblings, or by the node's index (RoPE in float32), normalised by a power of
-// two, rounded once, to fp16 or where nothing is selected to the dtype, and brought to one scale a parent unless they
-// differ much (row_scale::uneven_scale); the elements of a pair become neighbours (rope::tile_of); values are copied.
-// Children beyond the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score
-// is NaN whatever the query. Values that are not finite (the mean of finite ones may overflow) become zeros, because
-// probabilities of zero multiply them too, and all scales of their parent have the sign of negative numbers, so that
-// who takes such a value notices. Memory bound: a warp a parent, 16-byte accesses.
+// and the panels are operands of WGMMA: 16-byte chunk i of row c lies at chunk i ^ (c % 8) of its 128 bytes.
+//
+// Keys are rotated, in float32, by their place c among the siblings or by the index of their node, scaled by a power of
+// two, and rounded once: to fp16, or to the dtype where nothing is selected. Then they are brought to one scale a
+// block, unless their scales differ much (row_scale::uneven_scale). The elements of a pair become neighbours
+// (rope::tile_of).
+//
+// Children past the end of the layer are zeros. A key with a non-finite element is NaN throughout, so that its score is
+// NaN whatever the query. Values that are not finite (the mean of finite ones may overflow) become zeros, because
+// probabilities of zero multiply them too; all scales of their block are then negative, so that a query that attends
+// such a value notices.
+//
+// Memory bound: a warp packs one block, by accesses of 16 bytes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -39,14 +44,14 @@ using namespace device;
 inline constexpr int kThreads = 256;
 inline constexpr int kWarps = kThreads / 32;
 
-// Where 16 bytes of lane 4 g + t are among the fragments of columns 16 step and on.
+// Where the 16 bytes of lane 4 g + t lie among the fragments of columns 16 step .. 16 step + 15.
 __device__ __forceinline__ uint4* fragment(char* fragments, int step, int g, int t) {
   return reinterpret_cast<uint4*>(fragments) + step * 32 + 4 * g + t;
 }
 
-// Rows of keys become fragments: of columns 16 step + {0, 8} + 2 t + {0, 1}, for lane 4 g + t, words (row g, 0), (g, 8),
-// (g + 8, 0), (g + 8, 8). rows[i]: of row first + i * rows_at_once the chunk `chunk`, one of the two of the step; the lane
-// beside this one has the other.
+// Stores rows of keys as operands B. Lane 4 g + t has columns 16 step + {0, 8} + 2 t + {0, 1}, in words (row g, 0), (g,
+// 8), (g + 8, 0), (g + 8, 8). rows[i] holds chunk `chunk`, one of the two chunks of the step, of row first + i *
+// rows_at_once; the lane beside this one has the other chunk.
 template <int kRows>
 __device__ __forceinline__ void store_key_fragments(char* keys, int step, int chunk, int first, int rows_at_once,
                                                     uint32_t const (&rows)[kRows][4]) {
@@ -54,7 +59,7 @@ __device__ __forceinline__ void store_key_fragments(char* keys, int step, int ch
 #pragma unroll
   for (int i = 0; i < kRows / 2; ++i) {
 #pragma unroll
-    for (int word = 0; word < 4; word += 2) {  // either lane keeps every other word of a row, and sends the rest
+    for (int word = 0; word < 4; word += 2) {  // Either lane keeps every other word of a row and sends the rest.
       int const t = word + second;
       uint32_t own[2], other[2];
 #pragma unroll
@@ -69,9 +74,9 @@ __device__ __forceinline__ void store_key_fragments(char* keys, int step, int ch
   }
 }
 
-// As operands A: of step `chunk` columns 2 t + {0, 1} are the first elements of pairs 8 chunk + 2 t + {0, 1} and columns
-// 8 + 2 t + {0, 1} their second ones, words (row g, 0), (g + 8, 0), (g, 8), (g + 8, 8). pairs[odd][i][t]: of row
-// first + i * rows_at_once both elements of pair 8 chunk + 2 t + odd.
+// Stores rows of keys as operands A. In step `chunk`, columns 2 t + {0, 1} are the first elements of pairs
+// 8 chunk + 2 t + {0, 1} and columns 8 + 2 t + {0, 1} are the second ones, in words (row g, 0), (g + 8, 0), (g, 8),
+// (g + 8, 8). pairs[odd][i][t] holds both elements of pair 8 chunk + 2 t + odd of row first + i * rows_at_once.
 template <int kRows>
 __device__ __forceinline__ void store_key_rows(char* keys, int chunk, int first, int rows_at_once,
                                                uint32_t const (&pairs)[2][kRows][4]) {
@@ -88,14 +93,14 @@ __device__ __forceinline__ void store_key_rows(char* keys, int chunk, int first,
   }
 }
 
-// Elements e of x and of y.
+// Element e of x and element e of y, in one word.
 __device__ __forceinline__ uint32_t pair_of(uint4 const& x, uint4 const& y, int e) {
   uint32_t const(&a)[4] = reinterpret_cast<uint32_t const(&)[4]>(x);
   uint32_t const(&b)[4] = reinterpret_cast<uint32_t const(&)[4]>(y);
   return __byte_perm(a[e / 2], b[e / 2], e % 2 ? 0x7632 : 0x5410);
 }
 
-// Elements that are not finite become zeros. Returns whether there were none.
+// Replaces elements that are not finite by zeros. Returns whether all were finite.
 template <class Element>
 __device__ __forceinline__ bool clear_not_finite(uint4& chunk) {
   float elements[8];
@@ -111,11 +116,11 @@ __device__ __forceinline__ bool clear_not_finite(uint4& chunk) {
   return finite;
 }
 
-// kOperandsA: fragments are operands A, of products whose rows are children.
+// kOperandsA: fragments are operands A, for products whose rows are children (swap A/B).
 template <class Element, int kK, bool kOperandsA>
 __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_constant__ Args args) {
   wait_for_previous_grid();
-  constexpr int kLanesPerRow = kK / 16;  // a lane has 8 pairs: a chunk of the low half and one of the high half
+  constexpr int kLanesPerRow = kK / 16;  // a lane has 8 pairs: a chunk of the first half and one of the second half
   constexpr int kRowsAtOnce = 32 / kLanesPerRow;
   int const lane = threadIdx.x % 32;
   std::int64_t block = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -141,7 +146,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   std::int64_t const h = bh % args.H_kv;
   std::int64_t const first = parent * kSiblings;
   int const children = static_cast<int>(min(args.N - first, static_cast<std::int64_t>(kSiblings)));
-  // Where this parent's part of its tile is, and how its rows are spread there.
+  // Where the block lies in its tile, and how its rows are spread there.
   int const together = args.tiles ? kTileParents : 1;
   int const slot = static_cast<int>(block % together);
   char* const tile = args.packed + (block - slot) * args.block_bytes;
@@ -169,8 +174,8 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       *chunk_of(values, i / chunks, i % chunks) = x;
     }
   } else {
-    // For columns 16 step + g + {0, 8}, rows 2 t + {0, 1, 8, 9}: words (0, 1; 0), (8, 9; 0), (0, 1; 8), (8, 9; 8), as operands
-    // A the second one behind the third.
+    // Lane 4 g + t gets rows 2 t + {0, 1, 8, 9} of columns 16 step + g + {0, 8}, in words (0, 1; 0), (8, 9; 0), (0, 1;
+    // 8), (8, 9; 8). Operands A have the second word behind the third.
     for (int i = lane; i < chunks / 2 * 4; i += 32) {
       int const step = i / 4;
       int const t = i % 4;
@@ -248,7 +253,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     even &= largest_exponent - exponents[step] <= row_scale::kEven;
   }
   even = __all_sync(kFullWarp, even);
-  alignas(16) uint32_t rotated[2][kSteps][4];  // pairs 8 chunk + 2 i, and those between them
+  alignas(16) uint32_t rotated[2][kSteps][4];  // pairs 8 chunk + 2 i, then pairs 8 chunk + 2 i + 1
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     int const c = step * kRowsAtOnce + lane / kLanesPerRow;
@@ -258,7 +263,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     row_scale::KeyScale const scale = row_scale::key_scale(exponents[step]);
     int const below = row_scale::kEven - (largest_exponent - exponents[step]);
     half2 const lift = __float2half2_rn(even ? row_scale::power_of_two(below) : 1.0f);
-    // Positions beyond the last node are nobody's: their keys are zeros.
+    // A child past the last node has no position; its key is zeros, so that any rotation serves.
     std::int64_t const position = args.by_node ? first + min(c, children - 1) : c;
     float4 const* const rotations = reinterpret_cast<float4 const*>(args.rotations + position * (kK / 2) + 8 * chunk);
 #pragma unroll
@@ -275,7 +280,8 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
       half2 const lifted = __hmul2(lift, pair);
       rotated[i % 2][step][i / 2] = reinterpret_cast<uint32_t const&>(lifted);
     }
-    float const size = even ? row_scale::power_of_two(largest_exponent - row_scale::kHeadroom - row_scale::kEven) : scale.scale;
+    float const size =
+        even ? row_scale::power_of_two(largest_exponent - row_scale::kHeadroom - row_scale::kEven) : scale.scale;
     float const signed_scale = finite_values ? size : -size;
     if (chunk == 0) scales[c] = c == 0 && !even ? row_scale::uneven_scale(signed_scale) : signed_scale;
   }
@@ -298,12 +304,13 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   }
 }
 
-// A rotate, seen as a complex number, times what takes back half of what follows: see rope::RotationColumns. The query rotates by the
-// reverse of `step`, rounded.
+// A rotation as a complex number, times a factor that takes back half of the error of the rotations that follow it
+// (rope::RotationColumns). The query is then rotated in place by the inverse of `step`, rounded to fp16.
 __device__ __forceinline__ double2 compensated(double2 rotation, double2 step, int period) {
   double const c = __half2float(__double2half(step.x));
   double const s = __half2float(__double2half(step.y));
-  // The rounded step backwards, of the exact one: 1 but for 2^-10 at most, so that two terms of each series are enough.
+  // The rounded inverse step relative to the exact one differs from 1 by 2^-10 at most, so that two terms of each
+  // series are enough.
   double const x = c * step.x + s * step.y;
   double const y = c * step.y - s * step.x;
   double const ranks = -0.5 * (period - 1);
@@ -316,10 +323,10 @@ __device__ __forceinline__ double2 compensated(double2 rotation, double2 step, i
   return {rotation.x * cosine - rotation.y * sine, rotation.x * sine + rotation.y * cosine};
 }
 
-// A thread has four pairs, those of one entry of fragment_rotations.
+// A thread computes four pairs, which are one entry of fragment_rotations.
 static __global__ void __launch_bounds__(kThreads)
-    rotations_kernel(float2* rotations, rope::FragmentRotations* fragment_rotations, QueryRotations query_rotations, std::int64_t positions, int K,
-                 double base, int* zero) {
+    rotations_kernel(float2* rotations, rope::FragmentRotations* fragment_rotations, QueryRotations query_rotations,
+                     std::int64_t positions, int K, double base, int* zero) {
   wait_for_previous_grid();
   std::int64_t const i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   int const entries = K / 8;

@@ -1,23 +1,11 @@
-#include <limits>
-#include <stdexcept>
-
-#include "host/math.h"
 #include "kernel.cuh"
 
 namespace htree_cuda::tree::pack {
 namespace {
 
-unsigned blocks_for(std::int64_t items, int per_block) {
-  std::int64_t const blocks = ceil_div(items, std::int64_t(per_block));
-  if (blocks > std::numeric_limits<int>::max()) {
-    throw std::invalid_argument("forward: B * H_kv * T is too large for one launch (more than 2^31 thread blocks)");
-  }
-  return static_cast<unsigned>(blocks);
-}
-
 template <class Element, bool kOperandsA>
 void launch(Args const& args, cudaStream_t stream) {
-  unsigned const blocks = blocks_for(args.blocks, kWarps);
+  unsigned const blocks = grid_blocks("forward", args.blocks, kWarps);
   if (args.k.dim == 128) {
     launch_overlapped(tree_pack_kernel<Element, 128, kOperandsA>, blocks, kThreads, 0, stream, args);
   } else {
@@ -32,9 +20,10 @@ void tree_pack(Args const& args, DType dtype, cudaStream_t stream) {
   args.operands_a ? launch<__nv_bfloat16, true>(args, stream) : launch<__nv_bfloat16, false>(args, stream);
 }
 
-void make_rotations(float2* rotations, rope::FragmentRotations* fragment_rotations, QueryRotations const& query_rotations, std::int64_t positions, int K,
-                double base, int* zero, cudaStream_t stream) {
-  unsigned const blocks = blocks_for(positions * (K / 8), kThreads);
+void make_rotations(float2* rotations, rope::FragmentRotations* fragment_rotations,
+                    QueryRotations const& query_rotations, std::int64_t positions, int K, double base, int* zero,
+                    cudaStream_t stream) {
+  unsigned const blocks = grid_blocks("forward", positions * (K / 8), kThreads);
   launch_overlapped(rotations_kernel, blocks, kThreads, 0, stream, rotations, fragment_rotations, query_rotations,
                     positions, K, base, zero);
 }

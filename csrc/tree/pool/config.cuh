@@ -7,7 +7,7 @@
 //                 memory into registers, kBatch accesses in flight per thread
 //   fused layers  a CTA holds whole subtrees, so it pools the layers above its own nodes too, out of shared memory:
 //                 for r = 16, two layers a launch (256 tokens a CTA), one launch up to max_top_nodes * 256 tokens
-//   shared memory two buffers of pooled nodes in turn: nodes + nodes / r rows of `columns` accesses, <= 48 KB
+//   shared memory two buffers of pooled nodes that alternate: nodes + nodes / r rows of `columns` accesses, <= 48 KB
 #pragma once
 
 #include <cutlass/numeric_types.h>

@@ -1,7 +1,7 @@
-// Selection of one layer: the min(top_k, n) most important candidates of each query, the rightmost among them, ties to
-// the lower position. One CTA a query, which reads its importance once: of 128 threads thread t has the candidates 512 i + 4 t
-// .. + 3, so that loads are whole lines and a group of topk.cuh is spread over the row. Bound by instructions, then by memory:
-// what is done to every importance is counted in docs/kernels/htree_fwd.md.
+// Selection of one layer: the min(top_k, n) most important candidates of each query. The rightmost candidate is always
+// among them, and ties go to the lower position. One CTA selects for one query and reads its importance once. Of 128
+// threads, thread t has the candidates 512 i + 4 t .. 512 i + 4 t + 3, so that loads are whole lines and a bin of
+// topk.cuh is spread over the row. The kernel is bound by instructions, then by memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,7 +20,7 @@ namespace htree_cuda::tree::select {
 using namespace host;
 using namespace device;
 
-// Nibble i of lane j becomes nibble j of lane i, in every eight lanes.
+// Transposes nibbles among every eight lanes: nibble i of lane j becomes nibble j of lane i.
 __device__ __forceinline__ uint32_t transpose_nibbles(uint32_t x) {
   int const lane = threadIdx.x % 32;
   uint32_t y = __shfl_xor_sync(kFullWarp, x, 4);
@@ -32,8 +32,8 @@ __device__ __forceinline__ uint32_t transpose_nibbles(uint32_t x) {
   return (x & keep) | ((lane & 1 ? y >> 4 : y << 4) & ~keep);
 }
 
-// What a thread has of a row. Chunks before the last candidate's are whole; of the tail, which holds it, zeros stand for
-// what is no candidate.
+// The importances of a row that a thread holds. Chunks before the one of the last candidate are whole. That one is the
+// tail, in which zeros stand for places that hold no candidate.
 template <int kThreads, int kChunks>
 struct Row {
   static constexpr int kChunk = 4 * kThreads;  // candidates that the CTA loads at once
@@ -41,22 +41,22 @@ struct Row {
   uint32_t tail[4];
   int chunks;  // whole ones
 
-  // `count` candidates.
+  // Loads `count` candidates.
   __device__ __forceinline__ void load(float const* importance, int count) {
-    uint4 const* const mine = reinterpret_cast<uint4 const*>(importance) + threadIdx.x;
+    uint4 const* const own = reinterpret_cast<uint4 const*>(importance) + threadIdx.x;
     chunks = count / kChunk;
 #pragma unroll
     for (int i = 0; i < kChunks - 1; ++i) {
       if (i >= chunks) break;
-      uint4 const x = __ldcs(mine + i * kThreads);
+      uint4 const x = __ldcs(own + i * kThreads);
       whole[4 * i] = x.x, whole[4 * i + 1] = x.y, whole[4 * i + 2] = x.z, whole[4 * i + 3] = x.w;
     }
     int const left = count % kChunk - 4 * static_cast<int>(threadIdx.x);
-    uint4 const x = left > 0 ? __ldcs(mine + chunks * kThreads) : uint4{0, 0, 0, 0};
+    uint4 const x = left > 0 ? __ldcs(own + chunks * kThreads) : uint4{0, 0, 0, 0};
     tail[0] = x.x, tail[1] = left > 1 ? x.y : 0, tail[2] = left > 2 ? x.z : 0, tail[3] = left > 3 ? x.w : 0;
   }
 
-  // use(x, i, e) for every element: the e-th of chunk i, and of the tail where i is negative.
+  // Calls use(x, i, e) for every element: element e of chunk i, or of the tail where i is negative.
   template <class Use>
   __device__ __forceinline__ void each(Use const& use) const {
 #pragma unroll
@@ -69,8 +69,9 @@ struct Row {
     for (int e = 0; e < 4; ++e) use(tail[e], -1, e);
   }
 
-  // The candidates that `take` likes, of the first `count`: bit p % 32 of word p / 32, two words or one a thread. The
-  // barrier lies between the writes of `marks` and their reads; another is needed before the next call.
+  // Marks the candidates, of the first `count`, for which take(x) is true: bit p % 32 of word p / 32, two words or one
+  // in a thread. The barrier lies between the writes of `marks` and the reads; the caller needs another one before the
+  // next call.
   template <class Take>
   __device__ __forceinline__ void mark(int count, uint32_t* marks, Take const& take,
                                        uint32_t (&words)[kChunks / 8]) const {
@@ -108,7 +109,8 @@ __device__ __forceinline__ uint32_t count(uint32_t const (&words)[kWords]) {
   return sum;
 }
 
-// Of a row below its first layer, what was selected in the layer above; null in a first layer, where parents are 0, 1, 2, ...
+// The parents of a row: in a selected layer the nodes that were selected in the layer above; null in an entry layer,
+// where parents are 0, 1, 2, ...
 __device__ __forceinline__ std::int32_t const* parents_of(Args const& args, int row) {
   std::int64_t const query = QueryBlock(args.blocks, row / kBlockQueries).first + row % kBlockQueries;
   bool const first = args.layer >= entry_layer(args.blocks.q_start + query, args.top_k);
@@ -119,7 +121,7 @@ __device__ __forceinline__ int first_child(std::int32_t const* parents, int j) {
   return (parents != nullptr ? parents[j] : j) * kSiblings;
 }
 
-// Where the nodes of a row go, if somebody asked.
+// Where the selection of a row goes; null where the caller of the forward does not want it.
 __device__ __forceinline__ std::int32_t* selection_of(Args const& args, QueryBlock const& block, std::int64_t query) {
   if (args.selection == nullptr) return nullptr;
   std::int64_t const b = block.bh / args.H_kv;
@@ -127,7 +129,7 @@ __device__ __forceinline__ std::int32_t* selection_of(Args const& args, QueryBlo
   return args.selection + ((b * args.blocks.T_q + query) * args.H_kv + h) * args.top_k;
 }
 
-// From shared memory, once they are there.
+// Writes the nodes of a row from shared memory, behind a barrier.
 template <int kThreads>
 __device__ __forceinline__ void write_nodes(Args const& args, int row, std::int32_t const* nodes) {
   QueryBlock const block(args.blocks, row / kBlockQueries);
@@ -141,12 +143,12 @@ __device__ __forceinline__ void write_nodes(Args const& args, int row, std::int3
   }
 }
 
-// Rows of 4 * kThreads * kChunks candidates at most.
+// Serves rows of at most 4 * kThreads * kChunks candidates.
 template <int kThreads, int kChunks>
 __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThreads)
     select_kernel(const __grid_constant__ Args args) {
   wait_for_previous_grid();
-  constexpr int kWords = kChunks / 8;  // of 32 candidates, that a thread writes
+  constexpr int kWords = kChunks / 8;  // words of 32 candidates that a thread writes
   static_assert(kChunks % 8 == 0);
   using Scratch = topk::Scratch<kThreads, 4 * kChunks>;
   __shared__ Scratch scratch;
@@ -157,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThre
   if (query >= args.blocks.T_q) return;
   Candidates const c = candidates(args.blocks.q_start + query, args.layer, args.layers, args.top_k);
 
-  if (c.n <= args.top_k) {  // everything is selected; no importance was computed
+  if (c.n <= args.top_k) {  // Everything is selected, and no importance was computed.
     std::int32_t const* const parents = parents_of(args, row);
     auto* const nodes = reinterpret_cast<std::int32_t*>(scratch.list);
 #pragma unroll 1
@@ -169,22 +171,22 @@ __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThre
     return;
   }
 
-  int const last = c.n - 1;  // the rightmost, which takes one of the places whatever its importance
+  int const last = c.n - 1;  // the rightmost candidate, which is selected whatever its importance
   Row<kThreads, kChunks> x;
   x.load(args.importance + row * args.width, last);
   scratch.clear_histogram();
   if (threadIdx.x == 0) scratch.few_count = 0;
 
-  uint32_t groups[topk::kGroups] = {};
+  uint32_t bins[topk::kRowBins] = {};
   x.each([&](uint32_t y, int i, int e) {
-    uint32_t& group = groups[(i < 0 ? 1 : i % 2) * 4 + e];
-    group = max(group, y);
+    uint32_t& bin = bins[(i < 0 ? 1 : i % 2) * 4 + e];
+    bin = max(bin, y);
   });
 #pragma unroll
-  for (int i = 0; i < topk::kGroups; ++i) groups[i] = min(groups[i], topk::kInfinity);
+  for (int i = 0; i < topk::kRowBins; ++i) bins[i] = min(bins[i], topk::kInfinity);
   uint32_t const k = args.top_k - 1;
   uint32_t high;
-  uint32_t low = topk::warp_bound(groups, (k + Scratch::kWarps - 1) / Scratch::kWarps, high);
+  uint32_t low = topk::warp_bound(bins, (k + Scratch::kWarps - 1) / Scratch::kWarps, high);
   if (threadIdx.x % 32 == 0) {
     scratch.lowest[threadIdx.x / 32] = low;
     scratch.highest[threadIdx.x / 32] = high;
@@ -196,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThre
     high = max(high, scratch.highest[w]);
   }
 
-  // Counted in bytes: an address is one addition away.
+  // `end` counts bytes, so that an address is one addition away.
   int end = threadIdx.x * 4;
   x.each([&](uint32_t y, int, int) {
     if (y >= low) {
@@ -227,9 +229,9 @@ __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThre
     if (last / 32 == kWords * static_cast<int>(threadIdx.x) + w) selected[w] |= 1u << last % 32;
   }
 
-  // Read again, so that nothing that follows from it is kept: registers are scarce.
+  // The block index is read once more, so that nothing that follows from it occupies registers until here.
   std::int32_t const* const parents = parents_of(args, static_cast<int>(ptx::block_index()));
-  int first[2 * kWords];  // children
+  int first[2 * kWords];  // the first child of each parent
 #pragma unroll
   for (int i = 0; i < 2 * kWords; ++i) {
     int const j = 2 * kWords * static_cast<int>(threadIdx.x) + i;
@@ -239,13 +241,14 @@ __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThre
   std::uint16_t* const expanded = args.expanded + static_cast<int>(ptx::block_index()) * (args.width / kSiblings);
 #pragma unroll
   for (int w = 0; w < kWords; ++w) {
-    int const j = 2 * (kWords * static_cast<int>(threadIdx.x) + w);  // the first of two parents
+    int const j = 2 * (kWords * static_cast<int>(threadIdx.x) + w);  // the first of the two parents of a word
     int const exist = c.n - j * kSiblings;
     uint32_t const bits = selected[w] | (exist >= 32 ? 0u : ~0u << exist);
     if (j < c.parents) expanded[j] = static_cast<std::uint16_t>(bits);
     if (j + 1 < c.parents) expanded[j + 1] = static_cast<std::uint16_t>(bits >> 16);
   }
-  // Where they are found, in a thread some, there are too few side by side for global memory.
+  // A thread finds a few nodes each; they are collected in shared memory, because so few neighbours waste lines of
+  // global memory.
   static_assert(sizeof(scratch.list) >= kMaxTopK * sizeof(std::int32_t));
   auto* const nodes = reinterpret_cast<std::int32_t*>(scratch.list);
 #pragma unroll

@@ -2,13 +2,7 @@
 
 namespace htree_cuda::sm90::htree_bwd {
 
-template void launch<Config<__nv_bfloat16, 64, 64, Pass::kQueries>>(Args const&, int, cudaStream_t);
-template void launch<Config<__nv_bfloat16, 64, 64, Pass::kFirstQueries>>(Args const&, int, cudaStream_t);
-template void launch<Config<__nv_bfloat16, 64, 64, Pass::kNodes>>(Args const&, int, cudaStream_t);
-template void launch<Config<__nv_bfloat16, 64, 64, Pass::kFirstNodes>>(Args const&, int, cudaStream_t);
-template void launch<Config<__nv_bfloat16, 64, 128, Pass::kQueries>>(Args const&, int, cudaStream_t);
-template void launch<Config<__nv_bfloat16, 64, 128, Pass::kFirstQueries>>(Args const&, int, cudaStream_t);
-template void launch<Config<__nv_bfloat16, 64, 128, Pass::kNodes>>(Args const&, int, cudaStream_t);
-template void launch<Config<__nv_bfloat16, 64, 128, Pass::kFirstNodes>>(Args const&, int, cudaStream_t);
+template void launch_kernel<__nv_bfloat16, 64, 64>(Kernel, Args const&, int, cudaStream_t);
+template void launch_kernel<__nv_bfloat16, 64, 128>(Kernel, Args const&, int, cudaStream_t);
 
 }  // namespace htree_cuda::sm90::htree_bwd

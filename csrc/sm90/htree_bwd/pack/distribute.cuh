@@ -1,5 +1,5 @@
-// What becomes of the gradients of nodes: tokens receive the shares of their ancestors. Memory bound: a thread has four
-// neighbouring elements.
+// Gradients of nodes become gradients of tokens: a node is the mean of its children, so that each child receives the
+// node's sum divided by their number. Memory bound; a thread has four neighbouring elements of one token.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,8 +7,9 @@
 #include <cstdint>
 
 #include "kernel.cuh"
+#include "pack.h"
 
-namespace htree_cuda::sm90::htree_bwd {
+namespace htree_cuda::sm90::htree_bwd::pack {
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads) distribute_kernel(const __grid_constant__ Distribute args) {
@@ -39,4 +40,4 @@ __global__ void __launch_bounds__(kThreads) distribute_kernel(const __grid_const
       *reinterpret_cast<uint2 const*>(rounded);
 }
 
-}  // namespace htree_cuda::sm90::htree_bwd
+}  // namespace htree_cuda::sm90::htree_bwd::pack

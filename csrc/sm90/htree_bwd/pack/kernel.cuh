@@ -1,5 +1,5 @@
-// Packing nodes and queries as operands of the backward's matrix products (layout: steps.h). A warp a
-// parent or query; 16-byte accesses where the strides allow them.
+// Packing KV blocks and queries as operands of the backward's matrix products (layout.h). A warp packs one block or one
+// query, by accesses of 16 bytes where the strides allow them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,11 +10,11 @@
 
 #include "device/sm90.cuh"
 #include "host/launch_overlapped.cuh"
-#include "sm90/htree_bwd/steps.h"
+#include "pack.h"
 #include "tree/row_chunk.cuh"
 #include "tree/row_scale.cuh"
 
-namespace htree_cuda::sm90::htree_bwd {
+namespace htree_cuda::sm90::htree_bwd::pack {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kWarps = kThreads / 32;
@@ -24,7 +24,7 @@ __device__ __forceinline__ Element const* row_of(Source const& x, std::int64_t b
   return static_cast<Element const*>(x.in) + b * x.stride_b + n * x.stride_n + h * x.stride_h;
 }
 
-// Over the kLanes neighbouring lanes that share a row.
+// The maximum over the kLanes neighbouring lanes that share a row; below, the sum.
 template <int kLanes>
 __device__ __forceinline__ float lanes_max(float x) {
 #pragma unroll
@@ -39,35 +39,36 @@ __device__ __forceinline__ float lanes_sum(float x) {
   return x;
 }
 
-// 16 bytes of a row of a tile's panels.
+// Where 16 bytes of a row lie in the panels of a tile.
 __device__ __forceinline__ char* panel_chunk(char* panels, int row, int chunk) {
   return panels + chunk / 8 * kPanelBytes + row * 128 + ((chunk % 8 ^ row % 8) << 4);
 }
 
-// A key that is not finite is zeros with a NaN as its `inverse`, so that its score is NaN whatever the query, and its
-// product with the weight of a query that does not attend it is 0. Children beyond the end of the layer are zeros.
+// Packs the KV blocks of one layer. A key that is not finite becomes zeros with a NaN as its `inverse`: its score is
+// then NaN whatever the query, and its product with the zero weight of a query that does not attend it is 0. Children
+// past the end of the layer are zeros.
 template <class Element, int kK>
-__global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_constant__ PackNodes args) {
+__global__ void __launch_bounds__(kThreads) pack_kv_kernel(const __grid_constant__ PackKv args) {
   wait_for_previous_grid();
-  constexpr int kLanesPerRow = kK / 16;  // a lane has 8 pairs: a chunk of the low half and one of the high half
+  constexpr int kLanesPerRow = kK / 16;  // a lane has 8 pairs: a chunk of the first half and one of the second half
   constexpr int kRowsAtOnce = 32 / kLanesPerRow;
   int const lane = threadIdx.x % 32;
   std::int64_t const block = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (block >= args.blocks) return;
-  std::int64_t const head = args.first_head + block / args.parents;
+  std::int64_t const head = args.first_head + block / args.blocks_per_head;
   std::int64_t const b = head / args.H_kv;
   std::int64_t const h = head % args.H_kv;
-  std::int64_t const first = block % args.parents * kSiblings;
+  std::int64_t const first = block % args.blocks_per_head * kSiblings;
   int const children = static_cast<int>(min(args.N - first, static_cast<std::int64_t>(kSiblings)));
-  // Where this parent's part is: a block of its own, or some rows of each panel of its tile.
-  int const slot = static_cast<int>(block % kTileParents);
-  char* const packed = args.by_node ? args.packed + block / kTileParents * node_tile_bytes(kK, args.V)
-                                    : args.packed + block * (kNodeHeader + operand_bytes(kK, args.V));
-  float* const inverse = reinterpret_cast<float*>(packed) + (args.by_node ? slot * kSiblings : 0);
-  char* const keys = packed + (args.by_node ? kNodeTileHeader : kNodeHeader);
-  char* const values = keys + (args.by_node ? kTileRows : kSiblings) * kK * 2;
+  // The block has an operand of its own, or 16 rows of each panel of its tile.
+  int const slot = static_cast<int>(block % kTileBlocks);
+  char* const packed = args.in_tiles ? args.packed + block / kTileBlocks * kv_tile_bytes(kK, args.V)
+                                    : args.packed + block * (kBlockHeader + operand_bytes(kK, args.V));
+  float* const inverse = reinterpret_cast<float*>(packed) + (args.in_tiles ? slot * kSiblings : 0);
+  char* const keys = packed + (args.in_tiles ? kKvTileHeader : kBlockHeader);
+  char* const values = keys + (args.in_tiles ? kTileRows : kSiblings) * kK * 2;
   auto const chunk_of = [&](char* rows, int dim, int c, int chunk) {
-    return reinterpret_cast<uint4*>(args.by_node ? panel_chunk(rows, slot * kSiblings + c, chunk)
+    return reinterpret_cast<uint4*>(args.in_tiles ? panel_chunk(rows, slot * kSiblings + c, chunk)
                                                  : rows + c * dim * 2 + ((chunk ^ (c % 8)) << 4));
   };
 
@@ -90,8 +91,8 @@ __global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_const
     }
     finite = lanes_max<kLanesPerRow>(finite ? 0.0f : 1.0f) == 0.0f;
     row_scale::RowScale const scale = row_scale::row_scale(lanes_max<kLanesPerRow>(largest));
-    // Nodes that do not exist are nobody's: their keys are zeros.
-    std::int64_t const position = args.by_node && c < children ? first + c : c;
+    // A child past the end of the layer has no position; its key is zeros, so that any rotation serves.
+    std::int64_t const position = args.in_tiles && c < children ? first + c : c;
     float4 const* const rotations = reinterpret_cast<float4 const*>(args.rotations + position * (kK / 2) + 8 * chunk);
     alignas(16) half rotated_lo[8], rotated_hi[8];
 #pragma unroll
@@ -119,16 +120,17 @@ __global__ void __launch_bounds__(kThreads) pack_nodes_kernel(const __grid_const
   }
 }
 
-// What a head's lane keeps of its row, picked up as the rows pass by `kRows` at a time.
+// Lane i keeps the number of head i. The heads pass by kRows at a time, in `step`, each in 32 / kRows lanes.
 template <int kRows>
 __device__ __forceinline__ void keep(float& kept, float x, int step, int lane) {
   float const passed = __shfl_sync(kFullWarp, x, lane % kRows * (32 / kRows));
   if (lane / kRows == step) kept = passed;
 }
 
-// Heads beyond G are zeros with lse2 = +inf: their probabilities are 0. A row of q or dout that is not finite is zeros
-// too, and its lse2 NaN: its products with keys that it does not attend are then 0, and NaN where it attends. Queries
-// that do not exist are like those heads, in the tiles: nobody reads their other rows.
+// Packs the queries of a chunk, both ways. Heads past G are zeros with lse2 = +inf, so that their probabilities are 0.
+// A row of q or dout that is not finite becomes zeros with a NaN as lse2: its products are then NaN with keys that it
+// attends, and 0 with all others. Queries that do not exist are packed like heads past G, and only their tiles are ever
+// read.
 template <class Element, int kK, int kV>
 __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_constant__ PackQueries args) {
   wait_for_previous_grid();
@@ -140,7 +142,7 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
   int const heads = row < args.chunk.queries ? args.G : 0;
   std::int64_t const bh = args.chunk.first_head + head;
   std::int64_t const b = bh / args.H_kv;
-  std::int64_t const first = bh % args.H_kv * args.G;  // query head
+  std::int64_t const first = bh % args.H_kv * args.G;  // the first query head of the group
   std::int64_t const query = args.chunk.first_query + row;
   char* const packed = args.packed + item * (kQueryHeader + operand_bytes(kK, kV));
   char* const tile = args.tiles + item / kTileQueries * query_tile_bytes(kK, kV);
@@ -149,8 +151,8 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
   std::int64_t const t = args.chunk.position(row);
   std::int64_t const position = heads == 0 ? 0 : candidates_in_entry(t, entry_layer(t, args.tree.top_k)) - 1;
 
-  // Lane i < 16 keeps what belongs to head i.
-  float bad_dout = 0.0f, bad_q = 0.0f, delta = 0.0f, inverse = 0.0f;
+  // Lane i < 16 keeps the numbers of head i; nonfinite is 1 where a row has an element that is not finite.
+  float nonfinite_dout = 0.0f, nonfinite_q = 0.0f, delta = 0.0f, inverse = 0.0f;
   {
     constexpr int kLanes = kV / 8;
     constexpr int kRows = 32 / kLanes;
@@ -173,10 +175,10 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
         finite &= isfinite(dout[i]);
         sum = fmaf(dout[i], out[i], sum);
       }
-      float const bad = lanes_max<kLanes>(finite ? 0.0f : 1.0f);
-      keep<kRows>(bad_dout, bad, step, lane);
+      float const nonfinite = lanes_max<kLanes>(finite ? 0.0f : 1.0f);
+      keep<kRows>(nonfinite_dout, nonfinite, step, lane);
       keep<kRows>(delta, lanes_sum<kLanes>(sum), step, lane);
-      if (bad != 0.0f) x = {0, 0, 0, 0};
+      if (nonfinite != 0.0f) x = {0, 0, 0, 0};
       reinterpret_cast<uint4*>(packed + kQueryHeader + 2 * (kMaxGroupHeads * kK + g * kV))[chunk ^ (g % 8)] = x;
       *reinterpret_cast<uint4*>(panel_chunk(panels + kTileRows * 2 * kK, tile_row + g, chunk)) = x;
     }
@@ -200,27 +202,27 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
         finite &= isfinite(q[i]);
         largest = fmaxf(largest, fabsf(q[i]));
       }
-      float const bad = lanes_max<kLanes>(finite ? 0.0f : 1.0f);
+      float const nonfinite = lanes_max<kLanes>(finite ? 0.0f : 1.0f);
       row_scale::RowScale const scale = row_scale::row_scale(lanes_max<kLanes>(largest));
-      keep<kRows>(bad_q, bad, step, lane);
+      keep<kRows>(nonfinite_q, nonfinite, step, lane);
       keep<kRows>(inverse, scale.inverse, step, lane);
-      // The other half of the pairs is in the lane that has the chunk half a row away.
-      bool const high = chunk >= kLanes / 2;
+      // The other element of each pair is in the lane whose chunk is half a row away.
+      bool const second_half = chunk >= kLanes / 2;
       float4 const* const rotations =
           reinterpret_cast<float4 const*>(args.rotations + position * (kK / 2) + 8 * (chunk % (kLanes / 2)));
-      alignas(16) half normalised[8], rotated[8];
+      alignas(16) half scaled[8], rotated[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        float const x = bad != 0.0f ? 0.0f : q[i] * scale.factor;
+        float const x = nonfinite != 0.0f ? 0.0f : q[i] * scale.factor;
         float const y = __shfl_xor_sync(kFullWarp, x, kLanes / 2);
         float4 const two = __ldg(rotations + i / 2);
         float const cosine = i % 2 ? two.z : two.x;
         float const sine = i % 2 ? two.w : two.y;
-        normalised[i] = __float2half_rn(x);
-        rotated[i] = __float2half_rn(high ? y * sine + x * cosine : x * cosine - y * sine);
+        scaled[i] = __float2half_rn(x);
+        rotated[i] = __float2half_rn(second_half ? y * sine + x * cosine : x * cosine - y * sine);
       }
       reinterpret_cast<uint4*>(packed + kQueryHeader + g * kK * 2)[chunk ^ (g % 8)] =
-          *reinterpret_cast<uint4 const*>(normalised);
+          *reinterpret_cast<uint4 const*>(scaled);
       *reinterpret_cast<uint4*>(panel_chunk(panels, tile_row + g, chunk)) = *reinterpret_cast<uint4 const*>(rotated);
     }
   }
@@ -228,9 +230,9 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
   float lse2 = __int_as_float(0x7f800000);
   if (lane < heads) {
     std::int64_t const H = static_cast<std::int64_t>(args.H_kv) * args.G;
-    bool const bad = bad_dout != 0.0f || bad_q != 0.0f;
-    lse2 = bad ? __int_as_float(0x7fffffff)
-               : args.lse[(b * args.T_q + query) * H + first + lane] * 1.44269504088896341f;
+    bool const nonfinite = nonfinite_dout != 0.0f || nonfinite_q != 0.0f;
+    lse2 = nonfinite ? __int_as_float(0x7fffffff)
+                     : args.lse[(b * args.T_q + query) * H + first + lane] * 1.44269504088896341f;
     delta -= args.dlse[b * args.dlse_stride_b + query * args.dlse_stride_t + (first + lane) * args.dlse_stride_h];
   }
   float* const header = reinterpret_cast<float*>(packed) + lane;
@@ -240,4 +242,4 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
   header[2 * kMaxGroupHeads] = tile_header[2 * kTileRows] = delta;
 }
 
-}  // namespace htree_cuda::sm90::htree_bwd
+}  // namespace htree_cuda::sm90::htree_bwd::pack

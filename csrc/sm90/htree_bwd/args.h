@@ -1,0 +1,59 @@
+// Everything that the matrix kernels of one chunk read and write.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "layout.h"
+#include "tree/rope.cuh"
+
+namespace htree_cuda::sm90::htree_bwd {
+
+struct Args {
+  Tree tree;
+  Chunk chunk;
+  ReverseIndex index;
+
+  char const* kv_blocks[kMaxLayers];                  // [heads, kv_blocks[l], kBlockBytes]
+  char const* queries;                                // [heads, rows, kQueryBytes]
+  rope::FragmentRotations const* fragment_rotations;  // [positions, K / 32, 4]
+  float2 const* rotations;                            // [positions, K / 2]
+  float scale;
+
+  // ---- entry layers, by tiles ----
+  int min_entry;                      // entry layer of the chunk's first query
+  int max_entry;                      // entry layer of its last one
+  char* query_tiles;                  // [heads, rows / 4, query_tile_bytes]; later dq of the entry layer
+  char const* kv_tiles[kMaxLayers];   // [heads, tiles[l], kv_tile_bytes]
+  int tiles[kMaxLayers];              // KV tiles of a head, an even number
+  // A work item is kItemTiles KV tiles and a segment of the rows.
+  int tile_segments[kMaxLayers];
+  int tile_segment_rows[kMaxLayers];  // a multiple of 32
+  int first_tile_item[kMaxLayers];
+  int tile_items;
+  int* next_tile_item;                // the first item that nobody has begun
+  int* tile_segments_added;           // [heads, node_rows / 16]: segments that were added to a KV block's sums
+
+  // ---- dq ----
+  void* dq;                           // [B, T_q, H, K] contiguous
+  std::int64_t T_q;
+  int H_kv;
+  int G;
+
+  // ---- dk and dv of selected layers ----
+  // A work item is a KV block and a segment of the rows. Items are ordered by layer, the highest first, then head,
+  // segment and block, the last block first, because it belongs to the most recent tokens, which are visited most.
+  int first_item[kMaxLayers];
+  int items;
+  int segments[kMaxLayers];
+  int segment_rows[kMaxLayers];       // a multiple of 32
+  int* next_item;                     // the first item that nobody has begun
+  std::int64_t begin[kMaxLayers];     // first node row of each layer
+  std::int64_t node_rows;             // of a head
+  int* segments_added;                // [heads, node_rows / 16]: segments that were added to a KV block's sums
+  float* dk;                          // [heads, node_rows, K], sums
+  float* dv;                          // [heads, node_rows, V], sums
+};
+
+}  // namespace htree_cuda::sm90::htree_bwd

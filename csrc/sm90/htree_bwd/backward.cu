@@ -1,0 +1,187 @@
+// The backward of htree attention: launches the steps of schedule.h.
+#include <algorithm>
+
+#include "host/cuda_check.h"
+#include "host/tree_args.h"
+#include "pack/pack.h"
+#include "params.h"
+#include "reverse_index/reverse_index.h"
+#include "schedule.h"
+#include "tree/pack.h"
+
+namespace htree_cuda::sm90::htree_bwd {
+namespace {
+
+constexpr char const* kOp = "backward";
+
+pack::Source source(void const* in, std::int64_t stride_b, std::int64_t stride_n, std::int64_t stride_h,
+                    std::int64_t stride_d = 1) {
+  bool const chunks = stride_b % 8 == 0 && stride_n % 8 == 0 && stride_h % 8 == 0 && stride_d == 1;
+  bool const vectors = chunks && host::tree_args::aligned(in, 16);
+  return {in, stride_b, stride_n, stride_h, stride_d, vectors};
+}
+
+int sm_count() {
+  int device = 0;
+  int count = 0;
+  HTREE_CUDA_CHECK(cudaGetDevice(&device));
+  HTREE_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
+// Takes the steps of a call on a stream.
+struct Launcher {
+  BackwardParams const& params;
+  ForwardParams const& p;
+  Workspace const& w;
+  cudaStream_t stream;
+
+  void make_rotations() {
+    tree::pack::make_rotations(w.rotations, w.fragment_rotations, {}, w.positions, static_cast<int>(p.K), p.rope_base,
+                               nullptr, stream);
+  }
+
+  void pool() {
+    TreePoolParams pool{};
+    pool.k = {p.k, p.k_stride_b, p.k_stride_t, p.k_stride_h, w.k_tree, p.K};
+    pool.v = {p.v, p.v_stride_b, p.v_stride_t, p.v_stride_h, w.v_tree, p.V};
+    pool.B = p.B;
+    pool.T = p.T;
+    pool.H_kv = p.H_kv;
+    pool.compression_rate = kSiblings;
+    pool.layers = w.tree.layers;
+    pool.dtype = p.dtype;
+    tree_pool(pool, stream);
+  }
+
+  void pack_kv(int l, bool in_tiles, std::int64_t first_head, int heads) {
+    pack::PackKv args{};
+    if (l == 0) {
+      args.k = source(p.k, p.k_stride_b, p.k_stride_t, p.k_stride_h);
+      args.v = source(p.v, p.v_stride_b, p.v_stride_t, p.v_stride_h);
+    } else {
+      std::int64_t const first = w.tree_begin[l];
+      args.k = source(w.k_tree + first * p.K * 2, p.H_kv * w.M * p.K, p.K, w.M * p.K);
+      args.v = source(w.v_tree + first * p.V * 2, p.H_kv * w.M * p.V, p.V, w.M * p.V);
+    }
+    args.in_tiles = in_tiles;
+    args.packed = in_tiles ? w.kv_tiles[l] : w.kv_blocks[l];
+    args.blocks_per_head = in_tiles ? w.tiles[l] * kTileBlocks : w.tree.kv_blocks[l];
+    args.blocks = std::int64_t(heads) * args.blocks_per_head;
+    args.as_inputs = l == 0;  // the forward rounds the keys of the bottom in the same way
+    args.first_head = first_head;
+    args.N = w.tree.N[l];
+    args.H_kv = static_cast<int>(p.H_kv);
+    args.K = static_cast<int>(p.K);
+    args.V = static_cast<int>(p.V);
+    args.rotations = w.rotations;
+    pack::pack_kv(args, p.dtype, stream);
+  }
+
+  void clear_sums(int heads) {
+    HTREE_CUDA_CHECK(cudaMemsetAsync(w.dk, 0, heads * w.node_rows * p.K * sizeof(float), stream));
+    HTREE_CUDA_CHECK(cudaMemsetAsync(w.dv, 0, heads * w.node_rows * p.V * sizeof(float), stream));
+  }
+
+  void pack_queries(Chunk const& chunk) {
+    std::int64_t const H = p.H_kv * p.G;
+    pack::PackQueries args{};
+    args.chunk = chunk;
+    args.q = source(p.q, p.q_stride_b, p.q_stride_t, p.q_stride_h);
+    args.dout = source(params.dout, params.dout_stride_b, params.dout_stride_t, params.dout_stride_h,
+                       params.dout_stride_v);
+    args.out = source(p.out, p.T_q * H * p.V, H * p.V, p.V);
+    args.lse = p.lse;
+    args.dlse = params.dlse;
+    args.dlse_stride_b = params.dlse_stride_b;
+    args.dlse_stride_t = params.dlse_stride_t;
+    args.dlse_stride_h = params.dlse_stride_h;
+    args.packed = w.queries;
+    args.tiles = w.query_tiles;
+    args.tree = w.tree;
+    args.rotations = w.rotations;
+    args.T_q = p.T_q;
+    args.H_kv = static_cast<int>(p.H_kv);
+    args.G = static_cast<int>(p.G);
+    args.K = static_cast<int>(p.K);
+    args.V = static_cast<int>(p.V);
+    args.scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
+    pack::pack_queries(args, p.dtype, stream);
+  }
+
+  // Counters of work items and segments are zeroed with the tables of the index.
+  void build_index(Chunk const& chunk) {
+    HTREE_CUDA_CHECK(cudaMemsetAsync(w.next_item, 0, w.zeroed_bytes, stream));
+    if (w.max_entry == 0) return;
+    reverse_index::BuildArgs args{};
+    args.chunk = chunk;
+    args.tree = w.tree;
+    args.layers = w.max_entry;
+    args.index = w.index;
+    args.selection = p.selection;
+    args.B = p.B;
+    args.T_q = p.T_q;
+    args.H_kv = static_cast<int>(p.H_kv);
+    reverse_index::build(args, stream);
+  }
+
+  void multiply(Rule const& rule, Args args) {
+    args.scale = static_cast<float>(p.scale);
+    args.dq = params.dq;
+    args.T_q = p.T_q;
+    args.H_kv = static_cast<int>(p.H_kv);
+    args.G = static_cast<int>(p.G);
+    std::int64_t const rows = std::int64_t(args.chunk.heads) * args.chunk.rows;
+    bool const persistent = rule.ctas == Ctas::kPersistent;
+    int const ctas = persistent ? sm_count() : static_cast<int>(grid_blocks(kOp, rows, kCtaQueries));
+    variant_of(p).launch(rule.kernel, args, ctas, stream);
+  }
+
+  void distribute(std::int64_t first_head, int heads) {
+    auto const tokens = [&](float const* sums, void* out, std::int64_t dim) {
+      pack::Distribute args{};
+      args.tree = w.tree;
+      args.sums = sums;
+      args.node_rows = w.node_rows;
+      std::copy(std::begin(w.begin), std::end(w.begin), args.begin);
+      args.out = out;
+      args.first_head = first_head;
+      args.heads = heads;
+      args.H_kv = static_cast<int>(p.H_kv);
+      args.dim = static_cast<int>(dim);
+      pack::distribute(args, p.dtype, stream);
+    };
+    tokens(w.dk, params.dk, p.K);
+    tokens(w.dv, params.dv, p.V);
+  }
+};
+
+}  // namespace
+}  // namespace htree_cuda::sm90::htree_bwd
+
+namespace htree_cuda {
+
+using namespace sm90::htree_bwd;
+
+std::int64_t backward_workspace(ForwardParams const& p) {
+  host::tree_args::check(kOp, p);
+  return p.B * p.T_q == 0 ? 0 : Workspace(p, nullptr).bytes;
+}
+
+void backward(BackwardParams const& params, void* stream) {
+  ForwardParams const& p = params.forward;
+  host::tree_args::check(kOp, p);
+  cudaStream_t const s = static_cast<cudaStream_t>(stream);
+  if (p.B * p.T_q == 0) {
+    std::int64_t const rows = p.B * p.H_kv * p.T;
+    HTREE_CUDA_CHECK(cudaMemsetAsync(params.dk, 0, rows * p.K * 2, s));
+    HTREE_CUDA_CHECK(cudaMemsetAsync(params.dv, 0, rows * p.V * 2, s));
+    return;
+  }
+  Workspace const w(p, static_cast<char*>(p.workspace));
+  host::tree_args::check_workspace(kOp, p, w.bytes);
+  Launcher launcher{params, p, w, s};
+  schedule(p, w, launcher);
+}
+
+}  // namespace htree_cuda

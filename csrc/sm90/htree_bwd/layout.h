@@ -1,0 +1,117 @@
+// Data that the kernels of the backward share: the tree, a chunk of queries, the reverse index and packed operands.
+//
+// The backward works on chunks: some queries of one head (b, h_kv), or all queries of several heads. A query of a chunk
+// is a row, and the rows of a head are padded to a multiple of 32. A KV block is 16 sibling nodes, the children of one
+// parent.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "namespaces.h"
+#include "params.h"
+#include "tree/geometry.cuh"
+#include "tree/rope.cuh"
+#include "tree/row_scale.cuh"
+
+namespace htree_cuda::sm90::htree_bwd {
+
+using namespace host;
+using namespace device;
+using namespace tree;
+
+inline constexpr int kMaxGroupHeads = 16;  // query heads of a KV head: the rows of a matrix product
+inline constexpr int kWordBlocks = 8;      // neighbouring KV blocks that share a word of the reverse index
+inline constexpr int kCtaQueries = 8;      // neighbouring queries of a CTA of the dq kernels
+inline constexpr int kRowStep = 32;        // rows come in multiples of it
+
+struct Tree {
+  int layers;
+  int top_k;
+  std::int64_t N[kMaxLayers];  // nodes of each layer, the bottom first
+  int kv_blocks[kMaxLayers];   // ceil(N / 16)
+  int words[kMaxLayers];       // of a row in the reverse index: ceil(kv_blocks / 8)
+};
+
+struct Chunk {
+  std::int64_t first_head;   // b * H_kv + h_kv
+  int heads;
+  std::int64_t first_query;  // of the call
+  int queries;               // rows that exist
+  int rows;                  // of each head, padded
+  std::int64_t q_start;      // position of the call's first query
+
+  __host__ __device__ std::int64_t position(int row) const { return q_start + first_query + row; }
+};
+
+// The reverse index, for each layer l a table layer[l] of words [heads, words[l], rows]. Bit p of the low byte says
+// that the row visits KV block 8 word + p of layer l, because it selected the block's parent. The bits from 8 on are
+// the rank of the first of these blocks among the row's blocks. A word counts only for rows whose entry layer is above
+// l: in its entry layer a row visits the blocks 0, 1, 2, ..., and above it nothing is a leaf. So there are tables for
+// the layers below the highest entry layer of the call.
+struct ReverseIndex {
+  std::uint32_t* layer[kMaxLayers];
+};
+
+// Rows of a chunk whose entry layer is `layer`.
+struct EntryRows {
+  int begin;
+  int end;
+
+  __host__ __device__ EntryRows(Chunk const& chunk, int layer, int top_k)
+      : begin(layer == 0 ? 0 : row_at(chunk, static_cast<std::int64_t>(top_k) << (kLog2Siblings * layer))),
+        end(row_at(chunk, static_cast<std::int64_t>(top_k) << (kLog2Siblings * (layer + 1)))) {}
+
+private:
+  static __host__ __device__ int row_at(Chunk const& chunk, std::int64_t position) {
+    std::int64_t const row = position - chunk.position(0);
+    return static_cast<int>(row < 0 ? 0 : row < chunk.queries ? row : chunk.queries);
+  }
+};
+
+// ---- operands of selected layers ---------------------------------------------------------------------------------
+
+// A KV block, and the heads of a query, as operands of matrix products: a header of float32, 16 rows of K in fp16 and
+// 16 rows of V in the dtype. Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8). Row scales of keys
+// and queries (tree/row_scale.cuh) are taken back by `inverse` and by `unit`:
+//   KV blocks  inverse[16] | keys, rotated by their place among the siblings | values
+//   queries    unit[16], lse2[16], delta[16] | q, not rotated | dout
+// with s * log2(e) = product * inverse of the key * 2^-kHeadroom * unit, lse2 = lse * log2(e) and
+// delta = <dout, out> - dlse.
+inline constexpr int kHeadroom = row_scale::kHeadroom;
+inline constexpr int kBlockHeader = kSiblings * 4;
+inline constexpr int kQueryHeader = 3 * kMaxGroupHeads * 4;
+
+__host__ __device__ constexpr std::int64_t operand_bytes(std::int64_t K, std::int64_t V) { return 16 * 2 * (K + V); }
+
+// ---- operands of entry layers ------------------------------------------------------------------------------------
+
+// In its entry layer a query visits the KV blocks 0, 1, 2, ..., so that a candidate's position is the index of its
+// node. Keys are rotated by that index and queries by their own position, once. 64 nodes (four KV blocks) or 64 query
+// heads (four rows of 16) are one tile of operands for WGMMA:
+//   KV tiles     inverse[64] | K / 64 panels of keys in fp16 | V / 64 panels of values
+//   query tiles  unit[64], lse2[64], delta[64] | K / 64 panels of q in fp16 | V / 64 panels of dout
+// A panel is 64 rows of 64 elements, 128 bytes each, in the 128-byte swizzle: 16-byte chunk i of row c lies at i ^ (c %
+// 8). Row 16 i + g of a query tile is head g of its i-th query. Every tile is complete: nodes that do not exist are
+// zeros, and so are queries and heads, whose lse2 is +inf. A query tile has room for its dq of the entry layer, float32
+// [64, K], which takes the place of the panels.
+inline constexpr int kTileRows = 64;
+inline constexpr int kTileBlocks = kTileRows / kSiblings;
+inline constexpr int kTileQueries = kTileRows / kMaxGroupHeads;
+inline constexpr int kPanelBytes = kTileRows * 128;
+inline constexpr int kKvTileHeader = kTileRows * 4;
+inline constexpr int kQueryTileHeader = 3 * kTileRows * 4;
+inline constexpr int kItemTiles = 2;  // KV tiles that a CTA of dkdv_entry works on at a time
+
+__host__ __device__ constexpr std::int64_t panels_bytes(std::int64_t K, std::int64_t V) {
+  return kTileRows * 2 * (K + V);
+}
+__host__ __device__ constexpr std::int64_t kv_tile_bytes(std::int64_t K, std::int64_t V) {
+  return kKvTileHeader + panels_bytes(K, V);
+}
+__host__ __device__ constexpr std::int64_t query_tile_bytes(std::int64_t K, std::int64_t V) {
+  return kQueryTileHeader + (panels_bytes(K, V) > kTileRows * 4 * K ? panels_bytes(K, V) : kTileRows * 4 * K);
+}
+
+}  // namespace htree_cuda::sm90::htree_bwd

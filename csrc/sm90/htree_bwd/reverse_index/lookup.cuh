@@ -1,0 +1,52 @@
+// What the matrix kernels read of the reverse index.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "sm90/htree_bwd/args.h"
+
+namespace htree_cuda::sm90::htree_bwd::reverse_index {
+
+// Where the word of a row lies for the KV blocks 8 word .. 8 word + 7 of a layer.
+__device__ __forceinline__ std::uint32_t const* word_at(Args const& args, int layer, int head, int word, int row) {
+  return args.index.layer[layer] +
+         (static_cast<std::int64_t>(head) * args.tree.words[layer] + word) * args.chunk.rows + row;
+}
+
+// The children of a KV block that a row expanded, a bit each: children that the row visits as blocks of the layer
+// below. Bits from 16 on mean nothing, nor do bits of children that do not exist, which the causal mask of every row
+// hides.
+struct Expanded {
+  std::uint32_t const* words = nullptr;  // of the layer below; null at the bottom, where nothing is expanded
+  int last = 0;                          // the last word of a row there
+
+  Expanded() = default;
+  __device__ __forceinline__ Expanded(Args const& args, int layer, int head) {
+    if (layer == 0) return;
+    words = word_at(args, layer - 1, head, 0, 0);
+    last = args.tree.words[layer - 1] - 1;
+  }
+
+  __device__ __forceinline__ uint32_t of_block(Args const& args, int block, int row) const {
+    if (words == nullptr) return 0;
+    int const word = 2 * block;  // the 16 children have two words; the table of a head has fewer than 2^32 words
+    uint32_t const rows = args.chunk.rows;
+    uint32_t const first = __ldg(words + (word * rows + row));
+    uint32_t const second = __ldg(words + (min(word + 1, last) * rows + row));
+    return __byte_perm(first, second, 0x5540);
+  }
+
+  // The same of the nodes 8 word .. 8 word + 7 of the layer; bits from 8 on mean nothing.
+  __device__ __forceinline__ uint32_t of_word(Args const& args, int word, int row) const {
+    if (words == nullptr) return 0;
+    return __ldg(words + (min(word, last) * static_cast<uint32_t>(args.chunk.rows) + row));
+  }
+};
+
+// The children of a KV block that lie past the query, a bit each. `position` is n - 1 - 16 rank: the query's own
+// position as the block sees it. Only in the last block of a row is it below 16, so that some bits of 0 .. 15 are set.
+__device__ __forceinline__ uint32_t causal_mask(int position) { return ~1u << min(position, 31); }
+
+}  // namespace htree_cuda::sm90::htree_bwd::reverse_index

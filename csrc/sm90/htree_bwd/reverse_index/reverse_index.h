@@ -1,0 +1,27 @@
+// What the backward needs of the reverse index: its construction from the forward's selection.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "sm90/htree_bwd/layout.h"
+
+namespace htree_cuda::sm90::htree_bwd::reverse_index {
+
+struct BuildArgs {
+  Chunk chunk;
+  Tree tree;
+  int layers;                     // layers that have a table
+  ReverseIndex index;             // zeros when the kernel begins
+  std::int32_t const* selection;  // [layers of the tree - 1, B, T_q, H_kv, top_k]
+  std::int64_t B;
+  std::int64_t T_q;
+  int H_kv;
+};
+
+// Writes which row visits which KV block, as which rank. Whatever the lists hold, only blocks that exist are written,
+// in ascending order.
+void build(BuildArgs const& args, cudaStream_t stream);
+
+}  // namespace htree_cuda::sm90::htree_bwd::reverse_index

@@ -1,0 +1,88 @@
+// The steps of a backward call in their order. backward.cu takes them, explain.cu counts them: both see the same
+// launches.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "dispatch.h"
+#include "host/launch_overlapped.cuh"
+#include "workspace.h"
+
+namespace htree_cuda::sm90::htree_bwd {
+
+// What the matrix kernels of a chunk work on, pointers of the call left out.
+inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
+  Args args{};
+  args.tree = w.tree;
+  args.chunk = chunk;
+  args.index = w.index;
+  args.queries = w.queries;
+  args.fragment_rotations = w.fragment_rotations;
+  args.rotations = w.rotations;
+  args.node_rows = w.node_rows;
+  std::copy(std::begin(w.begin), std::end(w.begin), args.begin);
+  args.dk = w.dk;
+  args.dv = w.dv;
+  args.next_item = w.next_item;
+  args.segments_added = w.segments_added;
+  args.tile_segments_added = w.tile_segments_added;
+  args.query_tiles = w.query_tiles;
+  args.next_tile_item = w.next_tile_item;
+  args.min_entry = entry_layer(chunk.position(0), w.tree.top_k);
+  args.max_entry = entry_layer(chunk.position(chunk.queries - 1), w.tree.top_k);
+  for (int l = args.min_entry; l <= args.max_entry; ++l) {
+    args.kv_tiles[l] = w.kv_tiles[l];
+    args.tiles[l] = w.tiles[l];
+    args.tile_segments[l] = w.tile_segments[l];
+    args.tile_segment_rows[l] = w.tile_segment_rows[l];
+    args.first_tile_item[l] = args.tile_items;
+    std::int64_t const items = std::int64_t(chunk.heads) * (w.tiles[l] / kItemTiles) * w.tile_segments[l];
+    args.tile_items = static_cast<int>(grid_blocks("backward", args.tile_items + items));
+  }
+  for (int l = args.max_entry - 1; l >= 0; --l) {
+    args.kv_blocks[l] = w.kv_blocks[l];
+    args.segments[l] = w.segments[l];
+    args.segment_rows[l] = w.segment_rows[l];
+    args.first_item[l] = args.items;
+    std::int64_t const items = std::int64_t(chunk.heads) * w.tree.kv_blocks[l] * w.segments[l];
+    args.items = static_cast<int>(grid_blocks("backward", args.items + items));
+  }
+  return args;
+}
+
+// Sink: make_rotations(), pool(), pack_kv(layer, in_tiles, first_head, heads), clear_sums(heads), pack_queries(chunk),
+// build_index(chunk), multiply(rule, args), distribute(first_head, heads).
+template <class Sink>
+void schedule_chunk(Workspace const& w, Chunk const& chunk, Sink& sink) {
+  sink.pack_queries(chunk);
+  sink.build_index(chunk);
+  Args const args = chunk_args(w, chunk);
+  for (Rule const& rule : kRules) {
+    if (!rule.only_selected || args.items > 0) sink.multiply(rule, args);
+  }
+}
+
+template <class Sink>
+void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
+  std::int64_t const all_heads = p.B * p.H_kv;
+  sink.make_rotations();
+  if (w.tree.layers > 1) sink.pool();
+  for (std::int64_t head = 0; head < all_heads; head += w.heads) {
+    int const heads = static_cast<int>(std::min(w.heads, all_heads - head));
+    for (int l = 0; l <= w.max_entry; ++l) {
+      if (l < w.max_entry) sink.pack_kv(l, false, head, heads);
+      if (l >= w.min_entry) sink.pack_kv(l, true, head, heads);
+    }
+    sink.clear_sums(heads);
+    // The first chunk has the rows that whole chunks leave over: where the call begins with its sequence, it has the
+    // least work.
+    std::int64_t queries = (p.T_q - 1) % w.rows + 1;
+    for (std::int64_t first = 0; first < p.T_q; first += queries, queries = w.rows) {
+      schedule_chunk(w, {head, heads, first, static_cast<int>(queries), static_cast<int>(w.rows), p.q_start}, sink);
+    }
+    sink.distribute(head, heads);
+  }
+}
+
+}  // namespace htree_cuda::sm90::htree_bwd

@@ -1,0 +1,156 @@
+// The workspace of a backward call: what lies where, how many heads and rows a chunk has, and into how many segments
+// rows are split.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "host/math.h"
+#include "layout.h"
+#include "params.h"
+
+namespace htree_cuda::sm90::htree_bwd {
+
+// Bytes that live at once, besides the pooled tree and the tables of rotations. The rows of a chunk of queries take
+// half the bytes of q and out, within the first two bounds, and what fills the chunk's last round. Nodes and their sums
+// take kTreeBytes for as many heads as fit, one head at least.
+constexpr std::int64_t kMinChunkBytes = std::int64_t(64) << 20;
+constexpr std::int64_t kMaxChunkBytes = std::int64_t(256) << 20;
+constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
+// Rows that the dq kernels compute at once on 132 SMs, eight in a CTA: 3.3 rounds of CTAs take the time of four. The
+// number is the same on any device, since sums are cut where a chunk ends.
+constexpr std::int64_t kRoundRows = 132 * 8;
+// In selected layers the rows are split until a layer has so many work items: sixteen for each warp of a large GPU.
+constexpr std::int64_t kBlockItems = 16384;
+constexpr std::int64_t kMinSegmentRows = 256;
+constexpr std::int64_t kMaxSegmentRows = 1024;
+// In entry layers, where a work item is kItemTiles KV tiles and a segment: about eight items for each SM of a large
+// GPU, since half of them lie before the first query that visits their nodes.
+constexpr std::int64_t kTileItems = 1056;
+
+inline std::int64_t round_up(std::int64_t x, std::int64_t step) { return ceil_div(x, step) * step; }
+
+// Sizes where `base` is null, addresses otherwise.
+struct Workspace {
+  Tree tree{};
+  std::int64_t tree_begin[kMaxLayers] = {};  // where layer l >= 1 begins in k_tree and v_tree
+  std::int64_t M = 0;                        // nodes above the bottom
+  std::int64_t begin[kMaxLayers] = {};       // where a layer begins among the node rows of a head
+  std::int64_t node_rows = 0;                // of a head
+  std::int64_t positions = 0;                // rows of the tables of rotations
+  std::int64_t heads = 0;                    // of a chunk, at most
+  std::int64_t rows = 0;                     // of a head in a chunk, at most
+  std::int64_t zeroed_bytes = 0;             // from `next_item` on, set to zero before every chunk
+  int segments[kMaxLayers] = {};
+  int segment_rows[kMaxLayers] = {};
+  int min_entry = 0;                         // entry layer of the first query
+  int max_entry = 0;                         // entry layer of the last query
+  int tiles[kMaxLayers] = {};
+  int tile_segments[kMaxLayers] = {};
+  int tile_segment_rows[kMaxLayers] = {};
+  std::int64_t bytes = 0;
+
+  float2* rotations = nullptr;
+  rope::FragmentRotations* fragment_rotations = nullptr;
+  char* k_tree = nullptr;
+  char* v_tree = nullptr;
+  char* kv_blocks[kMaxLayers] = {};
+  float* dk = nullptr;
+  float* dv = nullptr;
+  char* queries = nullptr;
+  char* kv_tiles[kMaxLayers] = {};
+  char* query_tiles = nullptr;
+  ReverseIndex index{};
+  int* next_item = nullptr;
+  int* next_tile_item = nullptr;
+  int* segments_added = nullptr;
+  int* tile_segments_added = nullptr;
+
+  Workspace(ForwardParams const& p, char* base) {
+    shape(p);
+    std::int64_t const all_heads = p.B * p.H_kv;
+    std::int64_t const block_bytes = kBlockHeader + operand_bytes(p.K, p.V);
+    std::int64_t const query_bytes = kQueryHeader + operand_bytes(p.K, p.V);
+    std::int64_t const tile_bytes = query_tile_bytes(p.K, p.V);
+    std::int64_t row_bytes = query_bytes + tile_bytes / kTileQueries;
+    for (int l = 0; l < max_entry; ++l) row_bytes += 4 * tree.words[l];
+    std::int64_t const input_bytes = 2 * all_heads * p.T_q * p.G * (p.K + p.V);
+    std::int64_t const chunk_bytes = std::clamp(input_bytes / 2, kMinChunkBytes, kMaxChunkBytes);
+    std::int64_t const head_bytes = node_rows / kSiblings * block_bytes + node_rows * (p.K + p.V) * 4;
+
+    rows = round_up(p.T_q, kRowStep);
+    heads = std::min({all_heads, kTreeBytes / head_bytes, chunk_bytes / (rows * row_bytes)});
+    if (heads < 1) {
+      heads = 1;
+      rows = std::min(rows, round_up(chunk_bytes / row_bytes + 1, kRoundRows));
+    }
+    for (int l = 0; l < tree.layers; ++l) {
+      std::int64_t const filling = kBlockItems / (heads * tree.kv_blocks[l]);
+      split(std::max(filling, ceil_div(rows, kMaxSegmentRows)), segments[l], segment_rows[l]);
+    }
+    for (int l = min_entry; l <= max_entry; ++l) {
+      split(kTileItems / (heads * (tiles[l] / kItemTiles)), tile_segments[l], tile_segment_rows[l]);
+    }
+
+    place(rotations, base, positions * (p.K / 2));
+    place(fragment_rotations, base, positions * (p.K / 8));
+    place(k_tree, base, all_heads * M * p.K * 2);
+    place(v_tree, base, all_heads * M * p.V * 2);
+    for (int l = 0; l < max_entry; ++l) place(kv_blocks[l], base, heads * tree.kv_blocks[l] * block_bytes);
+    for (int l = min_entry; l <= max_entry; ++l) place(kv_tiles[l], base, heads * tiles[l] * kv_tile_bytes(p.K, p.V));
+    place(dk, base, heads * node_rows * p.K);
+    place(dv, base, heads * node_rows * p.V);
+    place(queries, base, heads * rows * query_bytes);
+    place(query_tiles, base, heads * rows / kTileQueries * tile_bytes);
+    std::int64_t const before = bytes;
+    place(next_item, base, 1);
+    place(next_tile_item, base, 1);
+    place(segments_added, base, heads * node_rows / kSiblings);
+    place(tile_segments_added, base, heads * node_rows / kSiblings);
+    for (int l = 0; l < max_entry; ++l) place(index.layer[l], base, heads * rows * tree.words[l]);
+    zeroed_bytes = bytes - before;
+  }
+
+private:
+  void shape(ForwardParams const& p) {
+    tree.top_k = static_cast<int>(p.top_k);
+    tree.N[0] = p.T;
+    tree.layers = 1;
+    while (tree.N[tree.layers - 1] > p.top_k * kSiblings) {
+      tree.N[tree.layers] = ceil_div(tree.N[tree.layers - 1], kSiblings);
+      tree_begin[tree.layers] = M;
+      M += tree.N[tree.layers];
+      ++tree.layers;
+    }
+    for (int l = 0; l < tree.layers; ++l) {
+      tree.kv_blocks[l] = static_cast<int>(ceil_div(tree.N[l], kSiblings));
+      tree.words[l] = ceil_div(tree.kv_blocks[l], kWordBlocks);
+      begin[l] = node_rows;
+      node_rows += std::int64_t(tree.kv_blocks[l]) * kSiblings;
+    }
+    min_entry = entry_layer(p.q_start, tree.top_k);
+    max_entry = entry_layer(p.q_start + p.T_q - 1, tree.top_k);
+    for (int l = min_entry; l <= max_entry; ++l) {
+      int const candidates = std::min(tree.kv_blocks[l], tree.top_k);
+      tiles[l] = kItemTiles * static_cast<int>(ceil_div(candidates, kItemTiles * kTileBlocks));
+    }
+    positions = std::max<std::int64_t>(std::min(p.T, p.top_k * kSiblings), kSiblings);
+  }
+
+  // Splits the rows into about `wanted` segments. Splits follow from shapes alone, so that sums do not depend on the
+  // device. The callers want as many segments as fill the device, and in selected layers for segments so short that
+  // a KV block which every row visits is not the last to end.
+  void split(std::int64_t wanted, int& segments, int& segment_rows) const {
+    std::int64_t const count = std::max(std::min(wanted, rows / kMinSegmentRows), std::int64_t(1));
+    segment_rows = static_cast<int>(round_up(ceil_div(rows, count), kRowStep));
+    segments = static_cast<int>(ceil_div(rows, segment_rows));
+  }
+
+  template <class T>
+  void place(T*& pointer, char* base, std::int64_t count) {
+    if (base != nullptr) pointer = reinterpret_cast<T*>(base + bytes);
+    bytes += round_up(count * static_cast<std::int64_t>(sizeof(T)), 256);
+  }
+};
+
+}  // namespace htree_cuda::sm90::htree_bwd
