@@ -17,6 +17,7 @@ from htree_cuda import TreeCache, UnsupportedError, definition, forward_cached, 
 
 from .. import baseline
 from ..cached import nodes, same_nodes
+from ..unit.test_guides import DECODING, blocks
 from .test_forward import same_bits
 
 pytestmark = pytest.mark.gpu
@@ -584,6 +585,20 @@ def test_the_first_call_of_a_cache_is_not_captured():
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         forward_cached(q, cache, top_k_per_layer=32)
+
+
+@pytest.mark.hardware
+def test_the_captured_step_of_the_guide():
+    block = next(block for block in blocks(DECODING) if "CUDAGraph" in block)
+    place = {"dtype": BF16, "device": DEVICE}
+    cache = TreeCache(1, 600, 8, 128, **place)
+    cache.append(torch.randn(1, 500, 8, 128, **place), torch.randn(1, 500, 8, 128, **place))
+    q, k, v = (torch.randn(1, 1, heads, 128, **place) for heads in (32, 8, 8))
+    variables = {"torch": torch, "htree_cuda": htree_cuda, "cache": cache, "length": 500}
+    variables |= {"q_next": q, "k_next": k, "v_next": v}
+    exec(compile(block, DECODING.name, "exec"), variables)
+    torch.cuda.synchronize()
+    assert cache.lengths.tolist() == [501] and variables["out"].isfinite().all()
 
 
 @pytest.mark.hardware
