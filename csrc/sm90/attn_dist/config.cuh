@@ -108,8 +108,8 @@ struct Config {
   // ---- shared memory ----
   static constexpr int kValidTiles = kSharedPanels ? 16 : 32;
   static_assert(kValidTiles >= kStages / kTileStages + 8, "see mainloop.cuh");
-  // Of a warp's 16 heads r and r + 8 are added in row r; rows so far apart that the four which half a warp writes at once,
-  // 32 bytes of each, lie in different banks.
+  // Of a warp's 16 heads r and r + 8 are added in row r; rows so far apart that the four which half a warp writes at
+  // once, 32 bytes of each, lie in different banks.
   static constexpr int kSumRows = 8;
   static constexpr int kSumStride = kTileKeys + 8;
   struct SharedStorage {
@@ -127,8 +127,8 @@ struct Config {
   static constexpr int kSharedBytes = sizeof(SharedStorage);
   static_assert(kSharedBytes <= kMaxSharedBytes, "shared memory of an SM90 CTA");
 
-  // An empty barrier completes at one unit from each of the 4 warps of both consumers; where one consumer reads the stage
-  // alone, its warps give two.
+  // An empty barrier completes at one unit from each of the 4 warps of both consumers; where one consumer reads the
+  // stage alone, its warps give two.
   static constexpr int kEmptyUnits = kConsumers * kWarps;
   static constexpr int kKeyUnits = kSplit == Split::kHeads ? 1 : 2;
   static constexpr int kQueryUnits = kSplit == Split::kHeads ? 2 : 1;

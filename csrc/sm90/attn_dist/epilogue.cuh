@@ -1,5 +1,5 @@
-// From a 64 x 64 tile of scores in a consumer's accumulators to sums over two heads in shared memory, behind the WGMMAs of
-// the following tile; the reducer (reducer.cuh) adds them up.
+// From a 64 x 64 tile of scores in a consumer's accumulators to sums over two heads in shared memory, behind the WGMMAs
+// of the following tile; the reducer (reducer.cuh) adds them up.
 //
 //   exponentials go to fresh registers (writing the accumulators in place would make ptxas wait for every WGMMA in
 //   flight), rows l / 4 and l / 4 + 8 are added at once, and their sums go to shared memory: eight rows of 64 columns a warp
@@ -64,8 +64,8 @@ public:
   }
 
 private:
-  // An lse as the exponent takes it, in base 2. Minus infinity marks a head that contributes nothing; the change of base
-  // must not make one of a finite lse.
+  // An lse as the exponent takes it, in base 2. Minus infinity marks a head that contributes nothing; the change of
+  // base must not make one of a finite lse.
   __device__ __forceinline__ float negative(float lse) const {
     if (isinf(lse)) return -INFINITY;
     float const exponent = -lse * p_.lse_scale;

@@ -1,4 +1,4 @@
-// Roles of the attn_dist kernel. A persistent grid of one CTA a SM: two consumer warpgroups, one producer, one
+// Roles of the attn_dist kernel. A persistent grid of one CTA an SM: two consumer warpgroups, one producer, one
 // reducer.
 #pragma once
 

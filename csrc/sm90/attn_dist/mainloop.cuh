@@ -18,10 +18,11 @@
 //                                                                           have read Q's ninth panel; it is written
 //                                                                           and fenced
 //
-// `valid` has no barrier of its own. The producer writes a tile's words before it hands over its keys, and the consumers
-// pass that on with its sums. When it writes those of tile j, tile j - 1 has room in the ring: the tile that was in its
-// place, kStages / kTileStages tiles ago, has been given back, by a consumer which had by then room for the sums of a tile at
-// most four before that one (Split::kKeys; the other consumer's at most five): the reducer has read all before.
+// `valid` has no barrier of its own. The producer writes a tile's words before it hands over its keys, and the
+// consumers pass that on with its sums. When it writes those of tile j, tile j - 1 has room in the ring: the tile that
+// was in its place, kStages / kTileStages tiles ago, has been given back, by a consumer which had by then room for the
+// sums of a tile at most four before that one (Split::kKeys; the other consumer's at most five): the reducer has read
+// all before.
 //
 // Stages of a segment, in order: Q of each group of 64 heads, then those of each live tile.
 //   Split::kHeads   two groups; consumer c reads Q of group c, and both read every K stage
@@ -61,7 +62,8 @@ public:
       if (g.live == 0) continue;
       int const* const indices = ptx::opaque(p_.indices + static_cast<int64_t>(g.row) * p_.topk);
       char const* const rows = ptx::opaque(gather.chunk_of(p_.k + g.b * p_.k_stride_b));
-      // Asked for two tiles before they are looked at: under way, they queue up behind the copies of more than a tile.
+      // Indices are loaded two tiles before they are needed, because loads queue up behind the copies of more than a
+      // tile.
       int slot = g.tile * C::kTileKeys + gather.row_to_load();
       int const end = min(g.length, (g.tile + g.live) * C::kTileKeys);
       auto const next_index = [&] {
@@ -288,8 +290,7 @@ private:
     }
   }
 
-  // Heads split: `count` tiles. Two accumulator sets take turns: while one is written by WGMMAs, the epilogue reads the
-  // other.
+  // Heads split: `count` tiles. Two accumulator sets alternate: while WGMMAs write one, the epilogue reads the other.
   template <bool kMasked>
   __device__ __forceinline__ void pipelined_tiles(int count) {
     float even[wgmma::kAccumulators];
@@ -309,8 +310,8 @@ private:
     }
   }
 
-  // Keys split: every other of `live` tiles. The gather is the limit and the other warpgroup keeps the tensor cores busy, so
-  // a stage is freed as early as can be instead of running the epilogue behind the next tile.
+  // Keys split: every other of `live` tiles. The gather is the limit and the other warpgroup keeps the tensor cores
+  // busy, so a stage is freed as early as can be instead of running the epilogue behind the next tile.
   template <bool kMasked>
   __device__ __forceinline__ void alternate_tiles(int live) {
     float acc[wgmma::kAccumulators];
@@ -331,8 +332,8 @@ private:
   //
   // WGMMAs queue up and run by themselves; what costs time is an empty queue. So after each panel's four the warp waits
   // for the panel before (with four still queued), does a step of the epilogue and issues the next four. There is no
-  // branch between: after one ptxas wants a warpgroup.arrive, which drains the queue. Whatever the tile needs is therefore
-  // waited for at its beginning, and is usually known to be there by the end of the tile before.
+  // branch between: after one ptxas wants a warpgroup.arrive, which drains the queue. Whatever the tile needs is
+  // therefore waited for at its start, and is usually known to be there by the end of the tile before.
   template <bool kOverlap, bool kMasked>
   __device__ __forceinline__ void multiply(float (&next)[wgmma::kAccumulators], float (&last)[wgmma::kAccumulators]) {
     // Through a shuffle, which tells the compiler that it is uniform: each WGMMA would else move its descriptor from
@@ -390,8 +391,8 @@ private:
     wgmma::commit();
   }
 
-  // The steps of the epilogue, from kStep on, that come after panel `panel`. The last two panels leave the reducer time to
-  // make room before it is asked for.
+  // The steps of the epilogue, from kStep on, that come after panel `panel`. The last two panels leave the reducer time
+  // to make room before the epilogue needs it.
   static constexpr int kStepPanels = C::kPanels > 4 ? C::kPanels - 2 : C::kPanels;
   template <bool kMasked, int kStep>
   __device__ __forceinline__ void steps(int panel, float const (&last)[wgmma::kAccumulators]) {

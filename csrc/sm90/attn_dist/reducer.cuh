@@ -1,6 +1,7 @@
-// The warpgroup that adds what the consumers leave: of each tile and consumer 64 columns of 32 sums over two heads each, in
-// the order of the warps. Invalid slots, which the producer tells, become zero, and the sums go to global memory by bulk
-// copies, 32 a warp (by plain stores where rows of `out` are not multiples of 16 bytes). None of it holds up a WGMMA.
+// The warpgroup that adds what the consumers leave: of each tile and consumer 64 columns of 32 sums over two heads
+// each, in the order of the warps. Invalid slots, which the producer tells, become zero, and the sums go to global
+// memory by bulk copies, 32 a warp (by plain stores where rows of `out` are not multiples of 16 bytes). None of it
+// holds up a WGMMA.
 #pragma once
 
 #include <cstdint>

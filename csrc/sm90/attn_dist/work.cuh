@@ -1,5 +1,5 @@
-// The work of one CTA: a contiguous range of units (query, pass over heads, tile of 64 slots), cut into segments of
-// one query and pass. Producer and consumers walk the same segments, so their trip counts agree by construction.
+// The work of one CTA: a contiguous range of units (query, pass over heads, tile of 64 slots), cut into segments of one
+// query and pass. Producer and consumers step through the same segments, so their trip counts agree by construction.
 #pragma once
 
 #include <cstdint>

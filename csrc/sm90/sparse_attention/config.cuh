@@ -104,7 +104,7 @@ struct Config {
     alignas(1024) uint8_t q[kSharedPanels * kPanelBytes];
     alignas(1024) uint8_t probabilities[kConsumers][kPanelBytes];  // of tiles of consumer c; then its output, staged
     float row_max[kConsumers][kGroupHeads];     // the offset of the exponentials in `probabilities`
-    alignas(16) uint32_t raised[kConsumers][kWarps];  // whether a warp of consumer c raised one of its offsets for them
+    alignas(16) uint32_t moved[kConsumers][kWarps];  // whether a warp of consumer c moved one of its offsets for them
     float row_sum[2][kConsumers][kGroupHeads];  // each consumer's part of the denominator, two units deep
     // Slots of a tile that count, a bit each: bit 4 j + i of word w is slot 8 j + 4 w + i (RowGather).
     uint32_t valid[2][2];

@@ -1,5 +1,5 @@
-// Roles of the sparse_attention kernel. A persistent grid of one CTA a SM: two consumer warpgroups, one
-// producer.
+// Roles of the sparse_attention kernel. The grid is persistent, one CTA an SM: two consumer
+// warpgroups, one producer warpgroup.
 #pragma once
 
 #include "config.cuh"

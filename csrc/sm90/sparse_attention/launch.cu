@@ -1,4 +1,4 @@
-// Host side of sparse_attention: checks the request, chooses the instantiation and the grid.
+// Host side of sparse_attention: checks the request, picks the instantiation and the grid.
 #include "launch.h"
 
 #include <algorithm>

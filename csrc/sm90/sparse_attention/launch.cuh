@@ -11,7 +11,7 @@ template <class Element, int kHeadDim>
 void launch(KernelParams const& params, CUtensorMap const& q_map, int grid, cudaStream_t stream) {
   using C = Config<Element, kHeadDim>;
   auto const kernel = sparse_attention_kernel<C>;
-  // Per device and cheap: asking each time keeps nothing process-wide.
+  // The attribute is per device and cheap to set; setting it each time keeps no state of the process.
   HTREE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes));
   kernel<<<grid, C::kThreads, C::kSharedBytes, stream>>>(params, q_map);
   HTREE_CUDA_CHECK(cudaGetLastError());

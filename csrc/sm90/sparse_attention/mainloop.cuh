@@ -24,7 +24,7 @@
 //   meeting                    all consumer threads        the same             once a unit: row_sum; and nobody reads
 //                                                                               `probabilities` any more
 //
-// `probabilities[c]`, `row_max[c]`, `raised[c]` and `valid[c]` need no barrier to be written again: consumer c writes
+// `probabilities[c]`, `row_max[c]`, `moved[c]` and `valid[c]` need no barrier to be written again: consumer c writes
 // those of tile t + 2 after its scores, so after all of tile t + 2 has landed where tile t was, so after the other
 // consumer gave its half of tile t back, having multiplied with them. The producer writes `valid` after the owner gave
 // its half back.
@@ -110,15 +110,15 @@ public:
   }
 
 private:
-  // The two buffers in turn, each with code of its own: all offsets of the copies are constants, so that none waits for
-  // the one before to have read its address register.
+  // The two buffers alternate, and each has code of its own. So all offsets of the copies are constants, and no copy
+  // waits for the one before to have read its address register.
   template <bool kOwners>
   __device__ __forceinline__ void gather_halves() {
     for (WorkList work(p_); !work.done(); work.next()) {
       Unit const u = work.unit();
       if (u.tiles == 0) continue;
       if (kOwners && warp_ == 0) load_q(u);
-      // Looked at two tiles after they were asked for: they queue up behind the copies in flight.
+      // Indices are loaded two tiles before they are needed, because loads queue up behind the copies in flight.
       int even = load_index(u, 0);
       int odd = load_index(u, 1);
 #pragma unroll 1
@@ -129,13 +129,14 @@ private:
     }
   }
 
-  // Of the row of tile t that this lane loads for its warp; -1 past the query's length.
+  // The index of the row of tile t that this lane loads for its warp; -1 past the query's length.
   __device__ __forceinline__ int load_index(Unit const& u, int t) const {
     int const slot = t * C::kTileKeys + gather_.row_to_load();
     return slot < u.length ? __ldg(p_.indices + static_cast<int64_t>(u.row) * p_.topk + slot) : -1;
   }
 
-  // Half of tile t. `index`: what load_index said of it; then, asked for, of the next tile in this buffer.
+  // Gathers half of tile t. `index` is what load_index returned for t; it becomes the index for the next tile in this
+  // buffer.
   template <bool kOwners, int kBuffer>
   __device__ __forceinline__ void gather_half(Unit const& u, int t, int& index) {
     constexpr int kHalf = kOwners ? kBuffer : 1 - kBuffer;
@@ -165,7 +166,7 @@ private:
                                   kFirst * gather::kPanelBytesPerRow);
   }
 
-  // What this warp copied and waited for.
+  // Hands over the columns that this warp copied and waited for.
   __device__ __forceinline__ void hand_over(uint32_t full) const {
     ptx::fence_proxy_async_shared();
     __syncwarp();
@@ -186,7 +187,7 @@ private:
     __syncwarp();
   }
 
-  // Of the phase in which what was loaded before is given back; on to the next.
+  // The parity of the phase in which the load before is given back; the count moves on to the next phase.
   __device__ __forceinline__ uint32_t parity_before(int what) {
     rounds_ ^= 1u << what;
     return rounds_ >> what & 1;
@@ -205,8 +206,8 @@ private:
 
 // ---- consumers -------------------------------------------------------------------------------------------------
 
-// Consumer kMe adds the tiles to its output columns in ascending order, its own (kMe, kMe + 2, ...) and the other's in
-// rotate.
+// Consumer kMe adds the tiles to its output columns in ascending order: its own tiles (kMe, kMe + 2, ...) alternate
+// with the other consumer's.
 template <class C, int kMe>
 class Consumer {
 public:
@@ -280,9 +281,10 @@ private:
     softmax_.begin();
   }
 
-  // Its tiles from `t` on, each behind one of the other's: the tensor cores multiply that one's probabilities with its
-  // values between the two halves of this one's scores. Its half goes back at once, and without having waited for the half
-  // of this tile that the other consumer gives back in the same way.
+  // This consumer's tiles from `t` on, each behind a tile of the other consumer. The tensor cores multiply the other
+  // tile's probabilities with its values between the two halves of this tile's scores. The half of the other tile goes
+  // back at once, before this consumer waits for the half of its own tile that the other consumer gives back in the
+  // same way.
   __device__ __forceinline__ void own_tiles(float (&out)[wgmma::kValueAccumulators], int t, int tiles) {
 #pragma unroll 1
     for (; t < tiles; t += 2) {
@@ -315,11 +317,11 @@ private:
     if (last) barriers::warp_arrive(barriers_.q_empty);
     uint32_t probabilities[C::kTileSteps][4];
     softmax_.exponentiate(scores, probabilities);
-    bool const raised = softmax_.raised();
-    softmax_.publish(probabilities, raised);
+    bool const moved = softmax_.has_moved();
+    softmax_.publish(probabilities, moved);
     // Each of the writing threads has fenced.
     barriers::warp_arrive(barriers_.probabilities_full(kMe));
-    if (raised) softmax_.rescale(out);
+    if (moved) softmax_.rescale(out);
     multiply_values(out, probabilities);
     wgmma::wait<0>();
     wgmma::pin(out);
@@ -335,9 +337,9 @@ private:
   }
 
   __device__ __forceinline__ void multiply_keys_of_own_half(float (&scores)[wgmma::kAccumulators]) {
-    constexpr int mine = 2 * kMe;
+    constexpr int own = 2 * kMe;
     keys_round_ ^= 1;
-    wait_keys(mine);
+    wait_keys(own);
     // Those with a register operand first: a fence behind them waits until they have read it.
     if constexpr (C::kRegPanels > 0) {
       wgmma::Descriptor const keys(uniform(keys_ + kMe * C::kTileBytes + C::kSharedPanels * C::kPanelBytes));
@@ -347,9 +349,9 @@ private:
         wgmma::mma_rs<typename C::Element>(scores, q_panel_[step], keys.at(step * 32), step > 0);
       }
     }
-    multiply_quarter<C::kRegPanels == 0>(scores, mine);
+    multiply_quarter<C::kRegPanels == 0>(scores, own);
     wgmma::commit();
-    multiply_keys_of_quarter(scores, mine + 1);
+    multiply_keys_of_quarter(scores, own + 1);
   }
 
   __device__ __forceinline__ void multiply_keys_of_quarter(float (&scores)[wgmma::kAccumulators], int quarter) {
@@ -375,9 +377,10 @@ private:
     }
   }
 
-  // Waits for the other consumer's probabilities; the output takes over their offsets. Raising one is rare enough to wait
-  // for the scores in flight: ptxas would else see an output that WGMMAs may be writing, and wait each time (C7517). All
-  // four warps wait where one has raised its own: PTX leaves a wait undefined that not the whole warpgroup executes.
+  // Waits for the other consumer's probabilities; the output takes over their offsets. A move is rare enough to wait
+  // for the scores in flight: ptxas would else see an output that WGMMAs may be writing, and wait each time (C7517).
+  // All four warps wait where one has moved its offset: PTX leaves a wait undefined that not the whole warpgroup
+  // executes.
   __device__ __forceinline__ void take_offsets(float (&out)[wgmma::kValueAccumulators]) {
     wait_for(barriers_.probabilities_full(kOther), other_round_,
                             "sparse_attention: probabilities of the other consumer");

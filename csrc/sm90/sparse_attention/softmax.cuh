@@ -1,9 +1,9 @@
 // Online softmax of one consumer: rows lane / 4 and lane / 4 + 8 of its warp's 16 heads.
 //
 // Exponentials are taken relative to an offset that both consumers agree on, tile by tile: whoever computed a tile's
-// scores leaves the offset beside the probabilities. It is raised when a score exceeds it by more than kSlack (binary)
-// and else stays behind the maximum, so that the output is rarely rescaled; float32 sums and the exponent ranges of
-// bfloat16 and float16 have room for 2^8.
+// scores leaves the offset beside the probabilities. It moves up when a score exceeds it by more than kSlack (binary)
+// and otherwise stays behind the maximum, so that the output is rarely rescaled; float32 sums and the exponent ranges
+// of bfloat16 and float16 have room for 2^8.
 #pragma once
 
 #include <cfloat>
@@ -25,7 +25,7 @@ public:
   __device__ __forceinline__ Softmax(KernelParams const& p, typename C::SharedStorage& shared, int warpgroup, int warp)
       : p_(p), me_(warpgroup), probabilities_(ptx::shared_address(&shared.probabilities[warpgroup][0])),
         row_max_(ptx::shared_address(&shared.row_max[0][0])),
-        raised_(ptx::shared_address(&shared.raised[0][0])), valid_(ptx::shared_address(&shared.valid[warpgroup][0])),
+        moved_(ptx::shared_address(&shared.moved[0][0])), valid_(ptx::shared_address(&shared.valid[warpgroup][0])),
         row_(warp * 16 + lane() / 4) {}
 
   __device__ __forceinline__ void begin() {
@@ -40,8 +40,8 @@ public:
   // Scores of a tile of this consumer to probabilities, in the fragments of WGMMA's A operand.
   __device__ __forceinline__ void exponentiate(float (&scores)[wgmma::kAccumulators],
                                                uint32_t (&probabilities)[C::kTileSteps][4]) {
-    // An infinite score becomes NaN, as in the definition, and its row with it: minus infinity would pass as a slot that
-    // does not count.
+    // An infinite score becomes NaN, as in the definition, and its row with it: minus infinity would pass as a slot
+    // that does not count.
 #pragma unroll
     for (int i = 0; i < wgmma::kAccumulators; ++i) {
       scores[i] = fmaf(scores[i], p_.scale_log2, scores[i] * 0.f);
@@ -55,7 +55,7 @@ public:
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       largest[i] = quad_max(largest[i]);
-      raise(i, largest[i] > offset_[i] + kSlack ? largest[i] : offset_[i]);
+      move_offset(i, largest[i] > offset_[i] + kSlack ? largest[i] : offset_[i]);
     }
 #pragma unroll
     for (int step = 0; step < C::kTileSteps; ++step) {
@@ -71,9 +71,9 @@ public:
     }
   }
 
-  // For the other consumer: the probabilities as WGMMA reads them from shared memory, their offsets, and whether this warp
-  // raised one.
-  __device__ __forceinline__ void publish(uint32_t const (&probabilities)[C::kTileSteps][4], bool raised) const {
+  // Leaves for the other consumer: the probabilities as WGMMA reads them from shared memory, their offsets, and whether
+  // this warp moved one of them.
+  __device__ __forceinline__ void publish(uint32_t const (&probabilities)[C::kTileSteps][4], bool moved) const {
     // Row r keeps 16-byte chunk c at c ^ (r % 8); both rows of this thread are lane / 4 modulo 8.
     uint32_t const first = probabilities_ + gather::swizzled_offset(row_, 0) + lane() % 4 * 4;
 #pragma unroll
@@ -91,31 +91,31 @@ public:
         ptx::store_shared_4B(offset_address(me_, i), __float_as_uint(offset_[i]));
       }
     }
-    if (lane() == 0) ptx::store_shared_4B(raised_ + 4 * (me_ * C::kWarps + row_ / 16), raised);
+    if (lane() == 0) ptx::store_shared_4B(moved_ + 4 * (me_ * C::kWarps + row_ / 16), moved);
     ptx::fence_proxy_async_shared();
     __syncwarp();
   }
 
-  // The offsets of the other consumer's latest tile. Whether a warp raised one, the same in all threads of the
-  // warpgroup: both consumers' outputs are relative to the same offsets between tiles, so what raised the other's raises
-  // this one's.
+  // Adopts the offsets of the other consumer's latest tile. Returns whether a warp moved one of them, the same in all
+  // threads of the warpgroup: between tiles both outputs are relative to the same offsets, so that the offsets of both
+  // move together.
   __device__ __forceinline__ bool take_offsets() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      raise(i, __uint_as_float(ptx::load_shared_4B(offset_address(1 - me_, i))));
+      move_offset(i, __uint_as_float(ptx::load_shared_4B(offset_address(1 - me_, i))));
     }
     static_assert(C::kWarps == 4);
-    uint4 const raised = ptx::load_shared_16B(raised_ + 4 * (1 - me_) * C::kWarps);
-    return (raised.x | raised.y | raised.z | raised.w) != 0;
+    uint4 const moved = ptx::load_shared_16B(moved_ + 4 * (1 - me_) * C::kWarps);
+    return (moved.x | moved.y | moved.z | moved.w) != 0;
   }
 
-  // Whether a row of the warp has left the offset to which the output is relative. A factor of one changes no bit, so
-  // skipping the others does not make a row depend on its neighbours.
-  __device__ __forceinline__ bool raised() const {
+  // Whether a row of the warp has moved away from the offset to which the output is relative. A factor of one changes
+  // no bit, so that skipping the rescale of other warps does not make a row depend on its neighbours.
+  __device__ __forceinline__ bool has_moved() const {
     return __any_sync(kFullWarp, factor_[0] != 1.f || factor_[1] != 1.f);
   }
 
-  // From the offset before to the latest.
+  // Rescales the output from the offset before to the latest one.
   __device__ __forceinline__ void rescale(float (&out)[wgmma::kValueAccumulators]) const {
 #pragma unroll
     for (int i = 0; i < wgmma::kValueAccumulators; ++i) {
@@ -134,7 +134,7 @@ private:
     return row_max_ + 4 * (consumer * C::kGroupHeads + row_ + 8 * i);
   }
 
-  __device__ __forceinline__ void raise(int i, float offset) {
+  __device__ __forceinline__ void move_offset(int i, float offset) {
     // Before the first valid slot there is only zero to scale.
     factor_[i] = offset_[i] == kNone ? 1.f : ptx::exp2_movable(offset_[i] - offset);
     sum_[i] *= factor_[i];
@@ -146,16 +146,16 @@ private:
     uint32_t const valid[2] = {ptx::load_shared_4B(valid_), ptx::load_shared_4B(valid_ + 4)};
     if ((valid[0] & valid[1]) == 0xffffffffu) return;
     // This thread's columns, 2 (lane % 4) + 0..1 of every eight, are bits 2 (lane % 2) + 0..1 of every four.
-    uint32_t const mine = (lane() & 2 ? valid[1] : valid[0]) >> (lane() % 2 * 2);
+    uint32_t const own = (lane() & 2 ? valid[1] : valid[0]) >> (lane() % 2 * 2);
 #pragma unroll
     for (int i = 0; i < wgmma::kAccumulators; ++i) {
-      scores[i] = mine >> (i / 4 * 4 + i % 2) & 1 ? scores[i] : -INFINITY;
+      scores[i] = own >> (i / 4 * 4 + i % 2) & 1 ? scores[i] : -INFINITY;
     }
   }
 
   KernelParams const& p_;
   int const me_;
-  uint32_t const probabilities_, row_max_, raised_, valid_;
+  uint32_t const probabilities_, row_max_, moved_, valid_;
   int const row_;
   float offset_[2];  // binary: of score * scale_log2
   float sum_[2];     // over this thread's columns of this consumer's tiles
