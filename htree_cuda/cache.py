@@ -18,6 +18,7 @@ from .torch_backend.decode import CacheTensors
 # Up to here a table of rotations holds top_k * compression_rate positions, as the kernels ask; beyond it as many as a
 # cache of this size can need.
 WHOLE_TABLE = 16384
+DEFAULT_BASE = 10000.0
 
 
 def _checks_always() -> bool:
@@ -111,7 +112,7 @@ class TreeCache:
         self.lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=device)
         self.overflowed = torch.zeros_like(self.lengths)
         self._allocate(block_table)
-        self._rope_tables: dict[tuple[int, float], Tensor] = {}
+        self._rope_tables: dict[tuple, tuple[Tensor, Tensor | None]] = {}
 
     def _allocate(self, block_table: Tensor | None) -> None:
         """New buffers of the layout. They begin as zeros, so that no number in them is an accident."""
@@ -209,22 +210,25 @@ class TreeCache:
             "num_layers": layout.num_layers, "page_size": layout.page_size,
         }  # fmt: skip
 
-    def _rope_table(self, top_k: int, max_top_nodes: int | None, rope_base: float) -> Tensor:
-        """cos and sin [positions, head_dim / 2, 2] of every position in a candidate list, made once and kept."""
+    def _rope_table(
+        self, top_k: int, max_top_nodes: int | None, rope_base: float | None, inv_freq: Tensor | None, rope_dim: int
+    ) -> Tensor:
+        """cos and sin [positions, rope_dim / 2, 2] of every position in a candidate list, made once and kept."""
         r = self.compression_rate
         positions = top_k * r
         if positions > WHOLE_TABLE:
             sizes = layer_sizes(self.max_tokens, r, positions if max_top_nodes is None else max_top_nodes)
-            positions = min(
-                positions, max(sizes[-1], *(min(top_k, n) * min(r, 2 * self.max_tokens) for n in sizes[1:]), 1)
-            )
-        key = (positions, rope_base)
-        table = self._rope_tables.get(key)
+            lists = (min(top_k, n) * min(r, 2 * self.max_tokens) for n in sizes[1:])
+            positions = min(positions, max(sizes[-1], *lists, 1))
+        # A tensor that was written to is another one; a tensor of inference mode does not count its writes.
+        version = 0 if inv_freq is None or inv_freq.is_inference() else inv_freq._version
+        key = (positions, rope_base, rope_dim, None if inv_freq is None else id(inv_freq), version)
+        table, _ = self._rope_tables.get(key, (None, None))
         if table is None:
             table = torch.ops.htree_cuda.rope_table(
-                self._k, positions=positions, head_dim=self.head_dim, rope_base=key[1]
+                self._k, inv_freq, positions=positions, rope_dim=rope_dim, rope_base=rope_base
             )
-            self._rope_tables[key] = table
+            self._rope_tables[key] = table, inv_freq  # which lives as long, so that its id is no other's
         return table
 
     # ------------------------------------------------------------------------------------------------ append, truncate
@@ -593,7 +597,11 @@ def forward_cached(
     top_k_per_layer: int = 512,
     max_top_nodes: int | None = None,
     scale: float | None = None,
-    rope_base: float = 10000.0,
+    rope_base: float | None = DEFAULT_BASE,
+    rope_inv_freq: Tensor | None = None,
+    rope_dim: int | None = None,
+    rope_interleaved: bool = False,
+    attn_sink: Tensor | None = None,
     return_lse: bool = False,
     return_selection: bool = False,
     backend: str = "auto",
@@ -607,7 +615,15 @@ def forward_cached(
         q: [B, T_q, H, K], dtype of the cache; B its batch_size, K its head_dim, H a multiple of its n_kv_heads.
         cache: a TreeCache.
         seqused_q: [B] int32 on the device, 0 .. T_q, how many rows of q exist, the first ones; default: all.
-        top_k_per_layer, max_top_nodes, scale, rope_base: as in `htree_cuda.forward`.
+        top_k_per_layer, max_top_nodes, scale: as in `htree_cuda.forward`.
+        rope_base: finite float > 0; None: no rotation; default 10000.
+        rope_inv_freq: [rope_dim / 2] float32 or float64, finite: pair m of position p is rotated by
+            ``p * rope_inv_freq[m]``, in place of ``p * rope_base**(-2 m / rope_dim)``; default: rope_base's. Pass the
+            same tensor every time: a table is made and kept for each.
+        rope_dim: int, even, 2 .. K, how many elements are rotated, the first ones; default K.
+        rope_interleaved: bool; pairs are (2m, 2m + 1) instead of (m, m + rope_dim / 2).
+        attn_sink: [H] float32 (float64 for float64), natural: exp(attn_sink) joins the denominator of out, neither lse
+            nor the selection; default: none.
         return_lse: bool; also return lse.
         return_selection: bool; also return the selected nodes.
         backend: "auto" or "torch", as in `htree_cuda.forward`.
@@ -631,6 +647,8 @@ def forward_cached(
         in a CUDA graph once it has run before with its options (a table of rotations is made then and kept). More rows
         are a prefill: each sequence is a call of `forward` on its tokens, with its bits, and lengths are read on the
         host.
+        rope_inv_freq, rope_base None and, on the torch backend alone, rope_dim, rope_interleaved and attn_sink run
+        without `forward`, which does not have them: more than 8 rows then work as up to 8 do, in chunks.
         Work of a call of up to 8 rows grows with the number of layers alone.
 
     Example:
@@ -649,11 +667,17 @@ def forward_cached(
         checks.common.tensor(op, "seqused_q", seqused_q)
     tree = checks.cache.option_types(
         op, top_k_per_layer=top_k_per_layer, max_top_nodes=max_top_nodes, scale=scale, rope_base=rope_base,
-        return_lse=return_lse, return_selection=return_selection,
+        rope_interleaved=rope_interleaved, return_lse=return_lse, return_selection=return_selection,
     )  # fmt: skip
+    rope_base = tree["rope_base"]
     checks.tree.tree_options(
-        op, dtype=cache.dtype, head_dim=cache.head_dim, compression_rate=cache.compression_rate, **tree
-    )
+        op, dtype=cache.dtype, head_dim=cache.head_dim, compression_rate=cache.compression_rate,
+        top_k_per_layer=tree["top_k_per_layer"], max_top_nodes=tree["max_top_nodes"], scale=tree["scale"],
+        rope_base=1.0 if rope_base is None else rope_base,
+    )  # fmt: skip
+    rope_dim = checks.cache.rotation(rope_base, DEFAULT_BASE, rope_inv_freq, rope_dim, cache.head_dim)
+    if attn_sink is not None:
+        checks.common.tensor(op, "attn_sink", attn_sink)
     if torch.is_grad_enabled() and q.requires_grad:
         raise RuntimeError(
             f"{op}: a cached call has no gradient; run it under torch.no_grad() or torch.inference_mode(), or train "
@@ -662,9 +686,11 @@ def forward_cached(
     if torch.is_autocast_enabled(q.device.type) and q.is_floating_point():
         q = q.to(cache.dtype)
     t = cache._tensors()
-    table = cache._rope_table(tree["top_k_per_layer"], tree["max_top_nodes"], tree["rope_base"])
+    base = None if rope_inv_freq is not None else rope_base
+    table = cache._rope_table(tree["top_k_per_layer"], tree["max_top_nodes"], base, rope_inv_freq, rope_dim)
+    tree["rope_base"] = base if rope_dim == cache.head_dim else None  # what forward knows
     out, lse, selection = torch.ops.htree_cuda.forward_cached(
-        q, seqused_q, *t, table, **cache._numbers(), **tree, need_selection=return_selection, backend=backend
+        q, seqused_q, *t, table, attn_sink, **cache._numbers(), **tree, need_selection=return_selection, backend=backend
     )
     if _checks_always():
         cache.check()

@@ -86,28 +86,32 @@ def _(lengths, overflowed, reserved, shared, new_lengths) -> None:
     "htree_cuda::forward_cached",
     mutates_args=(),
     schema="(Tensor q, Tensor? seqused_q, Tensor lengths, Tensor overflowed, Tensor k, Tensor v, Tensor k_upper, "
-    f"Tensor v_upper, Tensor block_table, Tensor reserved, Tensor rope_table, *, {_LAYOUT_SCHEMA}, "
-    "SymInt top_k_per_layer, SymInt? max_top_nodes, float? scale, float rope_base, bool need_selection, str backend) "
+    f"Tensor v_upper, Tensor block_table, Tensor reserved, Tensor rope_table, Tensor? attn_sink, *, {_LAYOUT_SCHEMA}, "
+    "SymInt top_k_per_layer, SymInt? max_top_nodes, float? scale, float? rope_base, bool rope_interleaved, "
+    "bool need_selection, str backend) "
     "-> (Tensor, Tensor, Tensor)",
 )
 @ops._without_autocast
 def forward_cached(
-    q, seqused_q, lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, rope_table, *,
-    compression_rate, max_tokens, num_layers, page_size, need_selection: bool, backend: str, **tree,
+    q, seqused_q, lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, rope_table, attn_sink,
+    *, compression_rate, max_tokens, num_layers, page_size, need_selection: bool, backend: str, **tree,
 ):  # fmt: skip
     """(out, lse, selection) of the last T_q tokens of each sequence; selection has size 0 in its first dimension
-    unless needed. rope_table [positions, K/2, 2] holds cos and sin of each position in a candidate list, in float32
-    (float64 for float64). See `cache.forward_cached`."""
+    unless needed. rope_table [positions, R/2, 2] holds cos and sin of each position in a candidate list, in float32
+    (float64 for float64); rope_base says that it is that of rope_base over all of K, None that it is another. See
+    `cache.forward_cached`."""
     cache = CacheTensors(lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved)
     layout = TreeLayout(compression_rate, max_tokens, num_layers, page_size)
-    params = checks.cache.forward_cached(q, seqused_q, cache, layout, backend=backend, **tree)
+    params = checks.cache.forward_cached(q, seqused_q, cache, layout, rope_table, attn_sink, backend=backend, **tree)
     torch_backend = ops._use_torch("forward_cached", q, backend)
     if not torch_backend:
-        checks.cache.forward_cached_kernel(q, cache, params)
-    if q.shape[1] > FEW_QUERIES and q.shape[0]:
+        checks.cache.forward_cached_kernel(q, cache, rope_table, attn_sink, params)
+    plain = params.rope_base is not None and not params.rope_interleaved and attn_sink is None
+    if q.shape[1] > FEW_QUERIES and q.shape[0] and plain:
         return _prefill(q, seqused_q, cache, layout, params, need_selection, backend)
     if torch_backend and q.shape[0] and q.shape[1]:
-        return decode.forward_cached(q, seqused_q, cache, layout, rope_table, params, need_selection=need_selection)
+        options = {"attn_sink": attn_sink, "need_selection": need_selection}
+        return decode.forward_cached(q, seqused_q, cache, layout, rope_table, params, **options)
     out, lse, selection = _empty_results(q, cache, layout, params, need_selection)
     if out.numel():
         from . import kernels
@@ -119,12 +123,12 @@ def forward_cached(
 
 @forward_cached.register_fake
 def _(
-    q, seqused_q, lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, rope_table, *,
-    compression_rate, max_tokens, num_layers, page_size, need_selection, backend, **tree,
+    q, seqused_q, lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, rope_table, attn_sink,
+    *, compression_rate, max_tokens, num_layers, page_size, need_selection, backend, **tree,
 ):  # fmt: skip
     cache = CacheTensors(lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved)
     layout = TreeLayout(compression_rate, max_tokens, num_layers, page_size)
-    params = checks.cache.forward_cached(q, seqused_q, cache, layout, backend=backend, **tree)
+    params = checks.cache.forward_cached(q, seqused_q, cache, layout, rope_table, attn_sink, backend=backend, **tree)
     return _empty_results(q, cache, layout, params, need_selection)
 
 
@@ -190,20 +194,30 @@ def _prefill(
 @torch.library.custom_op(
     "htree_cuda::rope_table",
     mutates_args=(),
-    schema="(Tensor like, *, int positions, int head_dim, float rope_base) -> Tensor",
+    schema="(Tensor like, Tensor? inv_freq, *, int positions, int rope_dim, float? rope_base) -> Tensor",
 )
-def rope_table(like: Tensor, *, positions: int, head_dim: int, rope_base: float) -> Tensor:
-    """[positions, head_dim / 2, 2]: cos and sin of p * rope_base ** (-2 m / head_dim), from float64, in the
-    accumulation dtype of `like` and on its device."""
+def rope_table(
+    like: Tensor, inv_freq: Tensor | None, *, positions: int, rope_dim: int, rope_base: float | None
+) -> Tensor:
+    """[positions, rope_dim / 2, 2]: cos and sin of p * inv_freq[m], or of p * rope_base ** (-2 m / rope_dim), or of 0
+    where both are None; from float64, in the accumulation dtype of `like` and on its device."""
     if like.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "forward_cached: the table of rotations of these options is made in their first call, which cannot be "
             "captured in a CUDA graph; call forward_cached once before the capture"
         )
-    cos, sin = rope_tables(positions, head_dim, rope_base, accumulation_dtype(like.dtype), like.device)
-    return torch.stack((cos, sin), dim=2)
+    place = {"dtype": accumulation_dtype(like.dtype), "device": like.device}
+    if rope_base is not None:
+        return torch.stack(rope_tables(positions, rope_dim, rope_base, **place), dim=2)
+    inv_freq = torch.zeros(rope_dim // 2) if inv_freq is None else inv_freq
+    if not bool(inv_freq.isfinite().all()):
+        checks.common.fail("forward_cached", "rope_inv_freq must be finite", inv_freq.tolist())
+    angle = (
+        torch.arange(positions, dtype=torch.float64, device=like.device)[:, None] * inv_freq.to(like.device).double()
+    )
+    return torch.stack((angle.cos(), angle.sin()), dim=2).to(**place)
 
 
 @rope_table.register_fake
-def _(like, *, positions, head_dim, rope_base):
-    return like.new_empty(positions, head_dim // 2, 2, dtype=accumulation_dtype(like.dtype))
+def _(like, inv_freq, *, positions, rope_dim, rope_base):
+    return like.new_empty(positions, rope_dim // 2, 2, dtype=accumulation_dtype(like.dtype))

@@ -20,13 +20,17 @@ class TreeParams:
 
 @dataclass(frozen=True)
 class CachedParams:
-    """One call of forward_cached, which is strictly causal and whose positions follow from the cache's lengths."""
+    """One call of forward_cached, which is strictly causal and whose positions follow from the cache's lengths.
+
+    The table of rotations is an argument of its own; rope_base is None where it is another than rope_base's, and the
+    table then may hold fewer than K / 2 pairs."""
 
     compression_rate: int
     top_k: int
     max_top_nodes: int
     scale: float
-    rope_base: float
+    rope_base: float | None
+    rope_interleaved: bool
 
 
 @dataclass(frozen=True)

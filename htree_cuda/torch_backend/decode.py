@@ -154,6 +154,20 @@ def _gather(cache: CacheTensors, layout: TreeLayout, layer: int, rows: _Rows, no
     return tuple(x.index_select(0, place).view(*node.shape, -1).to(dtype) for x in _buffers(cache, upper))
 
 
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """RoPE of the first elements of x [..., K], two for each column of the tables: halves, or neighbours."""
+    rotated = 2 * cos.shape[-1]
+    if rotated == x.shape[-1] and not interleaved:
+        return _rotate(x, cos, sin)
+    part = x[..., :rotated]
+    if interleaved:
+        part = torch.cat((part[..., 0::2], part[..., 1::2]), -1)
+    part = _rotate(part.contiguous(), cos, sin)
+    if interleaved:
+        part = torch.stack(part.chunk(2, -1), -1).flatten(-2)
+    return torch.cat((part, x[..., rotated:].expand(*part.shape[:-1], -1)), -1)
+
+
 def _attend(rows: _Rows, cache: CacheTensors, layout: TreeLayout, table: Tensor, params: CachedParams, longest: int):
     """out [rows, G, V], lse [rows, G] and, top layer first, the nodes [rows, at most top_k] chosen of each layer."""
     # With more children than tokens there is one node anyway: gathers need not be wider.
@@ -173,8 +187,8 @@ def _attend(rows: _Rows, cache: CacheTensors, layout: TreeLayout, table: Tensor,
         candidates = _Candidates(layer, n, node)
         keys, layer_values = _gather(cache, layout, layer, rows, node.masked_fill(~candidates.readable, 0), acc)
         width = node.shape[1]
-        keys = _rotate(keys, cos[:width], sin[:width])
-        query = _rotate(rows.q, cos[n - 1][:, None], sin[n - 1][:, None])
+        keys = _rotated(keys, cos[:width], sin[:width], params.rope_interleaved)
+        query = _rotated(rows.q, cos[n - 1][:, None], sin[n - 1][:, None], params.rope_interleaved)
         s = torch.bmm(query, keys.transpose(1, 2)).mul_(params.scale)
         s.masked_fill_(~candidates.readable[:, None], -math.inf)
         leaves = candidates.readable
@@ -209,7 +223,7 @@ def whole_layers(t: Tensor, compression_rate: int, layer: int, top_k: int) -> Te
 
 def forward_cached(
     q: Tensor, seqused_q: Tensor | None, cache: CacheTensors, layout: TreeLayout, table: Tensor, params: CachedParams,
-    *, need_selection: bool,
+    *, attn_sink: Tensor | None = None, need_selection: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q [B, T_q, H, K], the last tokens of each sequence -> out, lse, selection, as the op returns them."""
     B, T_q, H, K = q.shape
@@ -252,9 +266,13 @@ def forward_cached(
 
     missing = ~used | (position < 0)
     failed = used & (cache.overflowed != 0)[:, None]
-    out = back(out, G, V).reshape(B, T_q, H, V).masked_fill_(missing[..., None, None], 0.0)
-    out.masked_fill_(failed[..., None, None], math.nan)
-    lse = back(lse, G).reshape(B, T_q, H).masked_fill_(missing[..., None], -math.inf)
+    lse = back(lse, G).reshape(B, T_q, H)
+    out = back(out, G, V).reshape(B, T_q, H, V)
+    if attn_sink is not None:
+        # exp(sink) in the denominator: exp(lse) / (exp(lse) + exp(sink)) times what is without it.
+        out *= torch.sigmoid(lse - attn_sink)[..., None]
+    out.masked_fill_(missing[..., None, None], 0.0).masked_fill_(failed[..., None, None], math.nan)
+    lse.masked_fill_(missing[..., None], -math.inf)
     lse.masked_fill_(failed[..., None], math.nan)
     selection = selection.view(kept, B, H_kv, T_q, params.top_k).transpose(2, 3).contiguous()
     selection.masked_fill_((missing | failed)[..., None, None], -1)

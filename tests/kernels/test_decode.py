@@ -185,6 +185,22 @@ def test_scale_and_base(scale, rope_base):
 
 
 @pytest.mark.emulated
+def test_tables_of_rotations(monkeypatch):
+    """Angles that are given: those of rope_base have its bits, zeros are no rotation, whatever the base."""
+    lengths = (700, 290)
+    q, k, v = inputs(2, 700, 2, G=4)
+    cache = filled(k, v, lengths)
+    angles = 50.0 ** (-2.0 * torch.arange(32, dtype=torch.float64, device=DEVICE) / 64)
+    same_bits(run(q, cache, 16, rope_inv_freq=angles), run(q, cache, 16, rope_base=50.0))
+    none = run(q, cache, 16, rope_base=None)
+    same_bits(run(q, cache, 16, rope_inv_freq=angles * 0), none)
+    with monkeypatch.context() as patch:
+        patch.setattr(definition, "rope", lambda x, positions, rope_base, inverse=False: x)
+        check((q, k, v), lengths, none, 16, share=0.9)
+    assert not torch.equal(none[0], run(q, cache, 16, rope_base=50.0)[0])
+
+
+@pytest.mark.emulated
 @PAGES
 def test_ragged_queries(page_size):
     lengths, used = (700, 2, 0, 256, 300, 4097), (4, 4, 3, 0, 1, 2)
@@ -478,6 +494,10 @@ def test_what_the_kernels_do_not_cover():
     for call, message in (
         (lambda: run(q, cache, 8), "top_k_per_layer in 16 .. 512, got 8"),
         (lambda: run(q, cache, 16, max_top_nodes=64), "max_top_nodes = top_k"),
+        (lambda: run(q, cache, 16, rope_dim=32), r"rope_dim = K \(64\), got 32"),
+        (lambda: run(q, cache, 16, rope_interleaved=True), "rotate halves, not neighbours"),
+        (lambda: run(q, cache, 16, attn_sink=torch.zeros(4, device=DEVICE)), "take no attn_sink"),
+        (lambda: run(q.repeat(1, 9, 1, 1), cache, 16, rope_base=None), "rope_base alone for more than 8 queries"),
         (lambda: run(q.repeat(1, 1, 5, 1), cache, 16), "at most 16 query heads for each KV head"),
         (lambda: run(q, filled(k, v, (100,), compression_rate=4, backend="torch"), 16), "compression_rate 16, got 4"),
     ):

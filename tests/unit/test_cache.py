@@ -136,6 +136,80 @@ def test_more_than_eight_queries_are_bitwise_the_forward(dtype):
         assert torch.equal(selection[: exact.selection.shape[0], b, mine], exact.selection[:, 0, -rows:])
 
 
+@pytest.mark.parametrize("T_q", [3, 12])
+def test_rotations(T_q, monkeypatch):
+    """rope_inv_freq against the definition with such angles; the other options are permutations and zeros of it."""
+    lengths = (300, 17)
+    k, v = tokens(2, 310)
+    q = queries(2, T_q)
+    cache = filled(k, v, lengths)
+    inv_freq = torch.tensor([1.0, 0.3, 0.02, 0.0], dtype=F64)
+
+    def rope(x, positions, rope_base, inverse=False):
+        angle = positions.double()[:, None] * inv_freq
+        lo, hi = x.chunk(2, -1)
+        return torch.cat((lo * angle.cos() - hi * angle.sin(), lo * angle.sin() + hi * angle.cos()), -1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(definition, "rope", rope)
+        found = run(q, cache, rope_inv_freq=inv_freq)
+        check_rows(found, q, k, v, lengths, oracle=definition.forward)
+    pairs = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # halves made of neighbours
+    back = pairs.argsort()
+    mixed = filled(k[..., back], v, lengths)
+    interleaved = run(q[..., back], mixed, rope_inv_freq=inv_freq, rope_interleaved=True)
+    # Pairs (m, m + 2) of the first four elements, moved to where all eight are halves.
+    moved = torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])
+    few = filled(k[..., moved], v, lengths)
+    some = torch.tensor([1.0, 0.1, 0.0, 0.0], dtype=F64)
+    for one, other in (
+        (interleaved, found),
+        (run(q, cache, rope_base=None), run(q, cache, rope_inv_freq=torch.zeros(4, dtype=F64))),
+        (run(q, cache, rope_base=100.0), run(q, cache, rope_inv_freq=100.0 ** (-torch.arange(4, dtype=F64) / 4))),
+        (run(q, cache, rope_base=100.0, rope_dim=4), run(q[..., moved], few, rope_inv_freq=some)),
+    ):
+        for x, y in zip(one, other, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("T_q", [3, 12])
+def test_sinks(T_q):
+    lengths = (300, 17)
+    k, v = tokens(2, 310)
+    q = queries(2, T_q)
+    cache = filled(k, v, lengths)
+    out, lse, selection = run(q, cache)
+    sink = torch.tensor([0.5, -3.0, 100.0, -math.inf], dtype=F64)
+    with_sink = run(q, cache, attn_sink=sink)
+    share = lse.exp() / (lse.exp() + sink.exp())
+    torch.testing.assert_close(with_sink[0], out * share[..., None], atol=1e-12, rtol=0)
+    torch.testing.assert_close(with_sink[1], lse, atol=1e-12, rtol=0)
+    assert torch.equal(with_sink[2], selection)
+    for options, message in (
+        ({"attn_sink": sink.float()}, "attn_sink must be float64 where q is torch.float64, got torch.float32"),
+        ({"attn_sink": sink[:2]}, r"dimension 0 of attn_sink must equal H of q \(4\), got 2"),
+        ({"rope_dim": 3}, r"rope_dim must be even, 2 .. K \(8\), got 3"),
+        ({"rope_inv_freq": torch.ones(3)}, r"dimension 0 of rope_inv_freq must equal rope_dim / 2 \(4\), got 3"),
+        ({"rope_inv_freq": torch.ones(4), "rope_base": 5.0}, "which must be left alone, got 5.0"),
+        ({"rope_inv_freq": torch.full((4,), math.nan)}, "rope_inv_freq must be finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(q, cache, **options)
+
+
+def test_a_table_is_made_once():
+    k, v = tokens(1, 100)
+    cache = filled(k, v, (100,))
+    q = queries(1, 1)
+    frequencies = torch.ones(4)
+    for _ in range(3):
+        run(q, cache), run(q, cache, rope_inv_freq=frequencies), run(q, cache, rope_base=5.0)
+    assert len(cache._rope_tables) == 3
+    before = run(q, cache, rope_inv_freq=frequencies)[0]
+    frequencies.mul_(0.5)  # another table
+    assert not torch.equal(run(q, cache, rope_inv_freq=frequencies)[0], before) and len(cache._rope_tables) == 4
+
+
 # ------------------------------------------------------------------------------------------------------ what it stores
 
 
@@ -507,17 +581,20 @@ def test_opcheck(page_size, seqused):
     torch.library.opcheck(torch.ops.htree_cuda.tree_append, (*new, seqused, *cache._tensors()), options)
     for T_q in (2, 9):
         q = queries(2, T_q, dtype=torch.float32)
-        table = cache._rope_table(4, None, 100.0)
-        tree = {"top_k_per_layer": 4, "max_top_nodes": None, "scale": None, "rope_base": 100.0, "need_selection": True}
+        table = cache._rope_table(4, None, 100.0, None, 8)
+        tree = {
+            "top_k_per_layer": 4, "max_top_nodes": None, "scale": None, "rope_base": 100.0, "rope_interleaved": False,
+            "need_selection": True,
+        }  # fmt: skip
         torch.library.opcheck(
-            torch.ops.htree_cuda.forward_cached, (q, seqused, *cache._tensors(), table), {**options, **tree}
+            torch.ops.htree_cuda.forward_cached, (q, seqused, *cache._tensors(), table, None), {**options, **tree}
         )
     torch.library.opcheck(
         torch.ops.htree_cuda.tree_truncate,
         (cache.lengths, cache.overflowed, cache.reserved, cache._shared, int32(50, 3)),
     )
     torch.library.opcheck(
-        torch.ops.htree_cuda.rope_table, (new[0],), {"positions": 16, "head_dim": 8, "rope_base": 10.0}
+        torch.ops.htree_cuda.rope_table, (new[0], None), {"positions": 16, "rope_dim": 8, "rope_base": 10.0}
     )
 
 
