@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".py", ".md"}
-FOLDERS = ("csrc", "htree_cuda", "docs", "benchmarks/cpp", "README.md")
+FOLDERS = ("csrc", "htree_cuda", "docs", "benchmarks/cpp", "tests/hardware", "README.md")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,14 +5,14 @@
 //   ./gathers [blocks]         132 blocks, or so many
 //
 // Parents: blocks with twelve queries each, 512 parents of 8,192 a query, drawn at random or 12% apart from the query
-// before; a ring of 5 stages of 4 parents, 8,256 bytes each; twelve warps that hold a parent of theirs for so many cycles.
-// In a cluster the blocks walk the union of their 24 queries, and a parent that both want is copied to both. Then without a
-// cluster: bulk copies of parents that lie as they do in shared memory, or half a line apart; and, as the layer kernel does,
-// with the list read 32 parents ahead, which the others read where they need it: by one warp or two, and some of eight
-// parents by warps of their own (cp.async).
+// before; a ring of 5 stages of 4 parents, 8,256 bytes each; twelve warps that hold a parent of theirs for so many
+// cycles. In a cluster the blocks step through the union of their 24 queries, and a parent that both need is copied to
+// both. Then without a cluster: bulk copies of parents that lie as they do in shared memory, or half a line apart; and,
+// as the layer kernel does, with the list read 32 parents ahead, which the others read where they need it: by one warp
+// or two, and some of eight parents by warps of their own (cp.async).
 //
-// Rows: 64 rows of 1,152 bytes a tile, as 9 boxes of 64 columns each (TMA, 128-byte swizzle), three tiles in flight; in a
-// cluster each block fetches half of the rows for both.
+// Rows: 64 rows of 1,152 bytes a tile, as 9 boxes of 64 columns each (TMA, 128-byte swizzle), three tiles in flight; in
+// a cluster each block fetches half of the rows for both.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -98,8 +98,8 @@ constexpr int kSlots = 4;
 constexpr int kParentThreads = 32 * (kQueries + 1);
 constexpr int kParentShared = kStages * kSlots * kSlotBytes + 256;
 
-// Bit q of a mask: query q of the block, or of the two blocks, takes the parent. Parents are `stride` apart, and a copy lies
-// `shift` bytes behind the beginning of a line in shared memory.
+// Bit q of a mask: query q of the block, or of the two blocks, visits the parent. Parents are `stride` apart, and a
+// copy lies `shift` bytes behind the beginning of a line in shared memory.
 template <bool kCluster>
 __global__ void __launch_bounds__(kParentThreads, 1)
     gather_parents(char const* data, int stride, int shift, int const* nodes, uint32_t const* masks, int const* counts,
@@ -131,17 +131,17 @@ __global__ void __launch_bounds__(kParentThreads, 1)
     if (warp == kQueries) {
       bool const exists = lane < kSlots && first + lane < count;
       uint32_t const mask = exists ? masks[first + lane] : 0;
-      uint32_t const mine = mask >> (kQueries * rank) & 0xfff;
+      uint32_t const own = mask >> (kQueries * rank) & 0xfff;
       uint32_t const theirs = kCluster ? mask >> (kQueries * (1 - rank)) & 0xfff : 0;
       char const* const source = data + static_cast<int64_t>(exists ? nodes[first + lane] : 0) * stride;
       uint32_t const slot = base + (stage * kSlots + lane) * kSlotBytes + shift;
       barriers::mbarrier_wait(is_empty, parity ^ 1, "gathers: empty");
-      if (lane < kSlots) taken[stage][lane] = mine;
-      int const copies = __popc(__ballot_sync(0xffffffffu, mine != 0));
+      if (lane < kSlots) taken[stage][lane] = own;
+      int const copies = __popc(__ballot_sync(0xffffffffu, own != 0));
       if (lane == 0) barriers::mbarrier_arrive_expect_bytes(is_full, copies * kParentBytes);
       __syncwarp();
-      if (mine != 0 && theirs == 0) ptx::bulk_load(slot, source, kParentBytes, is_full);
-      if (mine != 0 && theirs != 0 && lane % 2 == rank) bulk_load_to_both(slot, source, kParentBytes, is_full);
+      if (own != 0 && theirs == 0) ptx::bulk_load(slot, source, kParentBytes, is_full);
+      if (own != 0 && theirs != 0 && lane % 2 == rank) bulk_load_to_both(slot, source, kParentBytes, is_full);
     } else {
       barriers::mbarrier_wait(is_full, parity, "gathers: full");
       int own = 0;
@@ -158,7 +158,8 @@ __global__ void __launch_bounds__(kParentThreads, 1)
   if (kCluster) cluster_sync();
 }
 
-// Of eight parents `kEighths` by cp.async of kCopyWarps warps, the others by bulk copies of kBulkWarps; the list is read ahead.
+// Of eight parents `kEighths` by cp.async of kCopyWarps warps, the others by bulk copies of kBulkWarps; the list is
+// read ahead.
 template <int kEighths, int kCopyWarps, int kBulkWarps>
 constexpr int kAheadThreads = 32 * (kQueries + kBulkWarps + (kEighths > 0 ? kCopyWarps : 0));
 
@@ -200,11 +201,11 @@ __global__ void __launch_bounds__(kAheadThreads<kEighths, kCopyWarps, kBulkWarps
       int const node = __shfl_sync(0xffffffffu, next, first % 32 + lane % kSlots);
       char const* const from = data + static_cast<int64_t>(node) * stride;
       barriers::mbarrier_wait(is_empty, parity ^ 1, "gathers: empty");
-      bool const mine = lane >= copied && lane < there && lane % kBulkWarps == warp - kQueries;
-      int const copies = __popc(__ballot_sync(0xffffffffu, mine));
+      bool const own = lane >= copied && lane < there && lane % kBulkWarps == warp - kQueries;
+      int const copies = __popc(__ballot_sync(0xffffffffu, own));
       if (lane == 0) barriers::mbarrier_arrive_expect_bytes(is_full, copies * kParentBytes);
       __syncwarp();
-      if (mine) ptx::bulk_load(slot(lane), from, kParentBytes, is_full);
+      if (own) ptx::bulk_load(slot(lane), from, kParentBytes, is_full);
     } else {
       int const thread = threadIdx.x - 32 * (kQueries + kBulkWarps);
       barriers::mbarrier_wait(is_empty, parity ^ 1, "gathers: empty");
@@ -310,13 +311,13 @@ struct Lists {
   std::vector<uint32_t> masks;
 };
 
-Lists unite(std::vector<std::vector<char>> const& takes, int queries) {
+Lists build_union(std::vector<std::vector<char>> const& visits, int queries) {
   Lists lists;
-  for (std::size_t first = 0; first < takes.size(); first += queries) {
+  for (std::size_t first = 0; first < visits.size(); first += queries) {
     std::size_t const begin = lists.nodes.size();
     for (int node = 0; node < kParents; ++node) {
       uint32_t mask = 0;
-      for (int q = 0; q < queries; ++q) mask |= uint32_t(takes[first + q][node]) << q;
+      for (int q = 0; q < queries; ++q) mask |= uint32_t(visits[first + q][node]) << q;
       if (mask != 0) lists.nodes.push_back(node), lists.masks.push_back(mask);
     }
     lists.counts.push_back(int(lists.nodes.size() - begin));
@@ -337,24 +338,24 @@ void parents() {
     std::mt19937 random(1);
     std::vector<int> order(kParents);
     std::iota(order.begin(), order.end(), 0);
-    std::vector<std::vector<char>> takes;
+    std::vector<std::vector<char>> visits;
     for (int q = 0; q < blocks * kQueries; ++q) {
       std::shuffle(order.begin(), order.end(), random);
-      bool const anew = !local || q % (2 * kQueries) == 0;
-      std::vector<char> now = anew ? std::vector<char>(kParents) : takes.back();
-      int swaps = anew ? 0 : kTopK * 12 / 100;
+      bool const fresh = !local || q % (2 * kQueries) == 0;
+      std::vector<char> now = fresh ? std::vector<char>(kParents) : visits.back();
+      int swaps = fresh ? 0 : kTopK * 12 / 100;
       int leave = swaps;
-      int enter = anew ? kTopK : swaps;
+      int enter = fresh ? kTopK : swaps;
       for (int const node : order) {
         if (now[node] ? leave > 0 : enter > 0) {
           (now[node] ? leave : enter) -= 1;
           now[node] = !now[node];
         }
       }
-      takes.push_back(std::move(now));
+      visits.push_back(std::move(now));
     }
     for (bool const cluster : {false, true}) {
-      Lists const lists = unite(takes, cluster ? 2 * kQueries : kQueries);
+      Lists const lists = build_union(visits, cluster ? 2 * kQueries : kQueries);
       int* const nodes = on_device(lists.nodes);
       uint32_t* const masks = on_device(lists.masks);
       int* const counts = on_device(lists.counts);

@@ -30,7 +30,7 @@ constexpr int kThreads = kWarps * 32;
 constexpr int kSteps = 8;        // of 16 columns, of K and of V
 constexpr int kParents = 4;      // a round of WGMMA; in shared memory a warp or warpgroup passes over as many
 constexpr int kParentBytes = 8192;
-constexpr int kQueryBytes = 64 * 256;  // of a warpgroup, in values passes of first layers
+constexpr int kQueryBytes = 64 * 256;  // of a warpgroup, in attend passes of entry layers
 constexpr int kSharedBytes = 1024 + kParents * kParentBytes + kWarps / 4 * kQueryBytes;
 constexpr double kSeconds = 1.5;
 
@@ -73,14 +73,14 @@ struct Times {
   std::int64_t nanoseconds;
 };
 
-// Layers below: a warp a query, by mma.sync.
-template <bool kTurns, bool kValues, bool kReads, bool kExponentials>
-__global__ void __launch_bounds__(kThreads, 1) below(int pairs, float* out, Times* times) {
+// Selected layers: a warp a query, by mma.sync.
+template <bool kRotates, bool kValues, bool kReads, bool kExponentials>
+__global__ void __launch_bounds__(kThreads, 1) selected(int pairs, float* out, Times* times) {
   extern __shared__ char shared[];
   uint32_t const address = (ptx::shared_address(shared) + 1023) / 1024 * 1024;
   fill(address);
   int const lane = threadIdx.x % 32;
-  uint32_t q[kSteps][4], p[4], b[kSteps][4], turn[2];
+  uint32_t q[kSteps][4], p[4], b[kSteps][4], rotation[2];
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
@@ -91,11 +91,11 @@ __global__ void __launch_bounds__(kThreads, 1) below(int pairs, float* out, Time
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) p[j] = random_pair<__nv_bfloat16>(threadIdx.x + j) & 0x7fff7fffu;
-  // A rotation as a matrix (rope::TurnColumns): the query keeps its size.
+  // A rotation as a matrix (rope::RotationColumns): the query keeps its size.
   int const g = lane / 4;
   bool const holds = lane % 4 == g / 2;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) turn[i] = !holds ? 0u : Pairs<__half>::pack(g % 2 ? 0.6f : 0.8f, g % 2 ? 0.8f : -0.6f);
+  for (int i = 0; i < 2; ++i) rotation[i] = !holds ? 0u : Pairs<__half>::pack(g % 2 ? 0.6f : 0.8f, g % 2 ? 0.8f : -0.6f);
   uint32_t const rows = address + (lane % 16) * 256 + ((lane / 16 ^ lane % 8) << 4);
   float o[2 * kSteps][4] = {}, s[2][4] = {}, sum = 0.0f;
   std::int64_t const begin = clock64(), began = nanoseconds();
@@ -118,9 +118,9 @@ __global__ void __launch_bounds__(kThreads, 1) below(int pairs, float* out, Time
         ptx::mma_bf16(o[2 * i], p, value[0], value[1]);
         ptx::mma_bf16(o[2 * i + 1], p, value[2], value[3]);
       }
-      if constexpr (kTurns) {
-        ptx::multiply_fp16(q[i][0], q[i][1], q[i][0], q[i][1], turn[0]);
-        ptx::multiply_fp16(q[i][2], q[i][3], q[i][2], q[i][3], turn[1]);
+      if constexpr (kRotates) {
+        ptx::multiply_fp16(q[i][0], q[i][1], q[i][0], q[i][1], rotation[0]);
+        ptx::multiply_fp16(q[i][2], q[i][3], q[i][2], q[i][3], rotation[1]);
       }
     }
 #pragma unroll
@@ -145,9 +145,9 @@ __global__ void __launch_bounds__(kThreads, 1) below(int pairs, float* out, Time
   out[blockIdx.x * kThreads + threadIdx.x] = sum;
 }
 
-// First layers: a warpgroup its four queries against four parents, by WGMMA; keys and values from shared memory, as always.
+// Entry layers: a warpgroup its four queries against four parents, by WGMMA; keys and values from shared memory, as always.
 template <bool kValues, bool kExponentials>
-__global__ void __launch_bounds__(kThreads, 1) first(int pairs, float* out, Times* times) {
+__global__ void __launch_bounds__(kThreads, 1) entry(int pairs, float* out, Times* times) {
   extern __shared__ char shared[];
   uint32_t const address = __shfl_sync(0xffffffffu, (ptx::shared_address(shared) + 1023) / 1024 * 1024, 0);
   fill(address);
@@ -271,7 +271,7 @@ double measure(char const* name, Kernel kernel) {
 
 // Pairs of a whole sequence.
 struct PairCounts {
-  double values_below, choice_below, values_first, choice_first;
+  double attend_selected, score_selected, attend_entry, score_entry;
 };
 
 PairCounts pairs_of(std::int64_t T) {
@@ -280,11 +280,11 @@ PairCounts pairs_of(std::int64_t T) {
   for (std::int64_t n = T; n > kTopK * kSiblings; n = (n + kSiblings - 1) / kSiblings) ++layers;
   PairCounts pairs{};
   for (std::int64_t t = 0; t < T; ++t) {
-    int const first = first_layer(t, kTopK);
+    int const first = entry_layer(t, kTopK);
     for (int l = first; l >= 0; --l) {
       double const parents = candidates(t, l, layers, kTopK).parents;
-      (l == first ? pairs.values_first : pairs.values_below) += parents;
-      if (l > 0) (l == first ? pairs.choice_first : pairs.choice_below) += parents;
+      (l == first ? pairs.attend_entry : pairs.attend_selected) += parents;
+      if (l > 0) (l == first ? pairs.score_entry : pairs.score_selected) += parents;
     }
   }
   return pairs;
@@ -303,29 +303,29 @@ void measure_transposes() {
 int main(int count, char** words) {
   if (count > 1 && std::strcmp(words[1], "transposes") == 0) return measure_transposes(), 0;
   std::printf("a pair:\n");
-  double const values = measure("below, values: products", below<true, true, false, false>);
-  double const choice = measure("below, a walk of a choice: products", below<true, false, false, false>);
-  double const values_fed = measure("below, values: and reads of shared memory", below<true, true, true, false>);
-  double const choice_fed = measure("below, a walk of a choice: and reads of shared memory", below<true, false, true, false>);
-  double const values_all = measure("below, values: and exponentials", below<true, true, true, true>);
-  double const choice_all = measure("below, a walk of a choice: and exponentials", below<true, false, true, true>);
-  double const values_still = measure("below, values, queries that need not turn: products", below<false, true, false, false>);
-  double const choice_still = measure("below, choice, queries that need not turn: products", below<false, false, false, false>);
-  double const first_values = measure("first layer, values: products", first<true, false>);
-  double const first_choice = measure("first layer, a walk of a choice: products", first<false, false>);
-  double const first_values_all = measure("first layer, values: and exponentials", first<true, true>);
-  double const first_choice_all = measure("first layer, a walk of a choice: and exponentials", first<false, true>);
+  double const attend = measure("selected layer, attend: products", selected<true, true, false, false>);
+  double const score = measure("selected layer, a sweep of a score pass: products", selected<true, false, false, false>);
+  double const attend_fed = measure("selected layer, attend: and reads of shared memory", selected<true, true, true, false>);
+  double const score_fed = measure("selected layer, a sweep of a score pass: and reads of shared memory", selected<true, false, true, false>);
+  double const attend_all = measure("selected layer, attend: and exponentials", selected<true, true, true, true>);
+  double const score_all = measure("selected layer, a sweep of a score pass: and exponentials", selected<true, false, true, true>);
+  double const attend_still = measure("selected layer, attend, queries that are not rotated: products", selected<false, true, false, false>);
+  double const score_still = measure("selected layer, score, queries that are not rotated: products", selected<false, false, false, false>);
+  double const entry_attend = measure("entry layer, attend: products", entry<true, false>);
+  double const entry_score = measure("entry layer, a sweep of a score pass: products", entry<false, false>);
+  double const entry_attend_all = measure("entry layer, attend: and exponentials", entry<true, true>);
+  double const entry_score_all = measure("entry layer, a sweep of a score pass: and exponentials", entry<false, true>);
 
-  std::printf("\nms a call: products; products of queries that need not turn; and reads; and exponentials\n");
+  std::printf("\nms a call: products; products of queries that need not rotation; and reads; and exponentials\n");
   for (int log2_T : {14, 16, 17, 18, 20}) {
     PairCounts const x = pairs_of(std::int64_t{1} << log2_T);
     auto const total = [&](double v, double c, double fv, double fc) {
-      return 1e-6 * (v * x.values_below + 2 * c * x.choice_below + fv * x.values_first + 2 * fc * x.choice_first);
+      return 1e-6 * (v * x.attend_selected + 2 * c * x.score_selected + fv * x.attend_entry + 2 * fc * x.score_entry);
     };
-    std::printf("%8lld %8.2f %8.2f %8.2f %8.2f\n", 1ll << log2_T, total(values, choice, first_values, first_choice),
-                total(values_still, choice_still, first_values, first_choice),
-                total(values_fed, choice_fed, first_values, first_choice),
-                total(values_all, choice_all, first_values_all, first_choice_all));
+    std::printf("%8lld %8.2f %8.2f %8.2f %8.2f\n", 1ll << log2_T, total(attend, score, entry_attend, entry_score),
+                total(attend_still, score_still, entry_attend, entry_score),
+                total(attend_fed, score_fed, entry_attend, entry_score),
+                total(attend_all, score_all, entry_attend_all, entry_score_all));
   }
   measure_transposes();
   return 0;

@@ -7,7 +7,7 @@
 // A block stands for some neighbouring queries: it adds 16 KB (16 children, K = V = 128, dk and dv) to each parent of their
 // union, ascending, from a ring in shared memory, by bulk reductions (cp.reduce.async.bulk) that one thread issues, or by
 // vector reductions (red.global.add.v4.f32) of 256 threads. 4,096 and 8,192 parents are those of 64K and 128K tokens. The
-// unions: those of independent queries, drawn anew for each block; and those of neighbours that agree, of which a block
+// unions: those of independent queries, drawn afresh for each block; and those of neighbours that agree, of which a block
 // exchanges an eighth with the block before. First it checks that sums come out.
 #include <algorithm>
 #include <cstdint>

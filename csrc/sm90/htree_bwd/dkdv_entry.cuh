@@ -291,7 +291,7 @@ private:
     wgmma::pin(reinterpret_cast<uint32_t(&)[4 * kTileQueries]>(ds));
   }
 
-  // 64 nodes by 64 query heads.
+  // Issues a product of 64 nodes and 64 query heads.
   template <class Type, int kDim>
   __device__ __forceinline__ void multiply(Products& x, wgmma::Descriptor const& nodes,
                                            wgmma::Descriptor const& queries) const {

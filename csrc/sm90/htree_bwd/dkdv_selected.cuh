@@ -227,7 +227,7 @@ private:
                                                    4 * tq_));
   }
 
-  // Keys and values of the block to registers, and what they do not hold to shared memory.
+  // Loads keys and values of the block to registers, and what these do not hold to shared memory.
   __device__ __forceinline__ void load(WorkItem const& item) {
     char const* const packed =
         args_.kv_blocks[item.layer] +

@@ -59,7 +59,7 @@ struct DqEntryRing {
 // by first.
 struct DqEntryCta {
   int head;
-  int first;   // row
+  int first;   // the first row
   int layer;   // entry layer of the last row
   int before;  // KV tiles of the layer below that, all that may be candidates; zero where no row has that entry layer
   int tiles;   // KV tiles of `layer`, up to the reach of the last row
@@ -377,7 +377,7 @@ private:
     }
   }
 
-  // FragmentRotations the sums back and writes them where the tile's panels were.
+  // Rotates the sums back and writes them where the panels of the tile were.
   __device__ __forceinline__ void finish() {
     DqEntryCta const cta(args_);
     float const inverse[2] = {inverse_of(weight_scale_[0]), inverse_of(weight_scale_[1])};
