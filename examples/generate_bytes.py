@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_bytes import PRESETS, Decoder, Preset, Run, Text
 
 from htree_cuda.bench.protocol import identity
@@ -35,6 +36,8 @@ from htree_cuda.demo.progress import progress
 
 ARMS = ("htree", "dense")
 BYTES = 256
+# cuDNN's makes a plan for every length, which cannot be captured.
+STEP_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 DEFAULTS = {"cpu": {"steps": 60, "prompts": "4096"}, "gpu": {"steps": 100, "prompts": "32768"}}
 SYNCHRONISE_EVERY = 16  # tokens that the host may be ahead of a GPU
 
@@ -70,7 +73,8 @@ class DenseCache:
         keys, values = self.k[:, :, :end], self.v[:, :, :end]
         if x.shape[1] == 1:
             rows = q[:, 0].unflatten(1, (attention.n_kv_heads, -1))
-            out = F.scaled_dot_product_attention(rows, keys, values).flatten(1, 2)[:, None]
+            with sdpa_kernel(STEP_BACKENDS, set_priority=True):
+                out = F.scaled_dot_product_attention(rows, keys, values).flatten(1, 2)[:, None]
         elif first == 0:
             out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=True, enable_gqa=True)
             out = out.transpose(1, 2)
