@@ -129,7 +129,7 @@ def sparse_attention() -> None:
         (7, 9, "tile t+2, first half", MEMORY),
     ]
     roles = {"producer": copies, "consumer t % 2 = 0": one, "consumer t % 2 = 1": other}
-    schedule("timeline_sparse_attention", "Sparse attention: two consumers, tiles in turn", roles, 9)
+    schedule("timeline_sparse_attention", "Sparse attention: two consumers, alternating tiles", roles, 9)
 
 
 def speedups() -> None:

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".py", ".md"}
-FOLDERS = ("csrc", "htree_cuda", "docs", "benchmarks/cpp", "tests/hardware", "README.md")
+FOLDERS = ("csrc", "htree_cuda", "docs", "benchmarks/cpp", "tests", "tools", "examples", "README.md", "CONTRIBUTING.md")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,8 @@ OTHER_MEANINGS = re.compile(
 )
 # Where renaming is under way; a folder leaves the list with its last retired word.
 PENDING = ("csrc/sm90/htree_fwd/",)
+# Files that hold retired words because these are their subject: names in results of earlier builds among them.
+EXEMPT = ("tools/retired_words.py", "tests/unit/test_retired_words.py", "tools/update_docs/common.py")
 # The glossary names what it retires, in the rows of its table.
 GLOSSARY = "docs/architecture.md"
 
@@ -95,7 +97,7 @@ def check(root: Path, pending: tuple[str, ...] = PENDING) -> list[str]:
     problems = []
     for path in files(root):
         name = path.relative_to(root).as_posix()
-        if pending and name.startswith(pending):
+        if name in EXEMPT or (pending and name.startswith(pending)):
             continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
             problems += [f"{name}:{number}: {problem}" for problem in in_line(name, line)]

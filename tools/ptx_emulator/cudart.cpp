@@ -72,8 +72,8 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT void emulator_configure(uint64_t seed, int multiprocessors, bool races) {
-  emulator::configure({seed, multiprocessors, races});
+EXPORT void emulator_configure(uint64_t seed, int sms, bool races) {
+  emulator::configure({seed, sms, races});
 }
 EXPORT void emulator_allow(uint64_t address, uint64_t bytes) { emulator::allow(address, bytes); }
 EXPORT void emulator_forget_allocations() { emulator::forget_allocations(); }
@@ -145,7 +145,7 @@ cudaError_t cudaSetDevice(int device) {
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
-    case cudaDevAttrMultiProcessorCount: *value = emulator::configuration().multiprocessors; return cudaSuccess;
+    case cudaDevAttrMultiProcessorCount: *value = emulator::configuration().sms; return cudaSuccess;
     case cudaDevAttrComputeCapabilityMajor: *value = 9; return cudaSuccess;
     case cudaDevAttrComputeCapabilityMinor: *value = 0; return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = 232448; return cudaSuccess;
@@ -218,7 +218,7 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEven
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   *properties = {};
   std::strcpy(properties->name, "emulator");
-  properties->multiProcessorCount = emulator::configuration().multiprocessors;
+  properties->multiProcessorCount = emulator::configuration().sms;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetPCIBusId(char* bus, int length, int) {

@@ -55,15 +55,15 @@ def _allow(values) -> None:
 
 
 @contextlib.contextmanager
-def emulated(seed: int = 0, multiprocessors: int = 3, races: bool = True) -> Iterator[ctypes.CDLL]:
+def emulated(seed: int = 0, sms: int = 3, races: bool = True) -> Iterator[ctypes.CDLL]:
     """Inside, ops on CPU tensors take the way of CUDA tensors, and their kernels run here.
 
     A kernel reads and writes the storages of the tensors that it was given and nothing else; `seed` decides how its
-    threads and asynchronous copies take turns (seed % 3: round robin, random, priorities that change). `races`: also
+    threads and asynchronous copies are scheduled (seed % 3: round robin, random, priorities that change). `races`: also
     looks for accesses to shared memory that nothing orders, whatever the schedule.
     """
     compiled = module()
-    library().emulator_configure(seed, multiprocessors, races)
+    library().emulator_configure(seed, sms, races)
     saved = {name: getattr(kernels, name) for name in (*_LAUNCHERS, *_WORKSPACES, "load", "_place")}
     use_torch = ops._use_torch
 

@@ -9,7 +9,7 @@ namespace emulator {
 
 struct Options {
   uint64_t seed = 0;        // of the schedule
-  int multiprocessors = 3;  // what the device says it has: few, so that persistent blocks take several turns
+  int sms = 3;  // SMs that the device says it has: few, so that persistent blocks work several times
   bool races = false;       // looks for accesses to shared memory that nothing orders
 };
 
