@@ -92,6 +92,31 @@ ForwardParams forward_params(Strided const& q, Strided const& k, Strided const& 
   return params;
 }
 
+// What `explain` gives to its sink, as dicts: LaunchInfo's fields, None where nothing was counted.
+template <class Explain>
+py::list explained(Explain const& explain) {
+  py::list rows;
+  LaunchSink const sink = [](void* context, LaunchInfo const& info) {
+    auto const counted = [](std::int64_t n, bool is) -> py::object { return is ? py::object(py::int_(n)) : py::none(); };
+    bool const by_query = info.first_query < info.end_query;
+    py::dict row;
+    row["phase"] = info.phase;
+    row["layer"] = counted(info.layer, info.layer >= 0);
+    row["kind"] = info.kind;
+    row["kernel"] = info.kernel;
+    row["tile"] = info.tile;
+    row["reason"] = info.reason;
+    row["launches"] = info.launches;
+    row["ctas"] = counted(info.ctas, info.ctas > 0);
+    row["first_query"] = counted(info.first_query, by_query);
+    row["end_query"] = counted(info.end_query, by_query);
+    row["pairs"] = counted(info.pairs, info.pairs > 0);
+    static_cast<py::list*>(context)->append(row);
+  };
+  explain(sink, &rows);
+  return rows;
+}
+
 void bind_forward(py::module_& module) {
   py::class_<ForwardParams>(module, "ForwardParams", py::module_local(), "q, k, v: (pointer, stride_b, stride_t, stride_h) in elements")
       .def(py::init(&forward_params), py::kw_only(), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("B"),
@@ -118,6 +143,15 @@ void bind_forward(py::module_& module) {
       },
       py::arg("params"), py::kw_only(), py::arg("out"), py::arg("lse"), py::arg("selection"), py::arg("workspace"),
       py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"), "selection: 0 for none; see csrc/params.h");
+  module.def(
+      "explain_forward",
+      [](ForwardParams params, bool selection, int processors) {
+        std::int32_t some = 0;
+        params.selection = selection ? &some : nullptr;
+        return explained([&](LaunchSink sink, void* context) { explain_forward(params, processors, sink, context); });
+      },
+      py::arg("params"), py::kw_only(), py::arg("selection"), py::arg("processors"),
+      "The kernels of a forward call in their order, a dict each; pointers of params may be 0. Needs no GPU.");
 }
 
 void bind_backward(py::module_& module) {
@@ -257,6 +291,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "Kernel launchers of htree_cuda; call them through htree_cuda.kernels.";
   module.attr("params_hash") = HTREE_CUDA_PARAMS_HASH;
   module.def("runtime_version", &runtime_version, "CUDA version of the library, 13000 for 13.0");
+  module.def("has_mixed_dims", &has_mixed_dims, "whether the htree kernels for K != V are there");
   module.def("driver_version", &driver_version, "newest CUDA version that the driver runs; 0 without a driver");
   py::enum_<DType>(module, "DType", py::module_local())
       .value("bfloat16", DType::kBFloat16)

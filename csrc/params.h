@@ -26,6 +26,9 @@ HTREE_CUDA_API const char* library_params_hash();
 HTREE_CUDA_API int runtime_version();
 HTREE_CUDA_API int driver_version();
 
+// Whether the library holds the htree kernels for K != V (built with HTREE_CUDA_MIXED_DIMS=1).
+HTREE_CUDA_API bool has_mixed_dims();
+
 // Makes `device` current for the life of the object, then restores the context that was current before, whichever
 // copy of the CUDA runtime had set it.
 class HTREE_CUDA_API DeviceGuard {
@@ -94,7 +97,7 @@ struct ForwardParams {
   std::int64_t H_kv;
   std::int64_t G;      // 1 .. 16
   std::int64_t K;      // 64 or 128
-  std::int64_t V;      // 64 or 128
+  std::int64_t V;      // as K; the other of the two where has_mixed_dims()
   std::int64_t top_k;  // a power of two in 16 .. 512; compression_rate is 16, max_top_nodes 16 * top_k
   double scale;
   double rope_base;
@@ -109,6 +112,27 @@ HTREE_CUDA_API std::int64_t forward_workspace(ForwardParams const& params);
 // synchronisation, no allocation. Throws std::invalid_argument on a malformed request and std::runtime_error on a CUDA
 // error.
 HTREE_CUDA_API void forward(ForwardParams const& params, void* stream);
+
+// One kernel of a call, for one layer and layer kind, over all of its launches.
+struct LaunchInfo {
+  char const* phase;         // rotations, pool, pack, union, gather, score, select, attend
+  int layer;                 // 0: the bottom; -1: none
+  char const* kind;          // entry, selected, half-selected, or empty; one launch may serve several kinds
+  char const* kernel;
+  char const* tile;          // what a CTA has
+  char const* reason;        // why this kernel
+  std::int64_t launches;
+  std::int64_t ctas;         // of all launches; 0: not counted
+  std::int64_t first_query;  // positions first_query .. end_query - 1; equal where the work is not by query
+  std::int64_t end_query;
+  std::int64_t pairs;        // of a query (one KV head) and a block of 16 candidates, in one sweep; 0: not counted
+};
+
+using LaunchSink = void (*)(void* context, LaunchInfo const& info);
+
+// Calls `sink` for every kernel that `forward` would launch, in their order, on a GPU with so many SMs. Needs no GPU; pointers are
+// not looked at, save whether `selection` is null. The strings live until `sink` returns.
+HTREE_CUDA_API void explain_forward(ForwardParams const& params, int processors, LaunchSink sink, void* context);
 
 // ---- backward --------------------------------------------------------------------------------------------------
 

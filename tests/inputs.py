@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from htree_cuda import kernels
 from htree_cuda.params import TreeParams
 
 
@@ -81,3 +83,9 @@ def configs(draw) -> Config:
         rope_base=draw(st.sampled_from([0.5, 2.0, 100.0, 10000.0])),
         scale=draw(st.sampled_from([None, None, 0.0, -0.4, 1.7])),
     )
+
+
+def skip_what_is_not_built(K: int, V: int) -> None:
+    """Skips a test of kernels for K != V in a build without them."""
+    if K != V and not kernels.mixed_dims():
+        pytest.skip("built without HTREE_CUDA_MIXED_DIMS=1")

@@ -57,39 +57,39 @@ PARTS = {
     "selected-reads": [
         (
             f"{FWD}/attend_selected.cuh",
-            "      if (i + 1 < kValueSteps) load_values(values[(i + 1) % 2], waiting.slot, i + 1);\n"
-            "      if (i + 1 < kSteps) load_keys(keys[(i + 1) % 2], slot, i + 1);\n",
-            "      if (i == 0) load_values(values[1], waiting.slot, 1);\n"
-            "      if (i == 0) load_keys(keys[1], slot, 1);\n",
+            "    if (i + 1 < kValueSteps) load_values(s, values[(i + 1) % 2], waiting.slot, i + 1);\n"
+            "    if (i + 1 < Cfg::kSteps) load_keys(s, keys[(i + 1) % 2], slot, i + 1);\n",
+            "    if (i == 0) load_values(s, values[1], waiting.slot, 1);\n"
+            "    if (i == 0) load_keys(s, keys[1], slot, 1);\n",
         ),
         (
             f"{FWD}/score_selected.cuh",
             "#pragma unroll\n"
-            "    for (int i = 0; i < kSteps; ++i) {\n"
-            "      uint32_t keys[4];\n"
-            "      load_keys(keys, slot, i);\n",
+            "  for (int i = 0; i < Cfg::kSteps; ++i) {\n"
             "    uint32_t keys[4];\n"
-            "    load_keys(keys, slot, 0);\n"
+            "    load_keys(s, keys, slot, i);\n",
+            "  uint32_t keys[4];\n"
+            "  load_keys(s, keys, slot, 0);\n"
             "#pragma unroll\n"
-            "    for (int i = 0; i < kSteps; ++i) {\n",
+            "  for (int i = 0; i < Cfg::kSteps; ++i) {\n",
         ),
         (
             f"{FWD}/score_selected.cuh",
-            "        load_keys(keys, slots[parent], i);\n",
-            "        load_keys(keys, slots[parent], 0);\n",
+            "      load_keys(s, keys, slots[parent], i);\n",
+            "      load_keys(s, keys, slots[parent], 0);\n",
         ),
         (
             f"{FWD}/score_selected.cuh",
-            "          load_keys(keys, stage + parent * Cfg::kSlotBytes, i);\n",
-            "          load_keys(keys, stage + parent * Cfg::kSlotBytes, 0);\n",
+            "        load_keys(s, keys, stage + parent * Cfg::kSlotBytes, i);\n",
+            "        load_keys(s, keys, stage + parent * Cfg::kSlotBytes, 0);\n",
         ),
     ],
     # From rank to rank; queries restart as often.
     "selected-rotations": [
         (
             f"{FWD}/rope_inplace.cuh",
-            "    multiply(kk, reinterpret_cast<uint32_t const(&)[4]>(rotated()[kk]), step_[2 * kk]",
-            "    if (false) multiply(kk, reinterpret_cast<uint32_t const(&)[4]>(rotated()[kk]), step_[2 * kk]",
+            "  rotate_by(s, kk, reinterpret_cast<uint32_t const(&)[4]>(rotated(s)[kk]), s.rope.step[2 * kk]",
+            "  if (false) rotate_by(s, kk, reinterpret_cast<uint32_t const(&)[4]>(rotated(s)[kk]), s.rope.step[2 * kk]",
         ),
     ],
 }

@@ -21,6 +21,7 @@ void tree_pool(TreePoolParams const&, void*) { absent("tree_pool", "htree"); }
 #endif
 std::int64_t forward_workspace(ForwardParams const&) { absent("forward", "htree"); }
 void forward(ForwardParams const&, void*) { absent("forward", "htree"); }
+void explain_forward(ForwardParams const&, int, LaunchSink, void*) { absent("explain_forward", "htree"); }
 std::int64_t backward_workspace(ForwardParams const&) { absent("backward", "htree"); }
 void backward(BackwardParams const&, void*) { absent("backward", "htree"); }
 #endif

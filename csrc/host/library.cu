@@ -1,5 +1,6 @@
 #include "params.h"
 #include "driver.h"
+#include "mixed_dims.h"
 
 #ifndef HTREE_CUDA_PARAMS_HASH
 #error "the build defines HTREE_CUDA_PARAMS_HASH (build_backend/htree_cuda_compile.py)"
@@ -10,6 +11,8 @@ namespace htree_cuda {
 using namespace host;
 
 char const* library_params_hash() { return HTREE_CUDA_PARAMS_HASH; }
+
+bool has_mixed_dims() { return kMixedDims; }
 
 int runtime_version() {
   int version = 0;

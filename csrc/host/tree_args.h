@@ -7,6 +7,7 @@
 #include <string>
 
 #include "math.h"
+#include "mixed_dims.h"
 #include "params.h"
 #include "tree/geometry.cuh"
 
@@ -33,6 +34,10 @@ inline void check(char const* op, ForwardParams const& p) {
   }
   if ((p.K != 64 && p.K != 128) || (p.V != 64 && p.V != 128)) {
     reject(op, "K and V must be 64 or 128, got " + number(p.K) + " and " + number(p.V));
+  }
+  if (!kMixedDims && p.K != p.V) {
+    reject(op, "K and V must be equal in a library that was built without HTREE_CUDA_MIXED_DIMS=1, got " + number(p.K) + " and " +
+                   number(p.V));
   }
   if (!is_power_of_two(p.top_k) || p.top_k < tree::kMinTopK || p.top_k > tree::kMaxTopK) {
     reject(op, "top_k must be a power of two in 16 .. 512, got " + number(p.top_k));

@@ -14,11 +14,9 @@ PHASES = {
     "packing": r"tree_pack|rotations_kernel",
     "selection": r"select_kernel",
     "union": r"build_union_kernel",
-    "entry layer: score": r"htree_fwd_kernel<[^>]*Pass\)0[^>]*LayerKind\)0",
-    "entry layer: attend": r"htree_fwd_kernel<[^>]*Pass\)1[^>]*LayerKind\)0",
-    # Joint launches of two layer kinds count here: they are few, and mostly of queries in selected layers.
-    "selected layers: score": r"htree_fwd_(joint_kernel<[^>]*Pass\)0|kernel<[^>]*Pass\)0[^>]*LayerKind\)[12])",
-    "selected layers: attend": r"htree_fwd_(joint_kernel<[^>]*Pass\)1|kernel<[^>]*Pass\)1[^>]*LayerKind\)[12])",
+    # One launch may serve queries of all layer kinds.
+    "score": r"htree_fwd_kernel<[^>]*Pass\)0",
+    "attend": r"htree_fwd_kernel<[^>]*Pass\)1",
 }
 
 

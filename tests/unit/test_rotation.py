@@ -80,7 +80,7 @@ def constant(path, name):
 
 def period_of(dtype):
     return int(
-        constant("csrc/sm90/htree_fwd/forward.cu", "kRestartPeriodFp16" if dtype == torch.float16 else "kRestartPeriod")
+        constant("csrc/sm90/htree_fwd/dispatch.h", "kRestartPeriodFp16" if dtype == torch.float16 else "kRestartPeriod")
     )
 
 

@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "host/mixed_dims.h"
 #include "launch.h"
 #include "params.h"
 
@@ -44,13 +45,15 @@ struct Variant {
 
 inline constexpr Variant kVariants[] = {
     {DType::kBFloat16, 128, 128, launch_kernel<__nv_bfloat16, 128, 128>},
-    {DType::kBFloat16, 128, 64, launch_kernel<__nv_bfloat16, 128, 64>},
-    {DType::kBFloat16, 64, 128, launch_kernel<__nv_bfloat16, 64, 128>},
     {DType::kBFloat16, 64, 64, launch_kernel<__nv_bfloat16, 64, 64>},
     {DType::kFloat16, 128, 128, launch_kernel<__half, 128, 128>},
+    {DType::kFloat16, 64, 64, launch_kernel<__half, 64, 64>},
+#if HTREE_CUDA_MIXED_DIMS
+    {DType::kBFloat16, 128, 64, launch_kernel<__nv_bfloat16, 128, 64>},
+    {DType::kBFloat16, 64, 128, launch_kernel<__nv_bfloat16, 64, 128>},
     {DType::kFloat16, 128, 64, launch_kernel<__half, 128, 64>},
     {DType::kFloat16, 64, 128, launch_kernel<__half, 64, 128>},
-    {DType::kFloat16, 64, 64, launch_kernel<__half, 64, 64>},
+#endif
 };
 
 // The variant of a call; host/tree_args.h has refused calls that have none.

@@ -1,6 +1,5 @@
-// Roles of the layer kernel; the work is in mainloop.cuh (ring, producer), query.cuh, consumer.cuh, first.cuh and
-// first_groups.cuh (queries in their entry layer), rotating.cuh, below.cuh and score pass.cuh (the others), below_shared.cuh (several
-// of those a warp).
+// The forward kernel splits a CTA into roles: one warp copies KV blocks, one writes query masks, twelve consume them. The loops of the
+// consumers are in {score,attend}_{entry,selected}.cuh and attend_selected_swapab.cuh.
 #pragma once
 
 #include <type_traits>
@@ -10,12 +9,13 @@
 #include "attend_selected_swapab.cuh"
 #include "score_selected.cuh"
 #include "attend_entry.cuh"
+#include "score_entry.cuh"
 #include "producer.cuh"
 
 namespace htree_cuda::sm90::htree_fwd {
 
 template <class Cfg>
-__device__ __forceinline__ void run_block(Args const& args, char* shared_memory) {
+__device__ __forceinline__ void serve_tile(Args const& args, char* shared_memory) {
   uint32_t const base = (ptx::shared_address(shared_memory) + Cfg::kAlignment - 1) / Cfg::kAlignment * Cfg::kAlignment;
   Ring<Cfg> const ring(base + Cfg::kRingOffset);
   int const warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
@@ -33,33 +33,39 @@ __device__ __forceinline__ void run_block(Args const& args, char* shared_memory)
     if (warp == Cfg::kConsumers + 1) write_query_masks<Cfg>(args, ring);
   } else {
     ptx::raise_registers<Cfg::kConsumerRegisters>();
+    State<Cfg> state(args);
+    load_queries(state);
     if constexpr (Cfg::kKind == LayerKind::kEntry) {
-      EntryConsumer<Cfg>(args).run(ring);
+      if constexpr (Cfg::kReadsValues) {
+        attend_entry(state, ring);
+      } else {
+        score_entry(state, ring);
+      }
     } else if constexpr (Cfg::kSwapAB) {
-      SelectedAttendSwapAB<Cfg>(args, ring).run(ring);
+      attend_selected_swapab(state, ring);
+    } else if constexpr (Cfg::kReadsValues) {
+      attend_selected(state, ring);
     } else {
-      std::conditional_t<Cfg::kReadsValues, SelectedAttend<Cfg>, SelectedScore<Cfg>>(args, ring).run(ring);
+      score_selected(state, ring);
     }
   }
 }
 
-template <class Cfg>
-__global__ void __launch_bounds__(Cfg::kThreads, 1) htree_fwd_kernel(const __grid_constant__ Args args) {
+// A pass over a layer for a chunk of queries: CTAs before grid.half_selected_cta serve tiles for which the layer is selected, then
+// half-selected, then entry. One launch has all of them, so that no kind leaves SMs idle at its end.
+template <class Selected, class HalfSelected, class Entry>
+__global__ void __launch_bounds__(Selected::kThreads, 1)
+    htree_fwd_kernel(const __grid_constant__ Args args, const __grid_constant__ Grid grid) {
+  static_assert(Selected::kThreads == Entry::kThreads);
   extern __shared__ char shared_memory[];
-  run_block<Cfg>(args, shared_memory);
-}
-
-// A pass for queries that walk the layer in two ways, in one launch, so that neither leaves SMs idle in its end.
-// CTAs from `earlier_cta` on have blocks of the second one.
-template <class Later, class Earlier>
-__global__ void __launch_bounds__(Later::kThreads, 1)
-    htree_fwd_joint_kernel(const __grid_constant__ Args args, uint32_t earlier_cta) {
-  static_assert(Later::kThreads == Earlier::kThreads);
-  extern __shared__ char shared_memory[];
-  if (blockIdx.x < earlier_cta) {
-    run_block<Later>(args, shared_memory);
+  if (blockIdx.x >= grid.entry_cta) {
+    serve_tile<Entry>(args, shared_memory);
+  } else if constexpr (std::is_void_v<HalfSelected>) {
+    serve_tile<Selected>(args, shared_memory);
+  } else if (blockIdx.x >= grid.half_selected_cta) {
+    serve_tile<HalfSelected>(args, shared_memory);
   } else {
-    run_block<Earlier>(args, shared_memory);
+    serve_tile<Selected>(args, shared_memory);
   }
 }
 

@@ -1,22 +1,18 @@
-// Both ends of the ring of the layer kernel.
+// Both ends of the ring: a warp that copies KV blocks, and a warp that writes query masks.
 //
-//   barrier        arrives                        waits           makes visible / frees
-//   full[stage]    producer, once, and the bytes;  12 consumers    its parents; kSelected, and where a query is split: their
-//                  who names query_masks, once                          masks; values, kSelected: and those of the stage behind;
-//                                                                  kHalfSelected: bytes a slot instead, of both stages
-//   empty[stage]   each consumer warp, once;       both            the stage may be overwritten
-//                  values: after a later stage
-//                  has begun, see below.cuh and
-//                  first.cuh
-//   kQueryBarrier  the warps of a warpgroup        the same        kEntry: its queries, before the first product
-//                  (named barriers)
-//   kMergeBarrier  12 consumers (named barrier)    the same        a split query, after the last stage of a walk: what they
-//                                                                  are merged through is free; maxima and sums; O
+//   barrier         arrives                          waits           makes visible or frees
+//   full[stage]     the copying warp, once, and the  12 consumers    the stage's blocks; the query masks of selected layers and of a
+//                   bytes; the mask-writing warp,                    split query; in attend passes of selected layers and in half-
+//                   once                                             selected layers also those of the stage behind it
+//   empty[stage]    each consumer warp, once         both producers  the stage may be overwritten. Attend passes give a stage back after
+//                                                                    a later one has started (attend_entry.cuh, attend_selected.cuh)
+//   kQueryBarrier   the warps of a warpgroup         the same        entry layer: its queries, before the first product
+//   kMergeBarrier   12 consumers                     the same        a split query, after the last stage of a sweep: the memory that
+//                                                                    it is merged in is free; maxima and sums are written; O is
 //
-// Both sides walk the same number of groups, a stage each, and do so twice where the pass is a score pass: consumers release
-// groups that hold nothing of theirs, so every phase is passed whatever the masks say, and the four warps of a warpgroup
-// multiply together (first.cuh). What is computed for a query depends on that query alone: its own rank, its own running
-// maximum; the union decides only when a parent passes by.
+// Producers and consumers go through the same stages, in score passes twice. Consumers give back stages that hold nothing for them, so every
+// phase is passed whatever the masks say, and the four warps of a warpgroup multiply together. What is computed for a query depends on
+// that query alone, on its own ranks and its own maximum; the union decides only when a block passes by.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,133 +21,17 @@
 #include <type_traits>
 
 #include "device/barriers.cuh"
-#include "device/pipeline.cuh"
 #include "device/ptx.cuh"
-#include "traits.cuh"
+#include "smem.cuh"
+#include "tiles.cuh"
 
 namespace htree_cuda::sm90::htree_fwd {
 
-
-template <class Cfg>
-__device__ __forceinline__ KindArgs const& own(Args const& args) {
-  return args.kinds[static_cast<int>(Cfg::kKind)];
-}
-
-// Which block of queries of the launch this CTA has: the last ones, which walk the most in a entry layer, begin first, so
-// that short ones end the launch.
-template <class Cfg>
-__device__ __forceinline__ uint32_t block_index(Args const& args) {
-  return own<Cfg>(args).end_block - ptx::block_index();
-}
-
-// The block of the launch that a consumer warp has a query of, if any: where a CTA has several they are of one head, the first
-// exists, and others are -1 where they do not.
-template <class Cfg>
-__device__ __forceinline__ int block_of_warp(Args const& args, int warp) {
-  if constexpr (Cfg::kSharesWarp) {
-    BlockGroups const groups = own<Cfg>(args).groups.of_size(Cfg::kQueriesPerWarp);
-    return groups.block(args.blocks, static_cast<int>(block_index<Cfg>(args)), warp / (Cfg::kConsumers / Cfg::kQueriesPerWarp));
-  } else {
-    return static_cast<int>(block_index<Cfg>(args));
-  }
-}
-
-// The first: what is said of it but for its queries holds for all of the CTA.
-template <class Cfg>
-__device__ __forceinline__ QueryBlock some_block(Args const& args) {
-  return QueryBlock(args.blocks, block_of_warp<Cfg>(args, 0));
-}
-
-template <class Cfg>
-struct Ring {
-  uint32_t stages;
-  RingBarriers<Cfg::kStages, Cfg::kStageBytes> barriers;
-
-  __device__ explicit Ring(uint32_t shared)
-      : stages(shared), barriers{shared + Cfg::kFullOffset, shared + Cfg::kEmptyOffset} {}
-
-  __device__ __forceinline__ uint32_t stage(uint32_t slot) const { return stages + slot * Cfg::kStageBytes; }
-  // What the queries of consumer `i` take of the stage, see Config.
-  static __device__ __forceinline__ uint32_t mask(uint32_t stage, int i) { return stage + Cfg::kMaskOffset + 4 * i; }
-  // And of the one behind it.
-  static __device__ __forceinline__ uint32_t next_mask(uint32_t stage, int i) {
-    return stage + Cfg::kNextMaskOffset + 4 * i;
-  }
-  // kHalfSelected: the parent in slot `i`.
-  static __device__ __forceinline__ uint32_t parent(uint32_t stage, int i) {
-    return stage + Cfg::kParentOffset + 4 * i;
-  }
-};
-
-// Whether the query at position t walks this layer in this way. Above its entry layer it has nothing to do.
-template <class Cfg>
-__device__ __forceinline__ bool works(Args const& args, std::int64_t t) {
-  if constexpr (!Cfg::kIsSelected) {
-    return is_entry_layer(t, args.layer, args.top_k);
-  } else {
-    return is_selected_layer(t, args.layer, args.top_k) &&
-           is_half_selected(t, args.layer, args.half_selected_parents) == (Cfg::kKind == LayerKind::kHalfSelected);
-  }
-}
-
-// And how many candidates it has there.
-template <class Cfg>
-__device__ __forceinline__ int candidates_of(Args const& args, std::int64_t t) {
-  return Cfg::kKind == LayerKind::kEntry ? candidates_in_entry(t, args.layer)
-                                    : candidates_in_selected(t, args.layer, args.top_k);
-}
-
-// LayerKind::kEntry: how many parents query `i` of the block takes.
-template <class Cfg>
-__device__ __forceinline__ int parents_of(Args const& args, QueryBlock const& block, int i) {
-  std::int64_t const t = args.blocks.q_start + block.first + i;
-  if (i >= kBlockQueries || block.first + i >= args.blocks.T_q || !works<Cfg>(args, t)) return 0;
-  return (candidates_of<Cfg>(args, t) + kSiblings - 1) / kSiblings;
-}
-
-// Parents that the block streams: the last of its queries that walk has the most.
-template <class Cfg>
-__device__ __forceinline__ int stream_count(Args const& args) {
-  if constexpr (Cfg::kSwapAB) {
-    return args.union_count[block_of_warp<Cfg>(args, 0)];  // at the bottom there is no other way to walk below a entry layer
-  } else if constexpr (Cfg::kIsSelected) {
-    QueryBlock const block(args.blocks, block_index<Cfg>(args));
-    // Queries of a way are neighbours, more than a block of them. One that has none may be here where a launch is of several
-    // heads.
-    std::int64_t const t = args.blocks.q_start + block.first;
-    std::int64_t const last = args.blocks.q_start + min(block.first + kBlockQueries, args.blocks.T_q) - 1;
-    return works<Cfg>(args, t) || works<Cfg>(args, last) ? args.union_count[block_index<Cfg>(args)] : 0;
-  } else {
-    int count = 0;
-#pragma unroll 1
-    for (int which = Cfg::kQueriesPerWarp - 1; which >= 0; --which) {
-      int const index = block_of_warp<Cfg>(args, which * (Cfg::kConsumers / Cfg::kQueriesPerWarp));
-      if (Cfg::kSharesWarp && index < 0) continue;
-      QueryBlock const block(args.blocks, index);
-#pragma unroll 1
-      for (int i = kBlockQueries - 1; i >= 0 && count == 0; --i) count = parents_of<Cfg>(args, block, i);
-    }
-    return count;
-  }
-}
-
-// Who takes a parent of a split query: its rotations begin and end with one consumer.
-__device__ __forceinline__ int consumer_of(Args const& args, int rank) {
-  return rank / args.restart_period % kBlockQueries;
-}
-
-// Which queries of the block, or of all of a CTA's, selected an entry of a list.
-template <class Cfg>
-__device__ __forceinline__ typename Cfg::Mask mask_of_entry(Args const& args, uint32_t entry) {
-  using Stored = std::conditional_t<Cfg::kSwapAB, typename Cfg::Mask, std::uint16_t>;
-  return static_cast<Stored const*>(args.union_masks)[entry];
-}
-
-// Entries of a block's list, 32 at a time: lane i holds entry i of them, and of the next ones, which are on their way.
+// Entries of a tile's union, 32 at a time: lane i holds entry i. The next 32 are on their way meanwhile.
 template <class Cfg>
 struct Listed {
   int node = 0;
-  typename Cfg::Mask mask = 0;  // kEntry: 0, a query knows by itself how many parents it takes
+  typename Cfg::Mask mask = 0;  // 0 in an entry layer, where a query knows by itself how many blocks it takes
   uint32_t list = 0;
 
   __device__ explicit Listed(Args const& args) {
@@ -163,7 +43,7 @@ struct Listed {
     node = entry;
     if (Cfg::kIsSelected && entry < count) {
       if constexpr (!Cfg::kSwapAB) list = block_index<Cfg>(args) * static_cast<uint32_t>(kBlockQueries * args.top_k);
-      uint32_t const at = ptx::opaque(list + static_cast<uint32_t>(entry));  // two addresses that move on are too many
+      uint32_t const at = ptx::opaque(list + static_cast<uint32_t>(entry));  // one address for both loads: registers
       node = own<Cfg>(args).union_nodes[at];
       mask = mask_of_entry<Cfg>(args, at);
     }
@@ -171,7 +51,7 @@ struct Listed {
   }
 };
 
-// A warp that copies parents to their stages.
+// The warp that copies KV blocks to their stages.
 template <class Cfg>
 __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
   int const lane = threadIdx.x % 32;
@@ -179,7 +59,7 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
   char const* const packed = own<Cfg>(args).packed + some_block<Cfg>(args).bh * own<Cfg>(args).parents_per_head * args.block_bytes;
   RingPosition<Cfg::kStages> at;
 #pragma unroll 1
-  for (int kind = 0; kind < Cfg::kSweeps; ++kind) {
+  for (int sweep = 0; sweep < Cfg::kSweeps; ++sweep) {
     Listed<Cfg> next(args);
     next.fetch(args, count, lane);
     for (int base = 0; base < count; base += 32) {
@@ -189,7 +69,7 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
 #pragma unroll 1
       for (int group = 0; group < 32 / Cfg::kStageSlots && base + group * Cfg::kStageSlots < count; ++group) {
         int const slots = min(count - base - group * Cfg::kStageSlots, Cfg::kStageSlots);
-        int const copies = (slots + Cfg::kCopySlots - 1) / Cfg::kCopySlots;  // a tile is whole in global memory
+        int const copies = (slots + Cfg::kCopySlots - 1) / Cfg::kCopySlots;  // global memory holds whole tiles of blocks
         int const slot = lane % Cfg::kStageSlots;
         ring.barriers.wait_empty(at, "htree_fwd producer: empty");
         uint32_t const full = ring.barriers.full_at(at.slot);
@@ -206,24 +86,24 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
   }
 }
 
-// Another one that says who takes them, so that copies need not wait until that is known.
+// The warp that writes query masks. Copies do not wait for it.
 template <class Cfg>
 __device__ void write_query_masks(Args const& args, Ring<Cfg> const& ring) {
   int const lane = threadIdx.x % 32;
   int const count = stream_count<Cfg>(args);
 
-  // What rotates queries to the next rank is there with the first stage.
+  // The rotation to the next rank is visible with the first stage.
   if constexpr (Cfg::kSwapAB) {
     constexpr int kRow = Cfg::kK / 16;
     if (lane < 4 * kRow) {
-      uint2 const rotate = __ldg(reinterpret_cast<uint2 const*>(own<Cfg>(args).packed_step_rotation) + lane);
+      uint2 const rotation = __ldg(reinterpret_cast<uint2 const*>(own<Cfg>(args).packed_step_rotation) + lane);
       ptx::store_shared_8B(
-          ring.stages - Cfg::kRingOffset + Cfg::kStepOffset + lane / kRow * Cfg::kStepBytes + lane % kRow * 8, rotate);
+          ring.stages - Cfg::kRingOffset + Cfg::kStepOffset + lane / kRow * Cfg::kStepBytes + lane % kRow * 8, rotation);
     }
   }
 
-  // The word of consumer `lane` for a stage, `group` of the 32 entries at hand.
-  int expected = 0;  // kHalfSelected: the parent without a gap
+  // The query mask of consumer `lane` for a stage, which is `group` of the 32 entries at hand.
+  int expected = 0;  // half-selected: the block that would leave no gap
   auto const taken = [&](typename Cfg::Mask mask, int node, int group) {
     uint32_t word = 0;
     int shift = 0;
@@ -252,7 +132,7 @@ __device__ void write_query_masks(Args const& args, Ring<Cfg> const& ring) {
 
   RingPosition<Cfg::kStages> at;
 #pragma unroll 1
-  for (int kind = 0; kind < Cfg::kSweeps; ++kind) {
+  for (int sweep = 0; sweep < Cfg::kSweeps; ++sweep) {
     expected = 0;
     uint32_t next_word = 0;
     Listed<Cfg> next(args);

@@ -1,348 +1,315 @@
-// Score passes in a selected layer, see rotating.cuh. Products with a parent's keys pass beside the exponentials of the one before it;
-// LayerKind::kHalfSelected: two parents that nothing lies between are taken together, and done with before others are.
+// Score passes of a selected layer, by mma.sync, a block after the other. Products with a block's keys run beside the exponentials of the block
+// before it. In half-selected layers, where queries seldom rotate, up to four blocks are taken together and finished before others are.
 #pragma once
 
-#include "rope_inplace.cuh"
+#include "fragments.cuh"
+#include "importance.cuh"
 
 namespace htree_cuda::sm90::htree_fwd {
 
+// The block that waits in a score pass.
+struct Scored {
+  float scores[2][4];  // lse sweep: products without their scale; importance sweep: exponents
+  float scale;
+  int cursor;
+};
+
+__device__ __forceinline__ void sum_exponentials(float const (&x)[2][4], float (&sum)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    sum[i] = (ptx::exp2_movable(x[0][2 * i]) + ptx::exp2_movable(x[0][2 * i + 1])) +
+             (ptx::exp2_movable(x[1][2 * i]) + ptx::exp2_movable(x[1][2 * i + 1]));
+  }
+}
+
 template <class Cfg>
-class SelectedScore : public RotatingConsumer<Cfg> {
-  using Base = RotatingConsumer<Cfg>;
-  using Base::active_;
-  using Base::advance;
-  using Base::args_;
-  using Base::overflows;
-  using Base::clear;
-  using Base::cursor_;
-  using Base::exponents;
-  using Base::exponents_of;
-  using Base::fetch_rotation;
-  using Base::groups_;
-  using Base::kHalfSelected;
-  using Base::kSteps;
-  using Base::left_;
-  using Base::load_keys;
-  using Base::multiply_keys;
-  using Base::position_;
-  using Base::release;
-  using Base::rest_of;
-  using Base::scales_of;
-  using Base::slot_of;
-  using Base::sum_;
-  using Base::rotate;
-  using Base::rotate_to;
-  using Base::warp_;
-  using Base::was_last;
-
-public:
-  __device__ SelectedScore(Args const& args, Ring<Cfg> const& ring)
-      : Base(args, ring), column_(static_cast<int>(ptx::opaque(Base::column()))) {}
-
-  // The lse, then the importance relative to it: the parents pass by twice.
-  __device__ void run(Ring<Cfg> const& ring) {
-    RingPosition<Cfg::kStages> at;
-    score_all<Sweep::kLse>(ring, at);
-    if (active_) {
-      Base::finish_lse(ring);
-      Base::repeat_sweep();
-      if constexpr (kHalfSelected) Base::keep_restart(position_);
-      if (Base::split()) Base::skip(warp_);
-      left_ = -1;
-      ptx::copy_async_wait<0>();  // rotates of a rank behind the last may be on their way
-      __syncwarp();
-      fetch_rotation(0);
-      if constexpr (kHalfSelected) Base::restart_rotation();
-    }
-    score_all<Sweep::kImportance>(ring, at);
-  }
-
-private:
-  template <Sweep kSweep>
-  __device__ __forceinline__ void score_all(Ring<Cfg> const& ring, RingPosition<Cfg::kStages>& at) {
-    Ring<Cfg> const own(ptx::opaque(ring.stages));
-    Scored scored;
-    clear(scored.scores, -Base::kInfinity);
-    scored.scale = 1.0f;
-    scored.cursor = cursor_;  // what is written there before there is a parent, is written again
-    uint32_t next_query_mask = 0;   // kHalfSelected: of the stage behind the one at hand
-    if (kHalfSelected && groups_ > 0 && active_) {
-      own.barriers.wait_full(at, "htree_fwd consumer: full");
-      next_query_mask = ptx::load_shared_4B(own.mask(own.stage(at.slot), warp_));
-    }
-#pragma unroll 1
-    for (int groups = groups_; groups > 0; --groups) {
-      own.barriers.wait_full(at, "htree_fwd consumer: full");
-      uint32_t const stage = own.stage(at.slot);
-      if constexpr (kHalfSelected) {
-        uint32_t const query_mask = next_query_mask;
-        if (active_) next_query_mask = ptx::load_shared_4B(own.next_mask(stage, warp_));
-        score_stage<kSweep>(stage, query_mask);
-      } else {
-        uint32_t query_mask = active_ ? ptx::load_shared_4B(own.mask(stage, warp_)) : 0u;
-        uint32_t slot = slot_of(stage, query_mask);
-#pragma unroll 1
-        while (query_mask != 0) {
-          rotate_to(stage, query_mask);
-          query_mask = rest_of(query_mask);
-          uint32_t const next = slot_of(stage, query_mask);
-          score<kSweep>(slot, scored);
-          slot = next;
-        }
-      }
-      release(stage);
-      at = at.ahead(1);
-    }
-    if (!kHalfSelected && left_ >= 0) account_last<kSweep>(scored);  // there was a parent
-  }
-
-  // What is known of the parent that waits, in a scoring pass.
-  struct Scored {
-    float scores[2][4];  // lse: products, which the scale has not met; importance: exponents
-    float scale;
-    int cursor;
-  };
-
-  // A round of a scoring pass.
-  template <Sweep kSweep>
-  __device__ __forceinline__ void score(uint32_t slot, Scored& scored) {
-    account<kSweep>(scored);
-    float scale = ptx::load_shared_float(scales_of(slot));
-    float products[2][4];
-    clear(products, 0.0f);
+__device__ __forceinline__ void importance_exponents(State<Cfg> const& s, float scale, float (&products)[2][4], float (&x)[2][4]) {
+  if (!s.far) {
+    exponents_of_products(s, finite_factors(s, scale), products, x);
+  } else {
+    apply_shared_scale(scale, products);
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      uint32_t keys[4];
-      load_keys(keys, slot, i);
-      multiply_keys(products, keys, i);
-      if constexpr (!kHalfSelected) rotate(i);
+    for (int i = 0; i < 8; ++i) {
+      x[i / 4][i % 4] = importance_exponent(s, i % 4 / 2, products[i / 4][i % 4]);
     }
-    Base::settle(scale, scales_of(slot), products);
-    if constexpr (kSweep == Sweep::kImportance) {
-      importance_exponents(scale, products, scored.scores);
-    } else {
+  }
+}
+
+// Adds blocks to the lse, in their order.
+template <int kParents, class Cfg>
+__device__ __forceinline__ void add_to_lse(State<Cfg>& s, float const (&scale)[kParents], float (&products)[kParents][2][4]) {
+  float x[kParents][2][4];
+  float sum[kParents][2];
+  bool again = false;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) scored.scores[i / 4][i % 4] = products[i / 4][i % 4];
-    }
-    scored.scale = scale;
-    scored.cursor = cursor_;
-    advance();
+  for (int parent = 0; parent < kParents; ++parent) {
+    exponents_of_products(s, factors(s, scale[parent]), products[parent], x[parent]);
+    again |= overflows(x[parent]);
+    sum_exponentials(x[parent], sum[parent]);  // the sums pass while the warp votes
   }
-
-  // kHalfSelected: the parents `mine` of a stage. Two are taken together where the query leaves none out between them, so that chains
-  // of products and exponentials of one pass beside those of the other; what they come to is the same, bitwise: which ones
-  // share a stage is a matter of the neighbours.
-  template <Sweep kSweep>
-  __device__ __forceinline__ void score_stage(uint32_t stage, uint32_t query_mask) {
-    constexpr uint32_t kNext = 8;
-#pragma unroll 1
-    while (query_mask != 0) {
-      rotate_to(stage, query_mask);
-      if ((query_mask & ~Cfg::kGapMask) == kWholeStage && score_whole<kSweep>(stage)) return;
-      // The lse takes the last parent of all alone, and leaves children out there.
-      bool const inner = kSweep == Sweep::kImportance || position_ >= 2 * kSiblings;
-      if ((query_mask >> kNext & (Cfg::kTaken | Cfg::kGapMask)) == Cfg::kTaken && inner) {
-        score_together<kSweep, 2>({slot_of(stage, query_mask), slot_of(stage, query_mask >> kNext)});
-        query_mask >>= 2 * kNext;
-      } else {
-        score_together<kSweep, 1>({slot_of(stage, query_mask)});
-        query_mask >>= kNext;
-      }
-    }
-  }
-
-  // kHalfSelected: all parents of a stage in straight line, exponentials of two beside products of the others. Where a maximum would
-  // rise or keys have scales of their own nothing is done: they are taken two by two then, and what they come to is the same.
-  template <Sweep kSweep>
-  __device__ __forceinline__ bool score_whole(uint32_t stage) {
-    constexpr int kParents = Cfg::kStageSlots;
-    if (kSweep == Sweep::kLse ? position_ < kParents * kSiblings : Base::far_) return false;
-    float scale[kParents];
-    float x[kParents][2][4];  // products, then their exponents
+  if (__any_sync(kFullWarp, again)) {
 #pragma unroll
     for (int parent = 0; parent < kParents; ++parent) {
-      scale[parent] = ptx::load_shared_float(scales_of(stage + parent * Cfg::kSlotBytes));
-      clear(x[parent], 0.0f);
+      if (kParents > 1) {  // after the update of the block before, this maximum may do
+        exponents_of_products(s, factors(s, scale[parent]), products[parent], x[parent]);
+        sum_exponentials(x[parent], sum[parent]);
+      }
+      if (kParents == 1 || __any_sync(kFullWarp, overflows(x[parent]))) {
+        apply_shared_scale(scale[parent], products[parent]);
+        update_own_max<1>(s, products[parent]);
+        exponents_of_scores(s, products[parent], x[parent]);
+        sum_exponentials(x[parent], sum[parent]);
+      }
+      s.sum[0] += sum[parent][0];
+      s.sum[1] += sum[parent][1];
+    }
+    return;
+  }
+#pragma unroll
+  for (int parent = 0; parent < kParents; ++parent) {
+    s.sum[0] += sum[parent][0];
+    s.sum[1] += sum[parent][1];
+  }
+}
+
+template <Sweep kSweep, class Cfg>
+__device__ __forceinline__ void account(State<Cfg>& s, Scored& scored) {
+  if constexpr (kSweep == Sweep::kLse) {
+    add_to_lse<1>(s, {scored.scale}, reinterpret_cast<float(&)[1][2][4]>(scored.scores));
+  } else {
+    float x[2][4];
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[tile][e] = ptx::exp2_movable(scored.scores[tile][e]);
+    }
+    store_importance(s, x, scored.cursor, s.rope.column);
+  }
+}
+
+template <Sweep kSweep, class Cfg>
+__device__ __forceinline__ void account_last(State<Cfg>& s, Scored& scored) {
+  if constexpr (kSweep == Sweep::kLse) {
+    apply_shared_scale(scored.scale, scored.scores);
+    add_parent_to_lse(s, scored.scores, was_last(s));
+  } else {
+    account<kSweep>(s, scored);
+  }
+}
+
+// A round of the loop: accounts for the block that waits, and multiplies the keys of the one in `slot`, which waits then.
+template <Sweep kSweep, class Cfg>
+__device__ __forceinline__ void score(State<Cfg>& s, uint32_t slot, Scored& scored) {
+  account<kSweep>(s, scored);
+  float scale = ptx::load_shared_float(scales_of<Cfg>(slot));
+  float products[2][4];
+  fill(products, 0.0f);
+#pragma unroll
+  for (int i = 0; i < Cfg::kSteps; ++i) {
+    uint32_t keys[4];
+    load_keys(s, keys, slot, i);
+    multiply_keys(s, products, keys, i);
+    if constexpr (!Cfg::kHalfSelected) rotate_step(s, i);
+  }
+  apply_uneven_scales(s, scale, scales_of<Cfg>(slot), products);
+  if constexpr (kSweep == Sweep::kImportance) {
+    importance_exponents(s, scale, products, scored.scores);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) scored.scores[i / 4][i % 4] = products[i / 4][i % 4];
+  }
+  scored.scale = scale;
+  scored.cursor = s.cursor;
+  advance_rank(s);
+}
+
+template <Sweep kSweep, int kParents, class Cfg>
+__device__ __forceinline__ void score_together(State<Cfg>& s, uint32_t const (&slots)[kParents]) {
+  float scale[kParents];
+  float products[kParents][2][4];
+#pragma unroll
+  for (int parent = 0; parent < kParents; ++parent) {
+    scale[parent] = ptx::load_shared_float(scales_of<Cfg>(slots[parent]));
+    fill(products[parent], 0.0f);
+  }
+#pragma unroll
+  for (int i = 0; i < Cfg::kSteps; ++i) {
+#pragma unroll
+    for (int parent = 0; parent < kParents; ++parent) {
+      uint32_t keys[4];
+      load_keys(s, keys, slots[parent], i);
+      multiply_keys(s, products[parent], keys, i);
+    }
+  }
+  if (isnan(kParents == 1 ? scale[0] : scale[0] + scale[kParents - 1])) {
+#pragma unroll
+    for (int parent = 0; parent < kParents; ++parent) {
+      apply_uneven_scales(s, scale[parent], scales_of<Cfg>(slots[parent]), products[parent]);
+    }
+  }
+  if constexpr (kSweep == Sweep::kLse) {
+    if (kParents == 1 && s.position < kSiblings) {
+      apply_shared_scale(scale[0], products[0]);
+      add_parent_to_lse(s, products[0], true);
+    } else {
+      add_to_lse(s, scale, products);
+    }
+  } else {
+    float x[kParents][2][4];
+#pragma unroll
+    for (int parent = 0; parent < kParents; ++parent) {
+      importance_exponents(s, scale[parent], products[parent], x[parent]);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[parent][e / 4][e % 4] = ptx::exp2_movable(x[parent][e / 4][e % 4]);
+    }
+    if constexpr (kParents == 1) {
+      store_importance(s, x[0], s.cursor, s.rope.column);
+    } else {
+      store_importance_of_two(s, x, s.cursor);
+    }
+  }
+#pragma unroll
+  for (int parent = 0; parent < kParents; ++parent) advance_rank(s);
+}
+
+// Half-selected: scores all blocks of a stage in straight line, exponentials of two beside products of the others. Where a maximum has to be
+// updated, or keys have scales of their own, it does nothing and returns false: the blocks are then taken two by two, with the same bits.
+template <Sweep kSweep, class Cfg>
+__device__ __forceinline__ bool score_whole(State<Cfg>& s, uint32_t stage) {
+  constexpr int kParents = Cfg::kStageSlots;
+  if (kSweep == Sweep::kLse ? s.position < kParents * kSiblings : s.far) return false;
+  float scale[kParents];
+  float x[kParents][2][4];  // products, then their exponents
+#pragma unroll
+  for (int parent = 0; parent < kParents; ++parent) {
+    scale[parent] = ptx::load_shared_float(scales_of<Cfg>(stage + parent * Cfg::kSlotBytes));
+    fill(x[parent], 0.0f);
+  }
+#pragma unroll
+  for (int first = 0; first < kParents; first += 2) {
+#pragma unroll
+    for (int i = 0; i < Cfg::kSteps; ++i) {
+#pragma unroll
+      for (int parent = first; parent < first + 2; ++parent) {
+        uint32_t keys[4];
+        load_keys(s, keys, stage + parent * Cfg::kSlotBytes, i);
+        multiply_keys(s, x[parent], keys, i);
+      }
+    }
+  }
+  if constexpr (kSweep == Sweep::kLse) {
+    float sum[kParents][2];
+    bool asked = false;
+#pragma unroll
+    for (int parent = 0; parent < kParents; ++parent) {
+      exponents_of_products(s, factors(s, scale[parent]), x[parent], x[parent]);
+      asked |= overflows(x[parent]);
+      sum_exponentials(x[parent], sum[parent]);
+    }
+    if (__any_sync(kFullWarp, asked)) return false;
+#pragma unroll
+    for (int parent = 0; parent < kParents; ++parent) {
+      s.sum[0] += sum[parent][0];
+      s.sum[1] += sum[parent][1];
+    }
+  } else {
+    bool const shared = !isnan((scale[0] + scale[1]) + (scale[2] + scale[3]));
+#pragma unroll
+    for (int parent = 0; parent < kParents; ++parent) {
+      exponents_of_products(s, finite_factors(s, scale[parent]), x[parent], x[parent]);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[parent][e / 4][e % 4] = ptx::exp2_movable(x[parent][e / 4][e % 4]);
     }
 #pragma unroll
     for (int first = 0; first < kParents; first += 2) {
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-        for (int parent = first; parent < first + 2; ++parent) {
-          uint32_t keys[4];
-          load_keys(keys, stage + parent * Cfg::kSlotBytes, i);
-          multiply_keys(x[parent], keys, i);
-        }
-      }
+      store_importance_of_two(s, reinterpret_cast<float const(&)[2][2][4]>(x[first]), s.cursor + first, shared);
     }
-    if constexpr (kSweep == Sweep::kLse) {
-      float sum[kParents][2];
-      bool asked = false;
+    if (!shared) return false;
+  }
 #pragma unroll
-      for (int parent = 0; parent < kParents; ++parent) {
-        exponents(Base::factors(scale[parent]), x[parent], x[parent]);
-        asked |= overflows(x[parent]);
-        sum_up(x[parent], sum[parent]);
-      }
-      if (__any_sync(kFullWarp, asked)) return false;
-#pragma unroll
-      for (int parent = 0; parent < kParents; ++parent) {
-        sum_[0] += sum[parent][0];
-        sum_[1] += sum[parent][1];
-      }
+  for (int parent = 0; parent < kParents; ++parent) advance_rank(s);
+  return true;
+}
+
+// Half-selected: scores the blocks of a query mask. Two are taken together where the query leaves none out between them, so that products
+// and exponentials of one run beside those of the other. The result is bitwise identical to taking them one by one, because the neighbours
+// decide which blocks share a stage.
+template <Sweep kSweep, class Cfg>
+__device__ __forceinline__ void score_stage(State<Cfg>& s, uint32_t stage, uint32_t query_mask) {
+  constexpr uint32_t kNext = 8;
+#pragma unroll 1
+  while (query_mask != 0) {
+    rotate_to(s, stage, query_mask);
+    if ((query_mask & ~Cfg::kGapMask) == Cfg::kWholeStage && score_whole<kSweep>(s, stage)) return;
+    // The lse sweep takes the last block alone, because it leaves children out there.
+    bool const inner = kSweep == Sweep::kImportance || s.position >= 2 * kSiblings;
+    if ((query_mask >> kNext & (Cfg::kTaken | Cfg::kGapMask)) == Cfg::kTaken && inner) {
+      score_together<kSweep, 2>(s, {slot_of<Cfg>(stage, query_mask), slot_of<Cfg>(stage, query_mask >> kNext)});
+      query_mask >>= 2 * kNext;
     } else {
-      bool const shared = !isnan((scale[0] + scale[1]) + (scale[2] + scale[3]));
-#pragma unroll
-      for (int parent = 0; parent < kParents; ++parent) {
-        exponents(Base::finite_factors(scale[parent]), x[parent], x[parent]);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) x[parent][e / 4][e % 4] = ptx::exp2_movable(x[parent][e / 4][e % 4]);
-      }
-#pragma unroll
-      for (int first = 0; first < kParents; first += 2) {
-        Base::add_columns_of_two(reinterpret_cast<float const(&)[2][2][4]>(x[first]), cursor_ + first, shared);
-      }
-      if (!shared) return false;
+      score_together<kSweep, 1>(s, {slot_of<Cfg>(stage, query_mask)});
+      query_mask >>= kNext;
     }
-#pragma unroll
-    for (int parent = 0; parent < kParents; ++parent) advance();
-    return true;
   }
+}
 
-  template <Sweep kSweep, int kParents>
-  __device__ __forceinline__ void score_together(uint32_t const (&slots)[kParents]) {
-    float scale[kParents];
-    float products[kParents][2][4];
-#pragma unroll
-    for (int parent = 0; parent < kParents; ++parent) {
-      scale[parent] = ptx::load_shared_float(scales_of(slots[parent]));
-      clear(products[parent], 0.0f);
-    }
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-      for (int parent = 0; parent < kParents; ++parent) {
-        uint32_t keys[4];
-        load_keys(keys, slots[parent], i);
-        multiply_keys(products[parent], keys, i);
-      }
-    }
-    if (isnan(kParents == 1 ? scale[0] : scale[0] + scale[kParents - 1])) {
-#pragma unroll
-      for (int parent = 0; parent < kParents; ++parent) {
-        Base::settle(scale[parent], scales_of(slots[parent]), products[parent]);
-      }
-    }
-    if constexpr (kSweep == Sweep::kLse) {
-      if (kParents == 1 && position_ < kSiblings) {
-        Base::apply(scale[0], products[0]);
-        Base::add_to_lse(products[0], true);
-      } else {
-        normalise(scale, products);
-      }
+template <Sweep kSweep, class Cfg>
+__device__ __forceinline__ void score_sweep(State<Cfg>& s, Ring<Cfg> const& ring, RingPosition<Cfg::kStages>& at) {
+  Ring<Cfg> const own(ptx::opaque(ring.stages));
+  Scored scored;
+  fill(scored.scores, -kInfinity);
+  scored.scale = 1.0f;
+  scored.cursor = s.cursor;  // what is stored before the first block is stored again
+  uint32_t next_query_mask = 0;   // half-selected: of the stage behind the one at hand
+  if (Cfg::kHalfSelected && s.groups > 0 && s.active) {
+    own.barriers.wait_full(at, "htree_fwd consumer: full");
+    next_query_mask = ptx::load_shared_4B(own.mask(own.stage(at.slot), s.warp));
+  }
+#pragma unroll 1
+  for (int groups = s.groups; groups > 0; --groups) {
+    own.barriers.wait_full(at, "htree_fwd consumer: full");
+    uint32_t const stage = own.stage(at.slot);
+    if constexpr (Cfg::kHalfSelected) {
+      uint32_t const query_mask = next_query_mask;
+      if (s.active) next_query_mask = ptx::load_shared_4B(own.next_mask(stage, s.warp));
+      score_stage<kSweep>(s, stage, query_mask);
     } else {
-      float x[kParents][2][4];
-#pragma unroll
-      for (int parent = 0; parent < kParents; ++parent) {
-        importance_exponents(scale[parent], products[parent], x[parent]);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) x[parent][e / 4][e % 4] = ptx::exp2_movable(x[parent][e / 4][e % 4]);
-      }
-      if constexpr (kParents == 1) {
-        Base::add_columns(x[0], cursor_, column_);
-      } else {
-        Base::add_columns_of_two(x, cursor_);
+      uint32_t query_mask = s.active ? ptx::load_shared_4B(own.mask(stage, s.warp)) : 0u;
+      uint32_t slot = slot_of<Cfg>(stage, query_mask);
+#pragma unroll 1
+      while (query_mask != 0) {
+        rotate_to(s, stage, query_mask);
+        query_mask = rest_of<Cfg>(query_mask);
+        uint32_t const next = slot_of<Cfg>(stage, query_mask);
+        score<kSweep>(s, slot, scored);
+        slot = next;
       }
     }
-#pragma unroll
-    for (int parent = 0; parent < kParents; ++parent) advance();
+    release_stage(s, stage);
+    at = at.ahead(1);
   }
+  if (!Cfg::kHalfSelected && s.rope.left >= 0) account_last<kSweep>(s, scored);  // unless the query took no block
+}
 
-  __device__ __forceinline__ void importance_exponents(float scale, float (&products)[2][4], float (&x)[2][4]) const {
-    if (!Base::far_) {
-      exponents(Base::finite_factors(scale), products, x);
-    } else {
-      Base::apply(scale, products);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        x[i / 4][i % 4] = Base::importance_exponent(i % 4 / 2, products[i / 4][i % 4]);
-      }
-    }
+// The consumer's loop: the blocks pass by twice, for the lse and then for the importance relative to it.
+template <class Cfg>
+__device__ __forceinline__ void score_selected(State<Cfg>& s, Ring<Cfg> const& ring) {
+  begin_rotation(s, ring);
+  s.rope.column = static_cast<int>(ptx::opaque(importance_column(s)));
+  RingPosition<Cfg::kStages> at;
+  score_sweep<Sweep::kLse>(s, ring, at);
+  if (s.active) {
+    finish_lse(s, ring);
+    repeat_sweep(s);
+    if constexpr (Cfg::kHalfSelected) keep_restart(s, s.position);
+    if (split(s)) skip_periods(s, s.warp);
+    s.rope.left = -1;
+    ptx::copy_async_wait<0>();  // rotations of a rank past the last may be on their way
+    __syncwarp();
+    fetch_rotation(s, 0);
+    if constexpr (Cfg::kHalfSelected) restart_rotation(s);
   }
-
-  static __device__ __forceinline__ void sum_up(float const (&x)[2][4], float (&sum)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      sum[i] = (ptx::exp2_movable(x[0][2 * i]) + ptx::exp2_movable(x[0][2 * i + 1])) +
-               (ptx::exp2_movable(x[1][2 * i]) + ptx::exp2_movable(x[1][2 * i + 1]));
-    }
-  }
-
-  // Adds parents to the lse, in their order.
-  template <int kParents>
-  __device__ __forceinline__ void normalise(float const (&scale)[kParents], float (&products)[kParents][2][4]) {
-    float x[kParents][2][4];
-    float sum[kParents][2];
-    bool again = false;
-#pragma unroll
-    for (int parent = 0; parent < kParents; ++parent) {
-      exponents(Base::factors(scale[parent]), products[parent], x[parent]);
-      again |= overflows(x[parent]);
-      sum_up(x[parent], sum[parent]);  // while the warp votes
-    }
-    if (__any_sync(kFullWarp, again)) {
-#pragma unroll
-      for (int parent = 0; parent < kParents; ++parent) {
-        if (kParents > 1) {  // the maximum that the one before raised may do
-          exponents(Base::factors(scale[parent]), products[parent], x[parent]);
-          sum_up(x[parent], sum[parent]);
-        }
-        if (kParents == 1 || __any_sync(kFullWarp, overflows(x[parent]))) {
-          Base::apply(scale[parent], products[parent]);
-          Base::template raise_own<1>(products[parent]);
-          exponents_of(products[parent], x[parent]);
-          sum_up(x[parent], sum[parent]);
-        }
-        sum_[0] += sum[parent][0];
-        sum_[1] += sum[parent][1];
-      }
-      return;
-    }
-#pragma unroll
-    for (int parent = 0; parent < kParents; ++parent) {
-      sum_[0] += sum[parent][0];
-      sum_[1] += sum[parent][1];
-    }
-  }
-
-  template <Sweep kSweep>
-  __device__ __forceinline__ void account(Scored& scored) {
-    if constexpr (kSweep == Sweep::kLse) {
-      normalise<1>({scored.scale}, reinterpret_cast<float(&)[1][2][4]>(scored.scores));
-    } else {
-      float x[2][4];
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[tile][e] = ptx::exp2_movable(scored.scores[tile][e]);
-      }
-      Base::add_columns(x, scored.cursor, column_);
-    }
-  }
-
-  template <Sweep kSweep>
-  __device__ __forceinline__ void account_last(Scored& scored) {
-    if constexpr (kSweep == Sweep::kLse) {
-      Base::apply(scored.scale, scored.scores);
-      Base::add_to_lse(scored.scores, was_last());
-    } else {
-      account<kSweep>(scored);
-    }
-  }
-
-  static constexpr uint32_t kWholeStage = 0x03020100u + 0x01010101u * Cfg::kTaken;  // every slot, no gap between two of them
-  int const column_;
-};
+  score_sweep<Sweep::kImportance>(s, ring, at);
+}
 
 }  // namespace htree_cuda::sm90::htree_fwd

@@ -1,26 +1,22 @@
-// Data sheet of the layer kernel: one layer of htree attention and one pass, which walks its candidates once for the values
-// and twice for the score pass, for the queries whose entry layer it is (`LayerKind::kEntry`) or for those which chose its parents in
-// the layer above (`LayerKind::kSelected`, and where at least half of the parents are chosen `LayerKind::kHalfSelected`, of which all holds that
-// is said of kSelected but for rotates).
+// Data sheet of the forward kernels: one layer of htree attention and one pass, for queries of one layer kind (args.h).
 //
-//   CTA           12 consumer warps (3 warpgroups), one query each, in kEntry and at the bottom (bf16) two with 8 heads and fewer,
-//                 four with 4 and fewer: consecutive queries of one (b, h_kv);
-//                 in a fourth warpgroup a producer warp and one that names who takes what it sends; the others idle
-//   products      kSelected: mma.sync, a parent at a time, a query's heads are rows and the children columns; where several queries
-//                 share a warp there (kSwapAB) the other way round. kEntry: WGMMA, a warpgroup its four queries, or eight or
-//                 sixteen, against the four parents of a stage. P of parents that a query does not take is zero
-//   slot          one parent: 16 keys (fp16, rotated by their node or place), their scales, 16 values, as tree/pack
-//                 laid them out in global memory; kSelected: one bulk copy
-//   stage         four slots, in score passes of kSelected eight, and their query masks, one full and one empty mbarrier; kEntry: one
-//                 tile of tree_pack, whose keys and values are panels of 64 rows for WGMMA; one bulk copy
-//   order         the producer streams the union of the block's parents, ascending; a consumer takes those it selected
-//                 and counts its own rank j; in a selected layer that gives the RoPE position n - 1 - 16 j
-//   one query     a call with a single query has one block of it a head, and splits it: the consumers take turns, a
-//                 `restart_period` of ranks each, with running states of their own, which are merged at the end of a walk
-//   registers     160 a consumer thread, 32 a producer thread: 3 * 128 * 160 + 128 * 32 = 65536
-//   shared memory 227 KB: in attend passes the queries, kEntry: as WGMMA reads them; kSelected: also the rotations from which
-//                 queries restart; else as many stages as fit. At K = V = 128 these have 20 parents in attend passes and
-//                 48 in others
+//   CTA            12 consumer warps (3 warpgroups) and a warpgroup with two producer warps, of which one copies KV blocks and one
+//                  writes query masks. A consumer warp serves one query, or two or four neighbours of the same (b, h_kv)
+//   products       Entry layer: WGMMA, the queries of a warpgroup against the four KV blocks of a stage. Selected layer: mma.sync, one
+//                  block at a time, heads are rows and children columns; where queries share a warp (kSwapAB) children are rows.
+//                  P of a block that a query does not take is zero
+//   slot           one KV block: 16 keys (fp16, rotated by node index or place), their scales, 16 values, as tree/pack laid them out
+//   stage          four slots, or eight in score passes of selected layers, with query masks, a full and an empty mbarrier. Entry layer:
+//                  one tile of tree/pack, whose keys and values are panels of 64 rows for WGMMA, by one bulk copy. Selected layer: one
+//                  bulk copy for each slot
+//   order          The producer streams the union of a tile's blocks, ascending. A consumer takes the blocks that its query selected and
+//                  counts their rank j; the rank gives the RoPE position n - 1 - 16 j of a selected layer
+//   one query      A call with one query has one tile a head, which the consumers of a CTA split: each takes `restart_period` ranks at
+//                  a time, with a running state of its own; the states are merged at the end of a sweep
+//   registers      160 for a consumer thread, 32 for a producer thread: 3 * 128 * 160 + 128 * 32 = 65536
+//   shared memory  227 KB. Attend passes keep the queries there, as WGMMA reads them or, in selected layers, unrotated together with the
+//                  rotations from which they restart; the rest are stages. At K = V = 128 the ring holds 20 blocks in attend passes
+//                  and 48 in score passes
 #pragma once
 
 #include <cuda_bf16.h>
@@ -30,61 +26,28 @@
 #include <type_traits>
 
 #include "device/sm90.cuh"
-#include "namespaces.h"
-#include "tree/geometry.cuh"
-#include "tree/pack.h"
-#include "tree/rope.cuh"
-#include "tree/row_scale.cuh"
+#include "args.h"
 
 namespace htree_cuda::sm90::htree_fwd {
 
-using namespace host;
-using namespace device;
-using namespace tree;
-
-// The two passes over a layer. A selecting layer takes both, the bottom one the second alone.
-enum class Pass {
-  kScore,  // what the selection needs: a block walks its parents twice, see Sweep
-  kAttend,  // softmax over the leaves, onto the running state
-};
-
-// Of the two walks of Pass::kScore.
-enum class Sweep {
-  kLse,  // lse_g over the candidates
-  kImportance,  // imp[p] = sum_g exp(s - lse_g)
-};
-
-enum class LayerKind {
-  kEntry,  // every parent up to the query's own; keys rotated by their node, the query by n - 1
-  kSelected,  // selected parents; keys rotated by their place, the query by n - 1 - 16 j
-  // Selected parents where they are half of all that there are or more: keys rotated by their node, the query by n - 1 and 16
-  // for each parent that it left out.
-  kHalfSelected,
-};
-
-inline constexpr int kTwoQueryHeads = 8;  // at most, where two queries share the 16 rows of a warp
-
 template <class Element_, int kK_, int kV_, Pass kPass_, LayerKind kKind_, int kQueriesPerWarp_ = 1>
-struct Config {
-  using Element = Element_;  // of values: __nv_bfloat16 or __half; void where none are read
+struct Traits {
+  using Element = Element_;  // the dtype of values: __nv_bfloat16 or __half; void where none are read
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
   static constexpr Pass kPass = kPass_;
   static constexpr LayerKind kKind = kKind_;
-  // Of a warp: one, or two or four neighbours. A CTA has as many blocks of queries, a part of the warps each. kEntry: the 16 rows
-  // of a warp hold the heads of all.
+  // One, or two or four neighbours. A CTA then has as many tiles of 12 queries, and each tile a part of the warps.
   static constexpr int kQueriesPerWarp = kQueriesPerWarp_;
   static constexpr bool kSharesWarp = kQueriesPerWarp > 1;
-  using TwoQueries = Config<Element_, kK_, kV_, kPass_, kKind_, 2>;
-  using FourQueries = Config<Element_, kK_, kV_, kPass_, kKind_, 4>;
   static constexpr bool kIsSelected = kKind != LayerKind::kEntry;
   static constexpr bool kReadsValues = kPass == Pass::kAttend;
-  // Children are the rows of products and the heads of queries their columns, so that queries share what is read of a parent. See
-  // below_shared.cuh.
+  // Children are the rows of products and heads their columns, so that queries share what a warp reads of a block
+  // (attend_selected_swapab.cuh).
   static constexpr bool kSwapAB = kSharesWarp && kIsSelected;
   static_assert(kQueriesPerWarp == 1 || kKind == LayerKind::kEntry || (kKind == LayerKind::kSelected && kReadsValues));
   static_assert(kQueriesPerWarp == 1 || kQueriesPerWarp == 2 || kQueriesPerWarp == 4);
-  using Mask = std::conditional_t<kQueriesPerWarp == 4, std::uint64_t, std::uint32_t>;  // a bit for each query of a CTA
+  using Mask = std::conditional_t<kQueriesPerWarp == 4, std::uint64_t, std::uint32_t>;  // a bit for each query of the CTA
   static constexpr int kSweeps = kPass == Pass::kScore ? 2 : 1;
 
   static constexpr int kConsumers = kBlockQueries;
@@ -94,69 +57,71 @@ struct Config {
   static_assert(kConsumers % 4 == 0 && kConsumers * 32 + 128 == kThreads);
   static_assert(kConsumers * 32 * kConsumerRegisters + 128 * kProducerRegisters <= 65536);
 
-  // Score passes below take few of a stage's parents each, where neighbours differ.
+  // In score passes of selected layers a query takes few of a stage's blocks where neighbours differ: larger stages mean fewer waits.
   static constexpr int kStageSlots = kKind == LayerKind::kSelected && kPass == Pass::kScore ? 8 : 4;
   static constexpr int kScaleBytes = kSiblings * 4;
   static constexpr int kKeyRowBytes = 2 * kK;
   static constexpr int kKeyBytes = kSiblings * kKeyRowBytes;
   static constexpr int kValueRowBytes = 2 * kV;
   static constexpr int kValueBytes = kReadsValues ? kSiblings * kValueRowBytes : 0;
-  // Slots that are copied at once. Panels begin at multiples of 1024 bytes.
+  // Slots that one bulk copy fills. WGMMA wants panels at multiples of 1024 bytes.
   static constexpr int kCopySlots = kKind == LayerKind::kEntry ? kTileParents : 1;
   static constexpr int kCopyBytes = kCopySlots * (kScaleBytes + kKeyBytes + kValueBytes);
   static constexpr int kKeyOffset = kKind == LayerKind::kEntry ? 1024 : 256;
-  static constexpr int kPanelBytes = kCopySlots * kSiblings * 128;  // kEntry
+  static constexpr int kPanelBytes = kCopySlots * kSiblings * 128;  // used in entry layers
   static constexpr int kScaleOffset = kKeyOffset - kCopySlots * kScaleBytes;
   static constexpr int kValueOffset = kKeyOffset + kCopySlots * kKeyBytes;
-  static constexpr int kSlotBytes = kKeyOffset + kCopySlots * (kKeyBytes + kValueBytes);  // of slots copied at once
+  static constexpr int kSlotBytes = kKeyOffset + kCopySlots * (kKeyBytes + kValueBytes);  // of the slots of one copy
   static constexpr int kStageBytes = kStageSlots / kCopySlots * kSlotBytes;
   static_assert(kStageSlots % kCopySlots == 0 && kKeyOffset >= kCopySlots * kScaleBytes);
   static_assert(kK % 64 == 0 && kV % 64 == 0, "rows are panels of eight 16-byte chunks");
   static_assert(kKeyOffset % 128 == 0, "lines are those of global memory");
   static_assert(kCopyBytes % 16 == 0 && kSlotBytes % (kKind == LayerKind::kEntry ? 1024 : 256) == 0);
 
-  // A stage begins with its barriers, full and empty, and a word a consumer, bit i: its query takes slot i, kSwapAB: bit
-  // 8 query + i. There is room before the scales, and one address serves all.
+  // A stage starts with its barriers, full and empty, and a query mask for each consumer. Bit i of a query mask says that the query
+  // takes slot i; with kSwapAB bit 8 query + i. The room before the scales holds them, so one address serves the whole stage.
   static constexpr int kFullOffset = 0;
   static constexpr int kEmptyOffset = 8;
   static constexpr int kMaskOffset = 16;
-  static constexpr int kQueryBits = 8;  // kSwapAB
+  static constexpr int kQueryBits = 8;  // bits of a query in a mask of kSwapAB
   static_assert(!kSwapAB || kStageSlots <= kQueryBits);
-  // Values, kSelected, and kHalfSelected: such words of the stage behind it too, so that nobody waits for them there.
+  // A stage also holds the masks of the stage behind it, so that a consumer knows them before it waits for that stage.
   static constexpr bool kWritesNextMask = kIsSelected && (kReadsValues || kKind == LayerKind::kHalfSelected);
   static constexpr int kNextMaskOffset = kMaskOffset + 4 * kConsumers;
-  // kHalfSelected: instead of bits such a word has a byte for each slot that the query takes, from the lowest: kTaken, the slot, and
-  // above it how many parents more it has left out there; kMaxGap: the parents say how many.
+  // In half-selected layers a mask has a byte for each slot that the query takes, from the lowest up: the slot, above it how many
+  // blocks the query left out since the one before, and kTaken. Where the gap is kMaxGap or more the block's index tells it.
   static constexpr int kSlotBits = 2;
   static constexpr uint32_t kSlotMask = (1u << kSlotBits) - 1;
   static constexpr uint32_t kMaxGap = 31;
   static constexpr uint32_t kGapMask = kMaxGap << kSlotBits;
   static constexpr uint32_t kTaken = 128;
+  static constexpr uint32_t kWholeStage = 0x03020100u + 0x01010101u * kTaken;  // every slot, with no gap between two of them
   static_assert(kKind != LayerKind::kHalfSelected || (kStageSlots == 4 && kSlotMask + kGapMask < kTaken));
   static constexpr int kParentOffset = kNextMaskOffset + 4 * kConsumers;
   static_assert(kParentOffset + 4 * kStageSlots <= kScaleOffset);
-  // Values: kEntry: the rotated queries, for each warpgroup panels of 64 rows, the heads of all its queries; kSelected: each
-  // query as it is, in fragments. kSelected: then the rotations from which it restarts, for each, and zeros: what three
-  // quarters of the lanes have of such a matrix.
+  // Attend passes keep their queries in shared memory. Entry layer: the rotated queries, for each warpgroup panels of 64 rows. Selected
+  // layer: the unrotated queries in fragments, behind them for each query the rotations from which it restarts, and zeros, which
+  // three quarters of the lanes have of such a rotation matrix.
   static constexpr int kQueryPanelBytes = 64 * 128;
   static constexpr int kQueryBytes = kReadsValues ? kK / 64 * kQueryPanelBytes : 0;
   static constexpr int kColumnBytes = 2 * kK / 4;
   static constexpr int kColumnsBytes = 8 * kColumnBytes;
-  static constexpr int kZerosOffset = kColumnsBytes + 16;  // in other banks than the columns that are read at once
-  // kSwapAB: PackedRotations instead, of each query; behind those of all consumers what rotates to the next rank.
+  static constexpr int kZerosOffset = kColumnsBytes + 16;  // in other banks than the columns that are read with them
+  // kSwapAB keeps PackedRotations for each query, and behind those of all consumers the rotation to the next rank.
   static constexpr int kPackedBytes = 2 * kK;
-  static constexpr int kStepBytes = kPackedBytes / 4 + 16;  // of lanes that share a row; in other banks than those of others
-  // kEntry, values, four queries a warp: what has no registers there, candidates that are no leaves, cursors and maxima.
+  static constexpr int kStepBytes = kPackedBytes / 4 + 16;  // for lanes that share a row; each row in other banks
+  // With four queries a warp in an entry layer's attend pass, expanded candidates, cursors and maxima have no registers: shared memory
+  // keeps them.
   static constexpr bool kKeeps = kKind == LayerKind::kEntry && kReadsValues && kQueriesPerWarp == 4;
   static constexpr int kKeptBytes = kKeeps ? 512 : 0;
-  static_assert(kKeptBytes % 64 == 0);  // the expanded ones of two halves of a warp are told apart by address
+  static_assert(kKeptBytes % 64 == 0);  // the address tells the two halves of a warp apart
   static constexpr int kRotationBytes =
       kKind == LayerKind::kEntry ? kKeptBytes : (kSwapAB ? kQueriesPerWarp * kPackedBytes : kColumnsBytes + 128);
   static_assert(kColumnBytes <= 64 && kColumnsBytes % 16 == 0 && kColumnsBytes / 16 <= 32, "a copy of 16 bytes a lane");
   static_assert(kPackedBytes / 16 <= 32, "a copy of 16 bytes a lane");
   static constexpr int kRotationOffset = kConsumers / 4 * kQueryBytes;
   static constexpr int kStepOffset = kRotationOffset + kConsumers * kRotationBytes;  // kSwapAB
-  // Where a query is split: 16 bytes for every consumer and head. Between two walks the ring is not free for them.
+  // A split query is merged by 16 bytes for every consumer and head. Between two sweeps the ring is in use, so they have room of their own.
   static constexpr int kMergeHeadBytes = kConsumers * 16 * 16;
   static constexpr int kRingOffset = kStepOffset + (kSwapAB ? 512 : 0) + (kSweeps - 1) * kMergeHeadBytes;
   static_assert(4 * kStepBytes <= 512);
@@ -167,8 +132,8 @@ struct Config {
   static_assert(kStages >= 3 && kSharedBytes <= kMaxSharedBytes);
   static_assert(kRingOffset % (kKind == LayerKind::kEntry ? 1024 : 256) == 0);
 
-  // Where a query is split, the ring is reused in the end, but for the barriers in it: the heads are in the first stage, and O
-  // as fragments, the same number of consumers a stage.
+  // At the end of an attend pass a split query is merged in the ring, around the barriers: heads in the first stage, and O as fragments,
+  // the same number of consumers in each stage.
   static constexpr int kMergeHeadOffset = kSweeps > 1 ? -kMergeHeadBytes : 1024;
   static constexpr int kMergeOutOffset = 1024 + kMergeHeadBytes;
   static constexpr int kMergeOutBytes = (kV / 8) * 32 * 16;
@@ -176,66 +141,32 @@ struct Config {
   static_assert(kNextMaskOffset + 4 * kConsumers <= 1024 && kMergeOutOffset <= kStageBytes);
   static_assert(!kReadsValues || kStages * kMergePerStage >= kConsumers);
   static constexpr int kMergeBarrier = 1;
-  static constexpr int kQueryBarrier = 2;  // and one more for each further warpgroup
-};
+  static constexpr int kQueryBarrier = 2;  // of the first warpgroup; the next ones follow
 
-// What is another for queries that walk in another way.
-struct KindArgs {
-  std::uint32_t end_block;               // CTA i works on block end_block - i; kSharesWarp: on that group of them
-  BlockGroups groups;                    // kSharesWarp
-  char const* packed;                    // the layer: [B, H_kv, parents] blocks of block_bytes, as the walk wants them
-  std::int64_t parents_per_head;
-  rope::RotationColumns const* restart_rotations;  // [begins, 8, K / 32], with which a query restarts; kSelected
-  std::int64_t restarts;
-  std::int32_t const* union_nodes;       // [blocks, 12 * top_k], as they lie in `packed`; kSelected
-  rope::PackedRotations const* packed_restart_rotations;  // [begins, 4, K / 16]; kSwapAB
-  rope::PackedRotations const* packed_step_rotation;    // [4, K / 16]; kSwapAB
-};
-
-// Everything a launch reads and writes. Rows are queries of the launch: row = block * 12 + warp. Where a query is split,
-// the state has a row for every consumer.
-struct Args {
-  QueryBlocks blocks;
-  KindArgs kinds[3];              // by LayerKind
-  std::int64_t block_bytes;
-  tree::pack::Source values;         // of the layer, unpacked; kAttend
-  int const* has_nonfinite_v;              // whether any layer has values that are not finite
-  float2 const* rotations;                 // [positions, K / 2]; kEntry
-  rope::RotationColumns const* step_rotation;     // [8, K / 32], with which it rotates on, kSelected: the other way round
-
-  void const* q;                  // [B, T_q, H, K]
-  std::int64_t q_stride_b;
-  std::int64_t q_stride_t;
-  std::int64_t q_stride_h;
-  bool q_half;                    // fp16, else bf16
-  bool q_pairs;                   // two neighbouring elements may be read at once
-  int H_kv;
-  int G;
-  row_scale::ScoreScale scale;
-  bool strict_causal;
-  int restart_period;                // ranks until a query rotates anew from itself, kHalfSelected: parents left out; kSelected
-  bool split;                     // one query, over all consumers of its block
-
-  int layer;
-  int layers;
-  int top_k;
-  int half_selected_parents;              // kHalfSelected where there are fewer
-
-  std::int32_t const* parents;       // [rows, top_k] selected in the layer above, ascending; kSelected
-  // The union of the parents of each block; kSelected. kSwapAB: of a group of blocks in the place of the first.
-  void const* union_masks;           // [blocks, 12 * top_k], bit i: selected by query i; 16 bits, kSwapAB: Mask
-  std::int32_t const* union_count;   // [blocks]
-
-  std::uint16_t const* expanded;    // [rows, width / 16], bit c: candidate 16 j + c is no leaf; unused at the bottom
-  std::int64_t width;             // of a row of importance
-  float* importance;              // [rows, width]
-
-  // Running softmax between layers: O as float32 fragments, and two numbers for every head.
-  float4* state_out;              // [rows, V / 8, 32]
-  float2* state_sum;              // [rows, 16] running maximum (raw) and sum
-
-  void* out;                      // [B, T_q, H, V] contiguous, written at the bottom
-  float* lse;                     // [B, T_q, H]
+  // The 16 rows of a warp are two units of 8 rows, each of one query or two.
+  static constexpr bool kHalfSelected = kKind == LayerKind::kHalfSelected;
+  static constexpr int kSteps = kK / 16;      // k-steps of QK
+  static constexpr int kHalfSteps = kK / 32;  // k-steps that hold first elements of RoPE pairs, in the order of memory
+  static constexpr int kValueTiles = kReadsValues ? kV / 8 : 1;
+  static constexpr int kPerUnit = kSharesWarp ? kQueriesPerWarp / 2 : 1;  // queries in 8 rows
+  static constexpr int kUnitHeads = 8 / kPerUnit;
+  static constexpr int kOwnLanes = 32 / kPerUnit;    // lanes that have rows of the same queries
+  static constexpr int kRows = kSharesWarp ? 2 : 1;  // rows of a thread that may belong to different queries
+  // In an entry layer blocks pass by all queries alike, and rows differ in their first position alone: two numbers of 16 bits.
+  static constexpr bool kPacksPositions = kSharesWarp && !kIsSelected;
+  // Entry layer: 32-bit words of a group of four blocks, and how many groups' expanded candidates a warp reads at once.
+  static constexpr int kMaskWords = kTileParents / 2;
+  static constexpr int kGroupsFetched = kOwnLanes / kMaskWords;
+  // kSwapAB: the bits of one slot in a query mask, those of a unit side by side.
+  static constexpr uint32_t kOfSlot = kQueriesPerWarp == 4 ? 0x01010101u : 0x0101u;
+  static constexpr int kUnitBits = kQueryBits * kPerUnit;
+  static constexpr uint32_t kOfUnit = (1u << kUnitBits) - 1;
+  static constexpr int kValueTileRows = kV / 16;
+  // The attend pass of a selected layer reads values a round late and keeps the stage of the block that waits while others pass by. After
+  // kPatience stages without a block of its query it finishes the block that waits alone: the producer cannot fill a kept stage, and no
+  // consumer may wait for a stage that it keeps itself.
+  static constexpr int kPatience = kStages / 2;
+  static_assert(kPatience >= 1 && kPatience + 2 <= kStages);
 };
 
 }  // namespace htree_cuda::sm90::htree_fwd

@@ -1,3 +1,4 @@
+#include "host/mixed_dims.h"
 #include "distribute.cuh"
 #include "kernel.cuh"
 
@@ -14,14 +15,12 @@ void pack_kv_of(PackKv const& args, cudaStream_t stream) {
   }
 }
 
-template <class Element, int kK>
+template <class Element>
 void pack_queries_of(PackQueries const& args, cudaStream_t stream) {
   unsigned const blocks = grid_blocks("backward", std::int64_t(args.chunk.heads) * args.chunk.rows, kWarps);
-  if (args.V == 128) {
-    launch_overlapped(pack_queries_kernel<Element, kK, 128>, blocks, kThreads, 0, stream, args);
-  } else {
-    launch_overlapped(pack_queries_kernel<Element, kK, 64>, blocks, kThreads, 0, stream, args);
-  }
+  dispatch_dims(args.K, args.V, [&](auto K, auto V) {
+    launch_overlapped(pack_queries_kernel<Element, decltype(K)::value, decltype(V)::value>, blocks, kThreads, 0, stream, args);
+  });
 }
 
 }  // namespace
@@ -31,13 +30,7 @@ void pack_kv(PackKv const& args, DType dtype, cudaStream_t stream) {
 }
 
 void pack_queries(PackQueries const& args, DType dtype, cudaStream_t stream) {
-  if (dtype == DType::kFloat16) {
-    args.K == 128 ? pack_queries_of<__half, 128>(args, stream)
-                  : pack_queries_of<__half, 64>(args, stream);
-  } else {
-    args.K == 128 ? pack_queries_of<__nv_bfloat16, 128>(args, stream)
-                  : pack_queries_of<__nv_bfloat16, 64>(args, stream);
-  }
+  dtype == DType::kFloat16 ? pack_queries_of<__half>(args, stream) : pack_queries_of<__nv_bfloat16>(args, stream);
 }
 
 void distribute(Distribute const& args, DType dtype, cudaStream_t stream) {

@@ -1,9 +1,12 @@
+#include "host/mixed_dims.h"
+#if HTREE_CUDA_MIXED_DIMS
 #include "sm90/htree_fwd/launch.cuh"
 
 namespace htree_cuda::sm90::htree_fwd {
 
-template void launch<Config<__nv_bfloat16, 64, 128, Pass::kAttend, LayerKind::kSelected>,
-                     Config<__nv_bfloat16, 64, 128, Pass::kAttend, LayerKind::kHalfSelected>,
-                     Config<__nv_bfloat16, 64, 128, Pass::kAttend, LayerKind::kEntry>>(Args const&, Blocks const&, cudaStream_t);
+template void launch<__nv_bfloat16, 64, 128, Pass::kAttend, 1, 1>(Args const&, Grid const&, cudaStream_t);
+template void launch<__nv_bfloat16, 64, 128, Pass::kAttend, 2, 2>(Args const&, Grid const&, cudaStream_t);
+template void launch<__nv_bfloat16, 64, 128, Pass::kAttend, 4, 4>(Args const&, Grid const&, cudaStream_t);
 
 }  // namespace htree_cuda::sm90::htree_fwd
+#endif

@@ -2,8 +2,8 @@
 
 namespace htree_cuda::sm90::htree_fwd {
 
-template void launch<Config<__nv_bfloat16, 64, 64, Pass::kAttend, LayerKind::kSelected>,
-                     Config<__nv_bfloat16, 64, 64, Pass::kAttend, LayerKind::kHalfSelected>,
-                     Config<__nv_bfloat16, 64, 64, Pass::kAttend, LayerKind::kEntry>>(Args const&, Blocks const&, cudaStream_t);
+template void launch<__nv_bfloat16, 64, 64, Pass::kAttend, 1, 1>(Args const&, Grid const&, cudaStream_t);
+template void launch<__nv_bfloat16, 64, 64, Pass::kAttend, 2, 2>(Args const&, Grid const&, cudaStream_t);
+template void launch<__nv_bfloat16, 64, 64, Pass::kAttend, 4, 4>(Args const&, Grid const&, cudaStream_t);
 
 }  // namespace htree_cuda::sm90::htree_fwd

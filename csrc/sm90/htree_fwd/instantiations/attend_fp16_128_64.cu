@@ -1,9 +1,12 @@
+#include "host/mixed_dims.h"
+#if HTREE_CUDA_MIXED_DIMS
 #include "sm90/htree_fwd/launch.cuh"
 
 namespace htree_cuda::sm90::htree_fwd {
 
-template void launch<Config<__half, 128, 64, Pass::kAttend, LayerKind::kSelected>,
-                     void,
-                     Config<__half, 128, 64, Pass::kAttend, LayerKind::kEntry>>(Args const&, Blocks const&, cudaStream_t);
+template void launch<__half, 128, 64, Pass::kAttend, 1, 1>(Args const&, Grid const&, cudaStream_t);
+template void launch<__half, 128, 64, Pass::kAttend, 1, 2>(Args const&, Grid const&, cudaStream_t);
+template void launch<__half, 128, 64, Pass::kAttend, 1, 4>(Args const&, Grid const&, cudaStream_t);
 
 }  // namespace htree_cuda::sm90::htree_fwd
+#endif

@@ -2,9 +2,9 @@
 
 namespace htree_cuda::sm90::htree_fwd {
 
-// Score passes read no values: their configuration names no dtype, and its value dimension is nominal.
-template void launch<Config<void, 128, 64, Pass::kScore, LayerKind::kSelected>,
-                     Config<void, 128, 64, Pass::kScore, LayerKind::kHalfSelected>,
-                     Config<void, 128, 64, Pass::kScore, LayerKind::kEntry>>(Args const&, Blocks const&, cudaStream_t);
+// A score pass reads no values: its kernels name no dtype of values, and their V is nominal.
+template void launch<void, 128, 64, Pass::kScore, 1, 1>(Args const&, Grid const&, cudaStream_t);
+template void launch<void, 128, 64, Pass::kScore, 1, 2>(Args const&, Grid const&, cudaStream_t);
+template void launch<void, 128, 64, Pass::kScore, 1, 4>(Args const&, Grid const&, cudaStream_t);
 
 }  // namespace htree_cuda::sm90::htree_fwd

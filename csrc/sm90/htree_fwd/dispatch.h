@@ -1,0 +1,129 @@
+// Which forward kernel serves which queries: data, and the one place that knows of group sizes, dtypes and layer kinds.
+// forward.cu launches by it, explain.cu prints it, docs/architecture.md shows it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "args.h"
+#include "params.h"
+
+namespace htree_cuda::sm90::htree_fwd {
+
+// A forward kernel of a pass, a dtype and head dimensions: its CTAs serve tiles of queries in a selected layer, so many queries
+// a warp, and tiles in their entry layer. With one query a warp the kernel serves half-selected layers, too.
+struct Variant {
+  int selected_queries;  // with more than one, scores are K q^T instead of q K^T (swap A/B)
+  int entry_queries;
+
+  friend constexpr bool operator==(Variant a, Variant b) {
+    return a.selected_queries == b.selected_queries && a.entry_queries == b.entry_queries;
+  }
+};
+
+enum class Reads { kNoValues, kBFloat16, kFloat16 };  // score passes read no values and serve both dtypes
+enum class Place { kBottom, kAbove };
+
+struct Rule {
+  Pass pass;
+  Reads reads;
+  Place place;       // of the layer
+  int max_group;     // query heads of a KV head
+  Variant selected;  // the kernel for queries in a selected layer
+  Variant entry;     // the kernel for queries in their entry layer: one launch for both where it is the same
+  char const* reason;
+};
+
+// The first rule that matches holds. Groups of 8 and 4 heads leave half and three quarters of a product's 16 rows empty, unless two or
+// four neighbouring queries share a warp. In their entry layer all queries read the same blocks, so they can. In a selected layer they
+// gain where neighbours selected the same blocks and no candidate is expanded, which is the bottom; fp16 queries restart at every
+// rank, which the packed rotations of swap A/B have no room for.
+inline constexpr Rule kRules[] = {
+    {Pass::kScore, Reads::kNoValues, Place::kAbove, 4, {1, 4}, {1, 4}, "4 queries fill 16 rows in their entry layer"},
+    {Pass::kScore, Reads::kNoValues, Place::kAbove, 8, {1, 2}, {1, 2}, "2 queries fill 16 rows in their entry layer"},
+    {Pass::kScore, Reads::kNoValues, Place::kAbove, 16, {1, 1}, {1, 1}, "one query fills the rows"},
+    {Pass::kAttend, Reads::kBFloat16, Place::kBottom, 4, {4, 4}, {4, 4}, "4 queries share what a warp reads of a block"},
+    {Pass::kAttend, Reads::kBFloat16, Place::kBottom, 8, {2, 2}, {2, 2}, "2 queries share what a warp reads of a block"},
+    {Pass::kAttend, Reads::kBFloat16, Place::kAbove, 4, {1, 1}, {4, 4}, "expanded candidates differ by query; entry: 4 queries fill 16 rows"},
+    {Pass::kAttend, Reads::kBFloat16, Place::kAbove, 8, {1, 1}, {2, 2}, "expanded candidates differ by query; entry: 2 queries fill 16 rows"},
+    {Pass::kAttend, Reads::kBFloat16, Place::kBottom, 16, {1, 1}, {1, 1}, "one query fills the rows"},
+    {Pass::kAttend, Reads::kBFloat16, Place::kAbove, 16, {1, 1}, {1, 1}, "one query fills the rows"},
+    {Pass::kAttend, Reads::kFloat16, Place::kBottom, 4, {1, 4}, {1, 4}, "fp16 restarts at every rank; entry: 4 queries fill 16 rows"},
+    {Pass::kAttend, Reads::kFloat16, Place::kBottom, 8, {1, 2}, {1, 2}, "fp16 restarts at every rank; entry: 2 queries fill 16 rows"},
+    {Pass::kAttend, Reads::kFloat16, Place::kAbove, 4, {1, 4}, {1, 4}, "fp16 restarts at every rank; entry: 4 queries fill 16 rows"},
+    {Pass::kAttend, Reads::kFloat16, Place::kAbove, 8, {1, 2}, {1, 2}, "fp16 restarts at every rank; entry: 2 queries fill 16 rows"},
+    {Pass::kAttend, Reads::kFloat16, Place::kBottom, 16, {1, 1}, {1, 1}, "one query fills the rows"},
+    {Pass::kAttend, Reads::kFloat16, Place::kAbove, 16, {1, 1}, {1, 1}, "one query fills the rows"},
+};
+
+// The variants that kernels are built for, in every pass and dtype that a rule names them for.
+inline constexpr Variant kSharedVariants[] = {{1, 1}, {2, 2}, {4, 4}};  // bf16 attend
+inline constexpr Variant kEntryVariants[] = {{1, 1}, {1, 2}, {1, 4}};   // score, fp16 attend
+
+inline constexpr Rule const& rule_of(Pass pass, DType dtype, std::int64_t G, std::int64_t T_q, int layer) {
+  Reads const reads = pass == Pass::kScore ? Reads::kNoValues : dtype == DType::kFloat16 ? Reads::kFloat16 : Reads::kBFloat16;
+  Place const place = layer == 0 && pass == Pass::kAttend ? Place::kBottom : Place::kAbove;
+  std::int64_t const group = T_q == 1 ? 16 : G;  // the one query of a call has all warps of its CTA
+  Rule const* rule = kRules;
+  while (rule->pass != pass || rule->reads != reads || rule->place != place || group > rule->max_group) ++rule;
+  return *rule;
+}
+
+// Queries a warp in a selected layer, and so the tiles of a CTA, which have one union.
+inline int queries_of_selected(ForwardParams const& p, int layer) {
+  return rule_of(Pass::kAttend, p.dtype, p.G, p.T_q, layer).selected.selected_queries;
+}
+inline int queries_of_entry(ForwardParams const& p) {
+  return rule_of(Pass::kAttend, p.dtype, p.G, p.T_q, 0).entry.entry_queries;
+}
+
+// Ranks that a query rotates through, or blocks that it leaves out, before it restarts from its unrotated self. Rounding adds up to
+// 0.53 of the error that rounding bf16 operands makes, 0.83 where keys are rounded to bf16 too (the bottom), and 1.22 of that of
+// fp16 operands (tests/unit/test_rotation.py).
+constexpr int kRestartPeriod = 16;
+constexpr int kRestartPeriodFp16 = 1;
+static_assert(kMinTopK % kRestartPeriod == 0, "attend_selected_swapab.cuh counts on whole periods in top_k ranks");
+
+inline int restart_period(ForwardParams const& p) {
+  return p.dtype == DType::kFloat16 ? kRestartPeriodFp16 : kRestartPeriod;
+}
+
+// A selected layer is half-selected where a query has fewer blocks than this up to its own. With 2 top_k blocks it leaves out as
+// many as it takes, and rotates as often as if it rotated at each. fp16 queries would restart at most of them without knowing where. At
+// the bottom keys are rounded to bf16 and the backward's are rotated by place: with logits in the thousands its weights are only
+// good if they are those that the forward has summed.
+inline int half_selected_parents(ForwardParams const& p, Pass pass, int layer) {
+  if (p.dtype == DType::kFloat16 || layer == 0) return 0;
+  return static_cast<int>(pass == Pass::kScore ? p.top_k * 3 / 2 : p.top_k * 2);
+}
+
+// The most of any pass.
+inline std::int64_t max_half_selected_parents(ForwardParams const& p) { return 2 * p.top_k; }
+
+// Positions begin .. end - 1 of the queries for which layer l is of a kind, in a pass.
+struct Positions {
+  std::int64_t begin;
+  std::int64_t end;
+
+  Positions(ForwardParams const& p, Pass pass, LayerKind kind, int l) {
+    auto const of_parents = [&](std::int64_t parents, int layer) { return parents << (kLog2Siblings * (layer + 1)); };
+    std::int64_t const selected = of_parents(p.top_k, l);
+    std::int64_t const sparse = of_parents(std::max<std::int64_t>(p.top_k, half_selected_parents(p, pass, l)), l);
+    switch (kind) {
+      case LayerKind::kEntry: begin = l == 0 ? 0 : of_parents(p.top_k, l - 1), end = selected; break;
+      case LayerKind::kHalfSelected: begin = selected, end = sparse; break;
+      case LayerKind::kSelected: begin = sparse, end = std::numeric_limits<std::int64_t>::max(); break;
+    }
+  }
+
+  bool meet(std::int64_t from, std::int64_t to) const { return std::max(begin, from) < std::min(end, to); }
+};
+
+// Whether layer l is of a kind for some query of the call, in some pass.
+inline bool has_kind(ForwardParams const& p, LayerKind kind, int l) {
+  auto const meet = [&](Pass pass) { return Positions(p, pass, kind, l).meet(p.q_start, p.q_start + p.T_q); };
+  return meet(Pass::kAttend) || (l > 0 && meet(Pass::kScore));
+}
+
+}  // namespace htree_cuda::sm90::htree_fwd

@@ -1,0 +1,205 @@
+// The end of a pass: the state for the layer below, or the result. A split query is merged, and values that are not finite reach the
+// outputs of the queries that attended them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "device/pairs.cuh"
+#include "row_map.cuh"
+#include "smem.cuh"
+#include "softmax.cuh"
+
+namespace htree_cuda::sm90::htree_fwd {
+
+// NaN for infinities: what an infinite input reached is NaN, whatever its sign and weight.
+__device__ __forceinline__ float infinite_to_nan(float x) { return fmaf(x, 0.0f, x); }
+
+// The ring holds zeros in the place of values that are not finite, and the sign of a block's first scale says that it has some. Once all is
+// summed, the values of such a block are read where they came from, and columns of O where one is not finite become NaN. `row_of` is the
+// row of this thread whose query took the block.
+template <class Cfg>
+__device__ __forceinline__ void propagate_nan_of_parent(State<Cfg>& s, std::int64_t parent, int rank, int row_of = 0) {
+  QueryBlock const block = own_tile(s);
+  int const last = candidates_of<Cfg>(s.args, s.args.blocks.q_start + block.first + query_of_row(s, row_of)) - 1;
+  uint32_t masked = rank == last / kSiblings ? causal_mask(last % kSiblings) : 0u;
+  if (s.args.layer > 0) masked = s.args.expanded[launch_row(s, row_of) * (s.args.width / kSiblings) + rank];
+  tree::pack::Source const& values = s.args.values;
+  typename Cfg::Element const* const rows = static_cast<typename Cfg::Element const*>(values.in) + block.bh / s.args.H_kv * values.stride_b +
+                              parent * kSiblings * values.stride_n + block.bh % s.args.H_kv * values.stride_h + 2 * s.tq;
+#pragma unroll 1
+  for (uint32_t open = 0xffffu & ~masked; open != 0; open &= open - 1) {
+    typename Cfg::Element const* const row = rows + (__ffs(open) - 1) * values.stride_n;
+#pragma unroll
+    for (int tile = 0; tile < Cfg::kValueTiles; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (isfinite(static_cast<float>(row[8 * tile + e]))) continue;
+        if (!Cfg::kSharesWarp || row_of == 0) s.o[tile][e] = not_a_number();
+        if (!Cfg::kSharesWarp || row_of == 1) s.o[tile][2 + e] = not_a_number();
+      }
+    }
+  }
+}
+
+template <class Cfg>
+__device__ __forceinline__ void sync_consumers(State<Cfg> const& s) {
+  barriers::named_sync(Cfg::kMergeBarrier, Cfg::kConsumers * 32);
+}
+
+// Merges maximum, sum and the rightmost candidate's score of both heads over all consumers, in the order of their ranks, and rescales O to
+// the maximum.
+template <class Cfg>
+__device__ __forceinline__ void merge_heads(State<Cfg>& s, Ring<Cfg> const& ring) {
+  sync_consumers(s);  // after an attend pass no consumer reads the ring any more
+  if (s.tq == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint4 const own = {__float_as_uint(s.max[i]), __float_as_uint(s.sum[i]), __float_as_uint(s.right[i]), 0u};
+      ptx::store_shared_16B(ring.stages + Cfg::kMergeHeadOffset + (s.warp * 16 + head_of_row(s, i)) * 16, own);
+    }
+  }
+  sync_consumers(s);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float largest = kNoLeaf;
+    float sum = 0.0f;
+    float right = 0.0f;
+#pragma unroll 1
+    for (int w = 0; w < Cfg::kConsumers; ++w) {
+      uint4 const other = ptx::load_shared_16B(ring.stages + Cfg::kMergeHeadOffset + (w * 16 + head_of_row(s, i)) * 16);
+      float const merged = fmaxf(largest, __uint_as_float(other.x));
+      sum = sum * ptx::exp2_movable((largest - merged) * s.unit[i]) +
+            __uint_as_float(other.y) * ptx::exp2_movable((__uint_as_float(other.x) - merged) * s.unit[i]);
+      right += __uint_as_float(other.z);
+      largest = merged;
+    }
+    float const factor = update_max(s, i, largest);
+    s.sum[i] = sum;
+    s.right[i] = right;
+    if constexpr (Cfg::kReadsValues) {
+#pragma unroll
+      for (int tile = 0; tile < Cfg::kValueTiles; ++tile) {
+        s.o[tile][2 * i] *= factor;
+        s.o[tile][2 * i + 1] *= factor;
+      }
+    }
+  }
+}
+
+// The states of several queries in the layout that a selected layer reads: each query has 16 rows, and rows without a head get a sum of one.
+template <class Cfg>
+__device__ __forceinline__ void write_states(State<Cfg> const& s) {
+  constexpr int kLanes = 32 / Cfg::kPerUnit;  // lanes that have rows of one query
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (!row_active(s, i)) continue;
+    if (s.tq == 0) {
+      float2* const sums = s.args.state_sum + state_row(s, i) * 16 + head_of_row(s, i);
+      sums[0] = {s.max[i], s.sum[i]};
+#pragma unroll
+      for (int rest = Cfg::kUnitHeads; rest < 16; rest += Cfg::kUnitHeads) sums[rest] = {0.0f, 1.0f};
+    }
+#pragma unroll
+    for (int tile = 0; tile < Cfg::kValueTiles; ++tile) {
+      float4* const out = s.args.state_out + (state_row(s, i) * Cfg::kValueTiles + tile) * 32 + s.lane % kLanes;
+      out[0] = {s.o[tile][2 * i], s.o[tile][2 * i + 1], 0.0f, 0.0f};
+#pragma unroll
+      for (int rest = kLanes; rest < 32; rest += kLanes) out[rest] = {0.0f, 0.0f, 0.0f, 0.0f};
+    }
+  }
+}
+
+template <class Cfg>
+__device__ __forceinline__ void write_state(State<Cfg>& s) {
+  if constexpr (Cfg::kSharesWarp) {
+    write_states(s);
+    return;
+  }
+  if (s.tq == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) s.args.state_sum[state_row(s) * 16 + head_of_row(s, i)] = {s.max[i], s.sum[i]};
+  }
+#pragma unroll
+  for (int tile = 0; tile < Cfg::kValueTiles; ++tile) {
+    s.args.state_out[(state_row(s) * Cfg::kValueTiles + tile) * 32 + s.lane] = {s.o[tile][0], s.o[tile][1], s.o[tile][2],
+                                                                        s.o[tile][3]};
+  }
+}
+
+template <class Cfg>
+__device__ __forceinline__ void write_tile(State<Cfg> const& s, std::int64_t first, int tile, float const (&o)[4]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (!has_head(s, i)) continue;
+    float const inverse = 1.0f / s.sum[i];
+    uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<typename Cfg::Element*>(s.args.out) + head_index(s, first, i) * Cfg::kV);
+    out[4 * tile + s.tq] =
+        Pairs<typename Cfg::Element>::pack(infinite_to_nan(o[2 * i] * inverse), infinite_to_nan(o[2 * i + 1] * inverse));
+  }
+}
+
+template <class Cfg>
+__device__ __forceinline__ void write_lse(State<Cfg> const& s, std::int64_t first) {
+  constexpr float kLogTwo = 0.693147180559945309f;
+  if (s.tq != 0) return;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (!has_head(s, i)) continue;
+    s.args.lse[head_index(s, first, i)] = infinite_to_nan(fmaf(s.max[i], s.unit[i] * kLogTwo, log2f(s.sum[i]) * kLogTwo));
+  }
+}
+
+template <class Cfg>
+__device__ __forceinline__ void write_result(State<Cfg> const& s) {
+  std::int64_t const first = first_head(s);
+#pragma unroll
+  for (int tile = 0; tile < Cfg::kValueTiles; ++tile) write_tile(s, first, tile, s.o[tile]);
+  write_lse(s, first);
+}
+
+// After merge_heads: O is summed over the consumers in the order of their ranks. Each consumer sums and writes some of its columns.
+template <class Cfg>
+__device__ __forceinline__ void write_merged_result(State<Cfg> const& s, Ring<Cfg> const& ring) {
+  auto const at = [&](int consumer, int tile) {
+    return ring.stage(consumer / Cfg::kMergePerStage) + Cfg::kMergeOutOffset +
+           consumer % Cfg::kMergePerStage * Cfg::kMergeOutBytes + (tile * 32 + s.lane) * 16;
+  };
+#pragma unroll
+  for (int tile = 0; tile < Cfg::kValueTiles; ++tile) {
+    ptx::store_shared_16B(at(s.warp, tile), {__float_as_uint(s.o[tile][0]), __float_as_uint(s.o[tile][1]),
+                                            __float_as_uint(s.o[tile][2]), __float_as_uint(s.o[tile][3])});
+  }
+  sync_consumers(s);
+  std::int64_t const first = first_head(s);
+#pragma unroll 1
+  for (int tile = s.warp; tile < Cfg::kValueTiles; tile += Cfg::kConsumers) {
+    float o[4] = {};
+#pragma unroll 1
+    for (int w = 0; w < Cfg::kConsumers; ++w) {
+      uint4 const other = ptx::load_shared_16B(at(w, tile));
+      o[0] += __uint_as_float(other.x), o[1] += __uint_as_float(other.y);
+      o[2] += __uint_as_float(other.z), o[3] += __uint_as_float(other.w);
+    }
+    write_tile(s, first, tile, o);
+  }
+  if (threadIdx.x < 32) write_lse(s, first);
+}
+
+template <class Cfg>
+__device__ __forceinline__ void finish_attend(State<Cfg>& s, Ring<Cfg> const& ring) {
+  if (!s.active) return;
+  s.sum[0] = quad_sum(s.sum[0]);
+  s.sum[1] = quad_sum(s.sum[1]);
+  if (s.args.layer > 0) {
+    write_state(s);
+  } else if (split(s)) {
+    merge_heads(s, ring);
+    write_merged_result(s, ring);
+  } else {
+    write_result(s);
+  }
+}
+
+}  // namespace htree_cuda::sm90::htree_fwd

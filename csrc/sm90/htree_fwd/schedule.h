@@ -1,0 +1,136 @@
+// The steps of a forward call in their order. forward.cu takes them, explain.cu counts them: both see the same launches.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "workspace.h"
+
+namespace htree_cuda::sm90::htree_fwd {
+
+// Tiles begin .. begin + count - 1 of a chunk with queries for which a layer is of one kind; none where count is 0.
+struct Tiles {
+  int begin = 0;
+  int count = 0;
+};
+
+struct TilesByKind {
+  Tiles selected;
+  Tiles half_selected;
+  Tiles entry;
+
+  bool any() const { return selected.count + half_selected.count + entry.count > 0; }
+};
+
+// Where a chunk has tiles of several heads, all of them are named if any is.
+inline Tiles tiles_of(ForwardParams const& p, Workspace const& w, Pass pass, LayerKind kind, int l, Chunk const& chunk) {
+  Positions const positions(p, pass, kind, l);
+  if (chunk.begin / w.tiles_per_head != (chunk.begin + chunk.count - 1) / w.tiles_per_head) {
+    return {0, positions.meet(p.q_start, p.q_start + p.T_q) ? chunk.count : 0};
+  }
+  std::int64_t const first = p.q_start + chunk.begin % w.tiles_per_head * kBlockQueries;
+  std::int64_t const end = std::min(first + chunk.count * kBlockQueries, p.q_start + p.T_q);
+  if (!positions.meet(first, end)) return {};
+  int const from = static_cast<int>((std::max(positions.begin, first) - first) / kBlockQueries);
+  int const to = static_cast<int>(ceil_div(std::min(positions.end, end) - first, std::int64_t(kBlockQueries)));
+  return {from, to - from};
+}
+
+inline QueryBlocks query_tiles(ForwardParams const& p, Workspace const& w, Chunk const& chunk) {
+  return {static_cast<std::uint32_t>(chunk.begin), static_cast<std::uint32_t>(w.tiles_per_head), p.T_q, p.q_start};
+}
+
+// The groups of tiles that have one union in layer l.
+inline BlockGroups union_groups(ForwardParams const& p, Workspace const& w, Chunk const& chunk, int l) {
+  return BlockGroups::of(query_tiles(p, w, chunk), 0, chunk.count, queries_of_selected(p, l));
+}
+
+// Deals the tiles of a launch to CTAs. What the kernels are told about it is put into `kinds`.
+inline Grid deal(QueryBlocks const& tiles, Variant variant, TilesByKind const& of, BlockGroups const& unions,
+                 KindArgs (&kinds)[kLayerKinds]) {
+  std::uint32_t ctas = 0;
+  auto const one_by_one = [&](LayerKind kind, Tiles const& some) {
+    kinds[static_cast<int>(kind)].end_block = ctas + some.begin + some.count - 1;
+    ctas += some.count;
+  };
+  Grid grid{};
+  if (of.selected.count > 0 && variant.selected_queries > 1) {  // the groups of the unions
+    KindArgs& own = kinds[static_cast<int>(LayerKind::kSelected)];
+    own.groups = unions;
+    int const first = unions.group_of(tiles, of.selected.begin);
+    int const last = unions.group_of(tiles, of.selected.begin + of.selected.count - 1);
+    own.end_block = last;
+    ctas = last - first + 1;
+  } else if (of.selected.count > 0) {
+    one_by_one(LayerKind::kSelected, of.selected);
+  }
+  grid.half_selected_cta = ctas;
+  if (of.half_selected.count > 0) one_by_one(LayerKind::kHalfSelected, of.half_selected);
+  grid.entry_cta = ctas;
+  if (of.entry.count > 0 && variant.entry_queries > 1) {
+    KindArgs& own = kinds[static_cast<int>(LayerKind::kEntry)];
+    own.groups = BlockGroups::of(tiles, of.entry.begin, of.entry.count, variant.entry_queries);
+    int const groups = own.groups.count(tiles);
+    own.end_block = ctas + groups - 1;
+    ctas += groups;
+  } else if (of.entry.count > 0) {
+    one_by_one(LayerKind::kEntry, of.entry);
+  }
+  grid.ctas = ctas;
+  return grid;
+}
+
+// Sink: make_rotations(), pool(), pack(layer, kind), build_union(chunk, layer), gather(chunk, layer),
+// launch(chunk, layer, pass, variant, tiles), select(chunk, layer).
+template <class Sink>
+void schedule_pass(ForwardParams const& p, Workspace const& w, Chunk const& chunk, int l, Pass pass, Sink& sink) {
+  auto const of = [&](LayerKind kind) { return tiles_of(p, w, pass, kind, l, chunk); };
+  TilesByKind const tiles{of(LayerKind::kSelected), of(LayerKind::kHalfSelected), of(LayerKind::kEntry)};
+  Rule const& rule = rule_of(pass, p.dtype, p.G, p.T_q, l);
+  auto const launch = [&](Variant variant, TilesByKind const& some) {
+    if (some.any()) sink.launch(chunk, l, pass, variant, some);
+  };
+  if (rule.selected == rule.entry) return launch(rule.selected, tiles);
+  launch(rule.selected, {tiles.selected, tiles.half_selected, {}});
+  launch(rule.entry, {{}, {}, tiles.entry});
+}
+
+template <class Sink>
+void schedule_chunk(ForwardParams const& p, Workspace const& w, Chunk const& chunk, Sink& sink) {
+  auto const has = [&](Pass pass, LayerKind kind, int l) { return tiles_of(p, w, pass, kind, l, chunk).count > 0; };
+  int top = 0;  // the highest entry layer of the chunk's queries
+  for (int l = 1; l <= w.last_entry_layer; ++l) {
+    if (has(Pass::kAttend, LayerKind::kEntry, l)) top = l;
+  }
+  // Above it there is nothing to do but to name the nodes, all of them, if the caller wants the selection.
+  for (int l = p.selection == nullptr ? top : w.layers - 1; l >= 0; --l) {
+    if (l < top) {
+      sink.build_union(chunk, l);
+      // A layer is selected for as many queries in a score pass as in an attend pass, or more.
+      if (w.gathers(l) && has(l > 0 ? Pass::kScore : Pass::kAttend, LayerKind::kSelected, l)) sink.gather(chunk, l);
+    }
+    if (l > 0) {
+      if (l <= top) schedule_pass(p, w, chunk, l, Pass::kScore, sink);
+      sink.select(chunk, l);
+    }
+    if (l <= top) schedule_pass(p, w, chunk, l, Pass::kAttend, sink);
+  }
+}
+
+template <class Sink>
+void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
+  sink.make_rotations();
+  if (w.layers > 1) sink.pool();
+  for (int l = 0; l < w.layers; ++l) {
+    for (LayerKind kind : {LayerKind::kEntry, LayerKind::kHalfSelected, LayerKind::kSelected}) {
+      if (w.of(l, kind).nodes > 0) sink.pack(l, kind);
+    }
+  }
+  std::int64_t tiles = w.lead_tiles > 0 ? w.lead_tiles : w.chunk_tiles;
+  for (std::int64_t begin = 0; begin < w.tiles; begin += tiles, tiles = w.chunk_tiles) {
+    tiles = std::min(tiles, w.tiles - begin);
+    schedule_chunk(p, w, {begin, static_cast<int>(tiles)}, sink);
+  }
+}
+
+}  // namespace htree_cuda::sm90::htree_fwd

@@ -1,0 +1,196 @@
+// The workspace of a forward call: what lies where, and how many queries a chunk has.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "dispatch.h"
+#include "host/math.h"
+
+namespace htree_cuda::sm90::htree_fwd {
+
+// A copy is slower where the lines of global memory are not those of shared memory: a gather takes 3% longer
+// (tests/hardware/gathers.cu).
+constexpr std::int64_t kLineBytes = 128;
+
+constexpr std::int64_t kMaxTiles = std::numeric_limits<int>::max() / kBlockQueries;
+
+// Rows of state, importance and lists, which live between the kernels of a chunk of queries, stay below a third of what q and out take,
+// between these two bounds. The tree (packed, and pooled in its own layout) and the tables of rotations come on top.
+constexpr std::int64_t kMinChunkBytes = std::int64_t(192) << 20;
+constexpr std::int64_t kMaxChunkBytes = std::int64_t(384) << 20;
+
+inline std::int64_t chunk_bytes(ForwardParams const& p) {
+  std::int64_t const ends = 2 * p.B * p.T_q * p.H_kv * p.G * (p.K + p.V);
+  return std::clamp(ends / 3, kMinChunkBytes, kMaxChunkBytes);
+}
+
+// A layer's KV blocks, packed for one layer kind; without nodes where no query needs them.
+struct Packed {
+  char* blocks = nullptr;  // [B, H_kv, parents, block_bytes]
+  std::int64_t nodes = 0;
+  std::int64_t parents = 0;
+};
+
+// Tiles of 12 queries of the call, begin .. begin + count - 1, that are computed together.
+struct Chunk {
+  std::int64_t begin;
+  int count;
+};
+
+// Sizes where `base` is null, addresses otherwise.
+struct Workspace {
+  int layers = 0;
+  std::int64_t N[kMaxLayers] = {};           // nodes of each layer
+  std::int64_t tree_begin[kMaxLayers] = {};  // of layer l >= 1 in k_tree and v_tree
+  std::int64_t M = 0;                        // nodes above the bottom
+  int last_entry_layer = 0;                  // the entry layer of the last query
+  std::int64_t positions = 0;                // rows of the table of rotations
+  std::int64_t restarts = 0;                 // positions at which a query restarts in a selected layer
+  std::int64_t forward_restarts = 0;         // and in a half-selected one, where it rotates to later positions
+  std::int64_t block_bytes = 0;
+  std::int64_t width = 0;
+  std::int64_t tiles_per_head = 0;
+  std::int64_t tiles = 0;        // of the call
+  std::int64_t chunk_tiles = 0;  // of a chunk
+  std::int64_t lead_tiles = 0;   // of the first chunk, where it has fewer
+  std::int64_t list_room = 0;    // blocks in the union of a tile, at most
+  std::int64_t bytes = 0;
+
+  float2* rotations = nullptr;
+  rope::RotationColumns* restart_rotations = nullptr;
+  rope::RotationColumns* forward_rotations = nullptr;
+  rope::RotationColumns* step_rotation = nullptr;
+  rope::PackedRotations* packed_restart_rotations = nullptr;
+  rope::PackedRotations* packed_step_rotation = nullptr;
+  int* has_nonfinite_v = nullptr;
+  char* k_tree = nullptr;
+  char* v_tree = nullptr;
+  Packed packed[kMaxLayers][kLayerKinds];  // kSelected: all nodes of the layer, or none where `gathered` serves
+  // For selected layers that have more blocks than the unions of the call have room for: the blocks that these name alone, packed
+  // when they are known. Layers use it one after the other.
+  Packed gathered;
+  bool has_gathered = false;
+  float* importance = nullptr;
+  std::uint16_t* expanded = nullptr;
+  std::int32_t* nodes[2] = {};            // selected in this layer and in the one above
+  std::int32_t* union_nodes = nullptr;
+  std::int32_t* union_places = nullptr;   // in `gathered`
+  char* union_masks = nullptr;            // 16 bits for each tile of the largest group that has a union
+  std::int32_t* union_count = nullptr;
+  float4* state_out = nullptr;
+  float2* state_sum = nullptr;
+
+  // processors: SMs of the GPU. Their number decides how many queries a chunk has, and no result.
+  Workspace(ForwardParams const& p, char* base, std::int64_t processors) {
+    N[0] = p.T;
+    layers = 1;
+    while (N[layers - 1] > p.top_k * kSiblings) {
+      N[layers] = ceil_div(N[layers - 1], kSiblings);
+      tree_begin[layers] = M;
+      M += N[layers];
+      ++layers;
+    }
+    last_entry_layer = entry_layer(p.q_start + p.T_q - 1, static_cast<int>(p.top_k));
+    block_bytes = ceil_div(kSiblings * (4 + 2 * (p.K + p.V)), kLineBytes) * kLineBytes;
+    positions = std::min(p.T, p.top_k * kSiblings);
+    for (int l = 0; l < last_entry_layer; ++l) {
+      if (has_kind(p, LayerKind::kHalfSelected, l)) {
+        // A tile may end in a layer's next block, with a query for which the layer is of another kind.
+        positions = std::min<std::int64_t>(p.T, (max_half_selected_parents(p) + 1) * kSiblings);
+        forward_restarts = max_half_selected_parents(p) * kSiblings;
+      }
+      if (has_kind(p, LayerKind::kSelected, l)) restarts = p.top_k * kSiblings;
+    }
+    // Below the top every layer that selects may have top_k * 16 candidates.
+    std::int64_t const candidates = layers > 2 ? p.top_k * kSiblings : N[layers - 1];
+    width = ceil_div(candidates, 2 * kSiblings) * 2 * kSiblings;  // the marks of two blocks are read at once
+    tiles_per_head = ceil_div(p.T_q, kBlockQueries);
+    tiles = p.B * p.H_kv * tiles_per_head;
+
+    std::int64_t const heads = p.B * p.H_kv;
+    take(rotations, base, positions * (p.K / 2));
+    take(restart_rotations, base, restarts * (p.K / 4));
+    take(forward_rotations, base, forward_restarts * (p.K / 4));
+    take(step_rotation, base, p.K / 4);
+    if (queries_of_selected(p, 0) > 1) {
+      take(packed_restart_rotations, base, restarts * (p.K / 4));
+      take(packed_step_rotation, base, p.K / 4);
+    }
+    take(has_nonfinite_v, base, 1);
+    take(k_tree, base, heads * M * p.K * 2);
+    take(v_tree, base, heads * M * p.V * 2);
+    list_room = std::min<std::int64_t>(p.T_q, kBlockQueries) * p.top_k;
+    std::int64_t const max_gathered = tiles_per_head * list_room;
+    for (int l = 0; l <= last_entry_layer; ++l) {
+      if (has_kind(p, LayerKind::kEntry, l)) {
+        take_packed(of(l, LayerKind::kEntry), std::min(N[l], p.top_k * kSiblings), kTileParents, heads, base);
+      }
+      if (has_kind(p, LayerKind::kHalfSelected, l)) {
+        std::int64_t const nodes = std::min<std::int64_t>(N[l], (max_half_selected_parents(p) + 1) * kSiblings);
+        take_packed(of(l, LayerKind::kHalfSelected), nodes, 1, heads, base);
+      }
+      if (!has_kind(p, LayerKind::kSelected, l)) continue;
+      if (max_gathered < ceil_div(N[l], kSiblings)) {
+        has_gathered = true;
+      } else {
+        take_packed(of(l, LayerKind::kSelected), N[l], 1, heads, base);
+      }
+    }
+    if (has_gathered) take_packed(gathered, max_gathered * kSiblings, 1, heads, base);
+    chunk_tiles = std::min(tiles, kMaxTiles);
+    if (layers == 1) return;
+
+    std::int64_t const tree_bytes = bytes;
+    chunk_tiles = 1;
+    take_chunk(p, nullptr);
+    std::int64_t const tile_bytes = bytes - tree_bytes;
+    std::int64_t const wave = processors * queries_of_entry(p);
+    // A wave of CTAs where the bounds allow it: small groups have less of q and out, and up to four queries a warp.
+    std::int64_t const room = std::max(chunk_bytes(p), std::min(wave * tile_bytes, kMaxChunkBytes)) / tile_bytes;
+    chunk_tiles = std::min(tiles, std::max<std::int64_t>(room, 1));
+    if (chunk_tiles < tiles && chunk_tiles > wave) chunk_tiles -= chunk_tiles % wave;  // whole waves
+    // What whole waves leave over comes first where a sequence starts: its first queries have the least to do.
+    if (tiles > wave && chunk_tiles >= wave && p.q_start < wave * kBlockQueries) lead_tiles = tiles % wave;
+    bytes = tree_bytes;
+    take_chunk(p, base);
+  }
+
+  Packed& of(int layer, LayerKind kind) { return packed[layer][static_cast<int>(kind)]; }
+  Packed const& of(int layer, LayerKind kind) const { return packed[layer][static_cast<int>(kind)]; }
+
+  // Whether the blocks of a selected layer are gathered chunk by chunk.
+  bool gathers(int layer) const { return of(layer, LayerKind::kSelected).nodes == 0; }
+
+private:
+  template <class T>
+  void take(T*& pointer, char* base, std::int64_t count) {
+    if (base != nullptr) pointer = reinterpret_cast<T*>(base + bytes);
+    bytes += ceil_div(count * static_cast<std::int64_t>(sizeof(T)), 256) * 256;
+  }
+
+  void take_packed(Packed& packed, std::int64_t nodes, int together, std::int64_t heads, char* base) {
+    packed.nodes = nodes;
+    packed.parents = ceil_div(nodes, kSiblings * together) * together;
+    take(packed.blocks, base, heads * packed.parents * block_bytes);
+    // Where blocks are copied one by one, their keys begin a line, behind the scales.
+    if (base != nullptr && together == 1) packed.blocks += kLineBytes - kSiblings * 4;
+  }
+
+  void take_chunk(ForwardParams const& p, char* base) {
+    std::int64_t const rows = chunk_tiles * kBlockQueries;
+    take(importance, base, rows * width);
+    take(expanded, base, rows * (width / kSiblings));
+    take(nodes[0], base, rows * p.top_k);
+    take(nodes[1], base, rows * p.top_k);
+    take(union_nodes, base, rows * p.top_k);
+    if (has_gathered) take(union_places, base, rows * p.top_k);
+    take(union_masks, base, rows * p.top_k * 2 * queries_of_selected(p, 0));
+    take(union_count, base, chunk_tiles);
+    take(state_out, base, rows * (p.V / 8) * 32);
+    take(state_sum, base, rows * 16);
+  }
+};
+
+}  // namespace htree_cuda::sm90::htree_fwd

@@ -1,0 +1,84 @@
+"""What the library says that a forward call launches: each query once a layer, by the kernel of its group and dtype."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from htree_cuda import kernels
+
+DEVICE = "cuda"
+pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
+
+
+def explain(T, *, T_q=None, B=1, H_kv=1, G=16, K=64, V=64, top_k=16, dtype="bfloat16", selection=False):
+    module = kernels.load()
+    T_q = T if T_q is None else T_q
+    params = module.ForwardParams(
+        q=(0, 0, 0, 0), k=(0, 0, 0, 0), v=(0, 0, 0, 0), B=B, T=T, T_q=T_q, q_start=T - T_q, H_kv=H_kv,
+        G=G, K=K, V=V, top_k=top_k, scale=1.0, rope_base=1e4, strict_causal=True,
+        dtype=getattr(module.DType, dtype),
+    )  # fmt: skip
+    return module.explain_forward(params, selection=selection, processors=132)
+
+
+def rows(told, phase, layer=None):
+    return [row for row in told if row["phase"] == phase and layer in (None, row["layer"])]
+
+
+@pytest.mark.parametrize(("T", "T_q"), [(100, 100), (5000, 5000), (70000, 70000), (70000, 1), (1 << 20, 64)])
+@pytest.mark.parametrize("G", [1, 6, 16])
+def test_every_query_attends_every_layer_from_its_entry_layer_down_once(T, T_q, G):
+    """In an attend pass the kinds of a layer share the queries without gaps; a score pass has those that select."""
+    top_k = 16
+    told = explain(T, T_q=T_q, G=G, B=2, H_kv=3)
+    for layer in {row["layer"] for row in rows(told, "attend")}:
+        ranges = sorted((row["first_query"], row["end_query"]) for row in rows(told, "attend", layer))
+        first = 0 if layer == 0 else top_k * 16**layer
+        assert ranges[0][0] == max(first, T - T_q) and ranges[-1][1] == T
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
+        scored = sorted((row["first_query"], row["end_query"]) for row in rows(told, "score", layer))
+        assert bool(scored) == (layer > 0)
+        assert not scored or (scored[0][0], scored[-1][1]) == (ranges[0][0], T)
+    entry = [row for row in rows(told, "attend", 0) if row["kind"] == "entry"]
+    if T == T_q == 100:
+        assert [row["pairs"] for row in entry] == [6 * sum(t // 16 + 1 for t in range(T))]
+
+
+@pytest.mark.parametrize(("G", "dtype", "name"), [
+    (16, "bfloat16", "bf16, 64 x 64, attend, 1, 1"), (9, "float16", "fp16, 64 x 64, attend, 1, 1"),
+    (8, "bfloat16", "bf16, 64 x 64, attend, 2, 2"), (4, "bfloat16", "bf16, 64 x 64, attend, 4, 4"),
+    (8, "float16", "fp16, 64 x 64, attend, 1, 2"), (1, "float16", "fp16, 64 x 64, attend, 1, 4"),
+])  # fmt: skip
+def test_the_group_and_the_dtype_choose_the_kernel_of_the_bottom(G, dtype, name):
+    told = explain(9000, G=G, dtype=dtype)
+    assert {row["kernel"] for row in rows(told, "attend", 0)} == {f"htree_fwd_kernel<{name}>"}
+    one_query = name.rsplit(", ", 2)[0] + ", 1, 1"
+    told = explain(9000, T_q=1, G=G, dtype=dtype)
+    assert {row["kernel"] for row in rows(told, "attend", 0)} == {f"htree_fwd_kernel<{one_query}>"}
+
+
+def test_layers_that_are_half_selected_are_those_of_bf16_above_the_bottom():
+    kinds = {row["kind"] for row in rows(explain(100000), "attend", 1)}
+    assert kinds == {"entry", "half-selected", "selected"}
+    assert {row["kind"] for row in rows(explain(100000, dtype="float16"), "attend", 1)} == {"entry", "selected"}
+    assert {row["kind"] for row in rows(explain(100000), "attend", 0)} == {"entry", "selected"}
+
+
+def test_steps_come_in_the_order_of_a_call():
+    told = explain(100000, selection=True)
+    assert [row["phase"] for row in told[:2]] == ["rotations", "pool"]
+    layers = [row["layer"] for row in told[2:]]
+    assert layers == sorted(layers, reverse=True)
+    bottom = [row["phase"] for row in told if row["layer"] == 0]
+    assert bottom == sorted(bottom, key=["pack", "union", "gather", "score", "select", "attend"].index)
+    assert all(row["reason"] and row["launches"] > 0 for row in told)
+
+
+def test_head_dimensions_that_were_not_built_are_refused():
+    if kernels.mixed_dims():
+        assert explain(100, K=64, V=128)
+    else:
+        with pytest.raises(ValueError, match=r"explain_forward: K and V must be equal .* got 64 and 128"):
+            explain(100, K=64, V=128)
