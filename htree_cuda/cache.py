@@ -297,13 +297,13 @@ class TreeCache:
     def reset(self, rows: int | Sequence[int] | None = None) -> None:
         """Empties the sequences `rows` (default: all) and gives back their pages. Nothing else changes."""
         rows = range(self.batch_size) if rows is None else checks.cache.rows("reset", "rows", rows, self.batch_size)
-        if len(rows) == self.batch_size:
+        if len(set(rows)) == self.batch_size:
             self.lengths.zero_(), self.overflowed.zero_()
         else:
             for b in rows:
                 self.lengths[b].zero_(), self.overflowed[b].zero_()
         if self._holders:
-            for b in rows:
+            for b in set(rows):
                 self._release(self._pages[b])
                 self._pages[b] = []
             self._update_pages()

@@ -116,7 +116,7 @@ def complete_nodes(cache: CacheTensors, layout: TreeLayout, old: Tensor, new: Te
 def truncate(cache_lengths: Tensor, overflowed: Tensor, reserved: Tensor, shared: Tensor, lengths: Tensor) -> None:
     """Shortens to lengths, clamped to what there is. Where the new end lies in pages that other sequences hold too,
     the room ends there until `reserve` gives the sequence a page of its own."""
-    cache_lengths.copy_(torch.minimum(lengths.to(cache_lengths.dtype), cache_lengths).clamp_(min=0))
+    cache_lengths.copy_(torch.minimum(lengths, cache_lengths).clamp_(min=0))
     overflowed.zero_()
     reserved.copy_(torch.where(cache_lengths < shared, cache_lengths, reserved))
 

@@ -331,6 +331,10 @@ def test_reorder_reset_clone_resize(page_size):
     cache = copied
     cache.reset(1)
     assert cache.lengths.tolist() == [300, 0, 64, 256] and (run(q, cache)[0][1] == 0).all()
+    cache.reset([1, 1, 2, 2])
+    assert cache.lengths.tolist() == [300, 0, 0, 256]
+    cache.truncate(torch.tensor([2**40, 0, -(2**40), 256]))
+    assert cache.lengths.tolist() == [300, 0, 0, 256]
     cache.reset()
     assert cache.lengths.tolist() == [0] * 4 and cache.free_pages == (16 if page_size else 0)
     k, v = tokens(4, 700)
@@ -573,8 +577,7 @@ def op_arguments(page_size=None, T_new=3):
     return cache, (k[:, :T_new], v[:, :T_new])
 
 
-@PAGES
-@pytest.mark.parametrize("seqused", [None, int32(2, 0)])
+@pytest.mark.parametrize("page_size, seqused", [(None, None), (256, int32(2, 0))])
 def test_opcheck(page_size, seqused):
     cache, new = op_arguments(page_size)
     options = {**cache._numbers(), "backend": "auto"}
@@ -598,8 +601,8 @@ def test_opcheck(page_size, seqused):
     )
 
 
-@PAGES
-def test_compiled_steps(page_size):
+@pytest.mark.parametrize("page_size, backend", [(None, "inductor"), (256, "aot_eager")])
+def test_compiled_steps(page_size, backend):
     """A step of decoding in one graph: append, attend, and a speculative token taken back."""
     compiled_cache, _ = op_arguments(page_size)
     eager_cache = compiled_cache.clone()
@@ -613,7 +616,7 @@ def test_compiled_steps(page_size):
         return out, lse
 
     torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
     for i in range(0, 20, 2):
         part = slice(i, i + 2)
         found = compiled(q[:, part], k[:, part], v[:, part], compiled_cache)
@@ -621,6 +624,22 @@ def test_compiled_steps(page_size):
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
         assert torch.equal(compiled_cache.lengths, eager_cache.lengths)
     same_nodes(compiled_cache, eager_cache, eager_cache.lengths.tolist())
+
+
+@torch.no_grad()
+def test_compiled_module():
+    """A decoder's step by its own cache, in one graph."""
+    torch.manual_seed(0)
+    attention = htree_cuda.HTreeAttention(12, 6, 2, head_dim=8, qk_norm=True, compression_rate=4, top_k_per_layer=4)
+    caches = [attention.new_cache(2, 100) for _ in range(2)]
+    x = torch.randn(2, 30, 12)
+    for cache in caches:
+        attention(x[:, :20], cache=cache)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for i in range(20, 30):
+        found, expected = compiled(x[:, i : i + 1], cache=caches[0]), attention(x[:, i : i + 1], cache=caches[1])
+        torch.testing.assert_close(found, expected)
+    assert caches[0].lengths.tolist() == [30, 30]
 
 
 # ------------------------------------------------------------------------------------------ what a caller can get wrong
