@@ -31,6 +31,7 @@ PAGES = [
 ]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./{{}},*-]*)(?::(\w+))?`")
+SOURCE = re.compile(r"`(\w+\.(?:cuh|cu|h))`")
 COMMIT = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
 HISTORY = re.compile(r"\b(tried|no longer|used to be|this session)\b", re.IGNORECASE)
 KERNEL_PAGE_WORDS = 2500
@@ -48,8 +49,9 @@ def alternatives(path: str) -> list[str]:
 
 
 def missing_names(text: str) -> list[str]:
-    """Paths and `file:function`s of the text that are not in the tree."""
-    missing = []
+    """Paths, `file:function`s and bare names of kernel sources of the text that are not in the tree."""
+    sources = {path.name for folder in ("csrc", "tools", "tests") for path in (ROOT / folder).rglob("*")}
+    missing = [name for name in SOURCE.findall(text) if name not in sources]
     for path, function in PATH.findall(text):
         for each in alternatives(path):
             found = list(ROOT.glob(each.rstrip("/")))
@@ -74,8 +76,9 @@ def test_every_path_and_function_that_is_named_exists(page):
 
 
 def test_a_wrong_path_or_function_is_found():
-    text = "`csrc/params.h` `csrc/no.h` `htree_cuda/ops.py:forward` `htree_cuda/ops.py:backwards` `csrc/{sm90,no}/`"
-    assert missing_names(text) == ["csrc/no.h", "htree_cuda/ops.py:backwards", "csrc/no/"]
+    text = "`csrc/params.h` `csrc/no.h` `htree_cuda/ops.py:forward` `htree_cuda/ops.py:backwards` `no.cuh` `ptx.cuh`"
+    text += "`csrc/{sm90,no}/`"
+    assert missing_names(text) == ["no.cuh", "csrc/no.h", "htree_cuda/ops.py:backwards", "csrc/no/"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
