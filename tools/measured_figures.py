@@ -57,11 +57,12 @@ def helpers() -> None:
     """What the memory-bound kernels take of a call of the forward, by length."""
     report = json.loads((RESULTS / "forward_gpu.json").read_text())
     figures = [f for f in report["figures"] if f["inputs"] == "local" and f.get("phases_ms")]
-    names = [n for n in ("pooling", "packing", "selection", "union") if any(n in f["phases_ms"] for f in figures)]
+    times = {f["T"]: phases(f["phases_ms"]) for f in figures}
+    names = [n for n in ("pool", "pack", "select", "union") if any(n in found for found in times.values())]
     fig, ax = plt.subplots(figsize=(8, 3), layout="constrained")
     for n, color in zip(names, (MEMORY, VECTOR, PRODUCTS, "#b07aa1")):
-        at = [f for f in figures if f["phases_ms"].get(n)]
-        ax.plot([f["T"] for f in at], [100 * f["phases_ms"][n] / f["ms"] for f in at], "o-", color=color, label=n)
+        at = [f for f in figures if times[f["T"]].get(n)]
+        ax.plot([f["T"] for f in at], [100 * times[f["T"]][n] / f["ms"] for f in at], "o-", color=color, label=n)
     ax.set(xscale="log", yscale="log", xlabel="tokens", ylabel="% of the call")
     ax.set_xticks([f["T"] for f in figures], [length(f["T"]) for f in figures])
     ax.minorticks_off()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tools.update_docs import __main__ as update
-from tools.update_docs import budgets
+from tools.update_docs import budgets, dispatch
 
 
 def figure(T, ms, dense=None, inputs="iid", **shape):
@@ -67,3 +67,20 @@ def test_parts_of_a_sequence_and_the_torch_backend_are_no_rows(monkeypatch):
     part, torch_backend = figure(65536, 1.0, T_q=1), figure(65536, 1.0, backend="torch")
     reports(monkeypatch, report([part, torch_backend]))
     assert budgets.figures_of("forward") == {}
+
+
+def test_every_rule_of_the_dispatch_is_a_row():
+    text = (dispatch.ROOT / "csrc/sm90/htree_fwd/dispatch.h").read_text()
+    rules = dispatch.rules("htree_fwd", dispatch.FORWARD)
+    assert len(rules) == text.count("{Pass::k") >= 9
+    assert dispatch.forward_rules().count("\n") == len(rules) + 2
+
+
+def test_a_rule_that_is_not_understood_is_an_error(tmp_path, monkeypatch):
+    folder = tmp_path / "csrc" / "sm90" / "htree_fwd"
+    folder.mkdir(parents=True)
+    row = '    {Pass::kScore, Reads::kNoValues, Place::kAbove, 4, {1, 4}, {1, 4}, "why"},\n'
+    (folder / "dispatch.h").write_text(f"Rule kRules[] = {{\n{row}    {{Pass::kNew, 4}},\n}};\n")
+    monkeypatch.setattr(dispatch, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match="1 rows"):
+        dispatch.forward_rules()

@@ -12,6 +12,9 @@ NOT_MEASURED = "Not measured yet: `make gpu-bench` on a Hopper machine."
 
 # Results of earlier builds name phases and kernels by retired words.
 PHASES = {
+    "pooling": "pool",
+    "packing": "pack",
+    "selection": "select",
     "first layer: choice": "entry layer: score",
     "first layer: values": "entry layer: attend",
     "layers below: choice": "selected layers: score",
