@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import zlib
 
 import pytest
@@ -79,7 +80,10 @@ def _emulator(request, monkeypatch):
         yield
         return
     ptx_emulator.build(emulated_kernels())
-    monkeypatch.setattr(request.module, "DEVICE", "cpu")
+    helpers = [module for name, module in sys.modules.items() if name.startswith("tests.kernels.")]
+    for module in {request.module, *helpers}:
+        if hasattr(module, "DEVICE"):
+            monkeypatch.setattr(module, "DEVICE", "cpu")
     seed = int(os.environ.get("HTREE_CUDA_EMULATED_SEED", zlib.crc32(request.node.nodeid.encode())))
     races = os.environ.get("HTREE_CUDA_EMULATED_RACES", "1") == "1"
     with ptx_emulator.emulated(seed=seed, races=races):

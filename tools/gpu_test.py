@@ -39,7 +39,7 @@ EXPLAINED = {
     ("initcheck", "tests/kernels/test_attn_dist.py"): HALF_STORES,
     ("racecheck", "tests/kernels/test_attn_dist.py"): ONE_LANE,
     ("racecheck", "tests/kernels/test_backward.py"): ONE_LANE,
-    ("racecheck", "tests/kernels/test_forward.py"): ONE_LANE,
+    ("racecheck", "tests/kernels/test_forward_surroundings.py"): ONE_LANE,
     ("racecheck", "tests/kernels/test_sparse_attention.py"): ONE_LANE,
 }
 
