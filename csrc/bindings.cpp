@@ -192,6 +192,12 @@ void bind_backward(py::module_& module) {
       py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"),
       "dout: (pointer, stride_b, stride_t, stride_h, stride_v), dlse: (pointer, stride_b, stride_t, stride_h), strides in "
       "elements; selection: 0 for none; see csrc/params.h");
+  module.def(
+      "explain_backward",
+      [](ForwardParams const& params, int processors) {
+        return explained([&](LaunchSink sink, void* context) { explain_backward(params, processors, sink, context); });
+      },
+      py::arg("params"), py::kw_only(), py::arg("processors"), "The kernels of a backward call, likewise.");
 }
 
 using Starts = std::optional<std::vector<std::int64_t>>;

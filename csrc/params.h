@@ -115,7 +115,7 @@ HTREE_CUDA_API void forward(ForwardParams const& params, void* stream);
 
 // One kernel of a call, for one layer and layer kind, over all of its launches.
 struct LaunchInfo {
-  char const* phase;         // rotations, pool, pack, union, gather, score, select, attend
+  char const* phase;         // rotations, pool, pack, union, gather, score, select, attend; index, dkdv, dq, distribute
   int layer;                 // 0: the bottom; -1: none
   char const* kind;          // entry, selected, half-selected, or empty; one launch may serve several kinds
   char const* kernel;
@@ -161,6 +161,9 @@ HTREE_CUDA_API std::int64_t backward_workspace(ForwardParams const& params);
 // synchronisation, no allocation. A selection that no forward returned gives unspecified numbers, and no access out of
 // bounds. Throws std::invalid_argument on a malformed request and std::runtime_error on a CUDA error.
 HTREE_CUDA_API void backward(BackwardParams const& params, void* stream);
+
+// Calls `sink` for every kernel that `backward` would launch, as explain_forward does.
+HTREE_CUDA_API void explain_backward(ForwardParams const& params, int processors, LaunchSink sink, void* context);
 
 // ---- attn_dist -------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ void forward(ForwardParams const&, void*) { absent("forward", "htree"); }
 void explain_forward(ForwardParams const&, int, LaunchSink, void*) { absent("explain_forward", "htree"); }
 std::int64_t backward_workspace(ForwardParams const&) { absent("backward", "htree"); }
 void backward(BackwardParams const&, void*) { absent("backward", "htree"); }
+void explain_backward(ForwardParams const&, int, LaunchSink, void*) { absent("explain_backward", "htree"); }
 #endif
 
 #if !HTREE_CUDA_FAMILY_DSA

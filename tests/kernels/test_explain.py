@@ -1,4 +1,4 @@
-"""What the library says that a forward call launches: each query once a layer, by the kernel of its group and dtype."""
+"""What the library says that a call launches: each query once a layer, by the kernel of its group and dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEVICE = "cuda"
 pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
 
 
-def explain(T, *, T_q=None, B=1, H_kv=1, G=16, K=64, V=64, top_k=16, dtype="bfloat16", selection=False):
+def explain(T, *, T_q=None, B=1, H_kv=1, G=16, K=64, V=64, top_k=16, dtype="bfloat16", selection=False, backward=False):
     module = kernels.load()
     T_q = T if T_q is None else T_q
     params = module.ForwardParams(
@@ -20,6 +20,8 @@ def explain(T, *, T_q=None, B=1, H_kv=1, G=16, K=64, V=64, top_k=16, dtype="bflo
         G=G, K=K, V=V, top_k=top_k, scale=1.0, rope_base=1e4, strict_causal=True,
         dtype=getattr(module.DType, dtype),
     )  # fmt: skip
+    if backward:
+        return module.explain_backward(params, processors=132)
     return module.explain_forward(params, selection=selection, processors=132)
 
 
@@ -82,3 +84,32 @@ def test_head_dimensions_that_were_not_built_are_refused():
     else:
         with pytest.raises(ValueError, match=r"explain_forward: K and V must be equal .* got 64 and 128"):
             explain(100, K=64, V=128)
+
+
+@pytest.mark.parametrize(("T", "T_q", "top_k"), [(100, 100, 16), (5000, 5000, 16), (70000, 70000, 16), (70000, 1, 512)])
+def test_pairs_of_the_backward_are_those_of_the_definition(T, T_q, top_k):
+    """A query visits all blocks up to its own in its entry layer, and top_k blocks in each layer below it."""
+    told = explain(T, T_q=T_q, top_k=top_k, B=2, H_kv=3, backward=True)
+    entry = selected = 0
+    for t in range(T - T_q, T):
+        layer = next(l for l in range(9) if t >> 4 * (l + 1) < top_k)
+        entry += (t >> 4 * (layer + 1)) + 1
+        selected += layer * top_k
+    for phase in ("dq", "dkdv"):
+        pairs = {row["kind"]: row["pairs"] for row in rows(told, phase)}
+        assert pairs["entry"] == 6 * entry and (pairs.get("selected") or 0) == 6 * selected
+    queries = [(row["first_query"], row["end_query"]) for row in rows(told, "dq") if row["kind"] == "entry"]
+    assert queries == [(T - T_q, T)]
+
+
+def test_steps_of_the_backward_come_in_the_order_of_a_call():
+    told = explain(100000, top_k=64, backward=True)
+    names = [row["kernel"].partition("<")[0] for row in told if row["phase"] not in ("pack", "rotations", "pool")]
+    assert names == [
+        "reverse_index_kernel", "dkdv_entry_kernel", "dq_entry_kernel", "dq_selected_kernel", "dkdv_selected_kernel",
+        "distribute_kernel",
+    ]  # fmt: skip
+    assert [row["phase"] for row in told[:3]] == ["rotations", "pool", "pack"]
+    assert all(row["reason"] and row["launches"] > 0 for row in told)
+    one_layer = [row["kernel"].partition("<")[0] for row in explain(100, backward=True)]
+    assert "dkdv_selected_kernel" not in one_layer and "reverse_index_kernel" not in one_layer
