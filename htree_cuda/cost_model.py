@@ -54,8 +54,13 @@ def units(row: dict, call: dict) -> dict[str, float]:
     return {f"{phase}, {kind}" if kind else phase: row["pairs"] or row["ctas"] or row["launches"]}
 
 
+def rest(call: dict, measured: dict) -> float:
+    """Milliseconds of all rows together that the set has no rate for: small kernels, which a profile counts as one."""
+    return measured["ns"].get("rest", 0.0) * call["B"] * call["H_kv"] * call["T_q"] / 1e6
+
+
 def predict(call: dict, measured: dict) -> list[float | None]:
-    """Milliseconds of each row of a call by the rates of a set; None for a row that the set has no rate for.
+    """Milliseconds of each row of a call by the rates of a set; None for a row that the set has no rate for (`rest`).
 
     Args:
         call: B, T_q, H, H_kv, K, V, top_k, `layers` (nodes of each, the tokens first) and `rows` as `explain` has them.

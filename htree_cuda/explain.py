@@ -91,7 +91,8 @@ def explain(
         A dict of the call's numbers, ``layers`` (nodes of each layer, the tokens first), ``rows`` and ``model``. A row
         is a kernel in a layer for a layer kind, over all of its launches: phase, layer, kind, kernel, tile, reason,
         launches, ctas, first_query, end_query, pairs, ms and share; None where there is nothing to tell. ``model`` says
-        where ms comes from: files, gpu, date, G, K, V, and the largest relative error of the fit; None without ms.
+        where ms comes from: files, gpu, date, G, K, V, the largest relative error of the fit, and the ms of the call,
+        in which rows without one have a part; None without ms.
 
     Raises:
         ValueError, UnsupportedError: as `htree_cuda.forward`.
@@ -112,10 +113,11 @@ def explain(
     )  # fmt: skip
     measured = cost_model.nearest(call)
     times = [None] * len(call["rows"]) if measured is None else cost_model.predict(call, measured)
-    total = sum(ms for ms in times if ms is not None)
+    rest = 0.0 if measured is None else cost_model.rest(call, measured)
+    total = sum(ms for ms in times if ms is not None) + rest
     for row, ms in zip(call["rows"], times):
         row["ms"], row["share"] = ms, None if ms is None or total == 0 else ms / total
-    call["model"] = measured and {name: x for name, x in measured.items() if name != "ns"}
+    call["model"] = measured and {name: x for name, x in measured.items() if name != "ns"} | {"ms": total}
     return call
 
 
@@ -167,9 +169,11 @@ def render(call: dict) -> str:
             "which fill a GPU."
         )
     else:
-        total = sum(row["ms"] for row in call["rows"] if row["ms"] is not None)
+        rest = 1 - sum(row["share"] or 0.0 for row in call["rows"])
+        if any(row["share"] is None for row in call["rows"]):
+            lines.append(f"Rows without a share take {rest:.1%} together.")
         lines.append(
-            f"shares: predicted, of {total:.2f} ms on one {model['gpu']}, by rates measured {model['date']} with "
+            f"shares: predicted, of {model['ms']:.2f} ms on one {model['gpu']}, by rates measured {model['date']} with "
             f"groups of {model['G']} and K {model['K']} (benchmarks/results: {', '.join(model['files'])}); of the "
             f"calls measured there the model is off by at most {model['error']:.0%}."
         )

@@ -72,7 +72,7 @@ def families() -> tuple[str, ...]:
 
 def mixed_dims() -> bool:
     """Whether the htree kernels for K != V are there (HTREE_CUDA_MIXED_DIMS=1 at build time)."""
-    return getattr(load(), "has_mixed_dims", lambda: True)()
+    return load().has_mixed_dims()
 
 
 @functools.cache

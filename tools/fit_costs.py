@@ -25,12 +25,10 @@ from .update_docs.common import RESULTS, phases
 
 # What a profiled phase consists of, by the names of rates; a profile of a newer build tells layer kinds apart no more.
 PHASES = {
-    "pooling": ("pool",),
     "pool": ("pool",),
-    "packing": ("rotations", "pack"),
-    "pack": ("rotations", "pack"),
+    "rotations": ("rotations",),
+    "pack": ("rotations", "pack"),  # with the rotations in a profile that has no phase for them
     "union": ("union",),
-    "selection": ("select", "select, pairs"),
     "select": ("select", "select, pairs"),
     "entry layer: score": ("score, entry",),
     "entry layer: attend": ("attend, entry",),
@@ -38,18 +36,28 @@ PHASES = {
     "selected layers: attend": ("attend, selected",),
     "score": ("score, entry", "score, selected"),
     "attend": ("attend, entry", "attend, selected"),
+    "dq_entry": ("dq, entry",),
+    "dkdv_entry": ("dkdv, entry",),
+    "dq_selected": ("dq, selected",),
+    "dkdv_selected": ("dkdv, selected",),
+    "rest": ("rest",),
 }
 
 
 def figures() -> list[dict]:
     """Profiled figures of whole sequences with more than one layer, each with its file, GPU and date."""
     found = []
-    for path in sorted(RESULTS.glob("forward*.json")):
+    for path in sorted([*RESULTS.glob("forward*.json"), *RESULTS.glob("backward*.json")]):
         report = json.loads(path.read_text())
         for figure in report.get("figures", []):
             selects = figure["T"] > figure["top_k"] * figure["compression_rate"]
-            if "phases_ms" in figure and selects and figure["T"] == figure["T_q"]:
-                found.append(figure | {"gpu": report["gpu"], "date": report["date"], "file": path.name})
+            profiled = figure.get("phases_ms") or figure.get("kernels_ms")
+            if profiled and selects and figure["T"] == figure.get("T_q", figure["T"]):
+                times = phases(profiled)
+                if total := times.pop("all", None):
+                    times["rest"] = total - sum(times.values())
+                about = {"gpu": report["gpu"], "date": report["date"], "file": path.name, "times": times}
+                found.append(figure | about)
     last = max(found, key=lambda figure: figure["date"])
     return [figure for figure in found if figure["gpu"] == last["gpu"]]
 
@@ -58,12 +66,13 @@ def work_of(figure: dict) -> tuple[dict, dict[str, float]]:
     """The call of a figure as `count` tells it, and its work by the names of rates."""
     call = count(
         T=figure["T"], H=figure["H"], H_kv=figure["H_kv"], K=figure["K"], V=figure["V"], B=figure["B"],
-        top_k_per_layer=figure["top_k"], dtype=DTYPES[figure["dtype"]],
+        top_k_per_layer=figure["top_k"], dtype=DTYPES[figure["dtype"]], backward=figure["op"] == "backward",
     )  # fmt: skip
     work: dict[str, float] = defaultdict(float)
     for row in call["rows"]:
         for name, x in cost_model.units(row, call).items():
             work[name] += x
+    work["rest"] = call["B"] * call["H_kv"] * call["T_q"]
     return call, work
 
 
@@ -89,8 +98,10 @@ def fit(of: list[dict]) -> dict:
     for figure in of:
         call, work = work_of(figure)
         calls.append((figure, call))
-        for phase, ms in phases(figure["phases_ms"]).items():
+        for phase, ms in figure["times"].items():
             names = PHASES.get(phase)
+            if phase == "pack" and "rotations" in figure["times"]:
+                names = ("pack",)
             if names and ms > 0 and any(work[name] for name in names):
                 observed[names].append(([work[name] for name in names], ms))
     ns: dict[str, float] = {}
@@ -99,7 +110,7 @@ def fit(of: list[dict]) -> dict:
             ns[name] = ns.get(name) or float(f"{x * 1e6:.4g}")
     first = of[0]
     return {
-        "op": "forward", "G": first["H"] // first["H_kv"], "K": first["K"], "V": first["V"],
+        "op": first["op"], "G": first["H"] // first["H_kv"], "K": first["K"], "V": first["V"],
         "gpu": first["gpu"], "date": max(f["date"] for f in of)[:10], "files": sorted({f["file"] for f in of}),
         "error": 0.0, "ns": dict(sorted(ns.items())), "calls": calls,
     }  # fmt: skip
@@ -110,7 +121,8 @@ def errors(one: dict) -> list[float]:
     found = []
     for figure, call in one["calls"]:
         times = cost_model.predict(call, one)
-        found.append(abs(sum(ms or 0.0 for ms in times) / figure["ms"] - 1))
+        total = sum(ms or 0.0 for ms in times) + cost_model.rest(call, one)
+        found.append(abs(total / figure["ms"] - 1))
     return found
 
 
@@ -118,7 +130,7 @@ def fitted() -> str:
     """The text of cost_rates.json."""
     groups = defaultdict(list)
     for figure in figures():
-        groups[figure["H"] // figure["H_kv"], figure["K"], figure["V"]].append(figure)
+        groups[figure["op"], figure["H"] // figure["H_kv"], figure["K"], figure["V"]].append(figure)
     sets = [fit(of) for _, of in sorted(groups.items())]
     for one in sets:
         one["error"] = float(f"{max(errors(one)):.2g}")

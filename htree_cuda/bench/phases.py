@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-# What the kernels of one call are for, by their names; the first that matches.
+# What the kernels of one call are for, by their names; the first that matches. The phases are those of `explain`, whose
+# gather is done by the kernel that packs.
 PHASES = {
-    "pooling": r"tree_pool",
-    "packing": r"tree_pack|rotations_kernel",
-    "selection": r"select_kernel",
+    "rotations": r"rotations_kernel",
+    "pool": r"tree_pool",
+    "pack": r"tree_pack",
     "union": r"build_union_kernel",
+    "select": r"select_kernel",
     # One launch may serve queries of all layer kinds.
     "score": r"htree_fwd_kernel<[^>]*Pass\)0",
     "attend": r"htree_fwd_kernel<[^>]*Pass\)1",

@@ -77,6 +77,8 @@ def test_phases_know_every_kernel_of_the_forward():
         kernel = f"void htree_cuda::sm90::htree_fwd::htree_fwd_kernel<{configs} >(htree_cuda::sm90::htree_fwd::Args)"
         assert phases.phase_of(kernel) == name
         assert phases.phase_of(kernel.replace(config.format(number, 2), "void")) == name
+    told = re.search(r"char const\* phase; +// ([\w, ]+)", (CSRC / "params.h").read_text())[1].split(", ")
+    assert set(phases.PHASES) <= set(told), "the names that explain has"
     bounds = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s+"
     folders = ("tree", "sm90/htree_fwd")
     found = set()

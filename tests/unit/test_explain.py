@@ -40,7 +40,8 @@ def library(monkeypatch):
         ]  # fmt: skip
 
     monkeypatch.setattr(kernels, "explain_forward", explain_forward)
-    monkeypatch.setattr(kernels, "explain_backward", lambda *args, sms: [row("dq", 0, "selected", pairs=5)])
+    gradients = [row("dq", None, "selected", pairs=5), row("index", None, "")]
+    monkeypatch.setattr(kernels, "explain_backward", lambda *args, sms: gradients)
     monkeypatch.setattr(kernels, "built", lambda: True)
     monkeypatch.setattr(kernels, "explains", lambda op: True)
     monkeypatch.setattr(kernels, "mixed_dims", lambda: False)
@@ -53,7 +54,8 @@ def rates(monkeypatch):
           "select, pairs": 17.0}  # fmt: skip
     about = {"gpu": "GPU X", "date": "2026-01-02", "files": ["some.json"], "error": 0.25, "ns": ns}
     sets = [{"op": "forward", "G": G, "K": K, "V": K, **about} for G, K in ((16, 64), (4, 128), (8, 128), (16, 128))]
-    monkeypatch.setattr(cost_model, "rates", lambda: sets)
+    backward = {"op": "backward", "G": 16, "K": 128, "V": 128, **about, "ns": {"dq, selected": 11.0, "rest": 3.0}}
+    monkeypatch.setattr(cost_model, "rates", lambda: [*sets, backward])
 
 
 def test_a_call_is_explained(library, rates):
@@ -66,8 +68,21 @@ def test_a_call_is_explained(library, rates):
     expected = [2 * 8 * 65536, 3 * 8 * 65536, 7 * 50, 5 * 2000, 13 * 8 * 65536 + 17 * 2000, 11 * 1000]
     assert [r["ms"] for r in call["rows"]] == pytest.approx([ns / 1e6 for ns in expected])
     assert sum(r["share"] for r in call["rows"]) == pytest.approx(1)
-    assert call["model"] == {"op": "forward", "G": 4, "K": 128, "V": 128, "gpu": "GPU X", "date": "2026-01-02",
-                             "files": ["some.json"], "error": 0.25}  # fmt: skip
+    assert call["model"].pop("ms") == pytest.approx(sum(expected) / 1e6)
+    assert call["model"] == {
+        "op": "forward", "G": 4, "K": 128, "V": 128, "gpu": "GPU X", "date": "2026-01-02", "files": ["some.json"],
+        "error": 0.25,
+    }  # fmt: skip
+
+
+def test_small_kernels_of_the_backward_count_as_one(library, rates):
+    """A profile has one time for them: they have no share of their own, and the others are shares of the whole call."""
+    call = explain(**SHAPE, backward=True)
+    ms = 5 * 11 / 1e6, 3 * 8 * 65536 / 1e6
+    assert [r["ms"] for r in call["rows"]] == [pytest.approx(ms[0]), None]
+    assert call["model"]["ms"] == pytest.approx(sum(ms))
+    assert call["rows"][0]["share"] == pytest.approx(ms[0] / sum(ms)) and call["rows"][1]["share"] is None
+    assert "Rows without a share take 100.0% together." in explain_module.render(call)
 
 
 @pytest.mark.parametrize(
@@ -135,15 +150,17 @@ def test_what_is_wrong_is_one_line(library, monkeypatch, capsys):
 
 def test_rates_name_measurements_that_are_committed():
     sets = cost_model.rates.__wrapped__()
-    assert {one["op"] for one in sets} >= {"forward"} and {one["G"] for one in sets} >= {4, 8, 16}
+    assert {one["op"] for one in sets} == {"forward", "backward"} and {one["G"] for one in sets} >= {4, 8, 16}
+    matter = ("attend, selected", "dq, selected", "dkdv, selected")
     for one in sets:
+        assert set(matter) & set(one["ns"])
         reports = [json.loads((RESULTS / name).read_text()) for name in one["files"]]
         assert {report["gpu"] for report in reports} == {one["gpu"]}
         assert max(report["date"][:10] for report in reports) == one["date"]
         shapes = {(f["H"] // f["H_kv"], f["K"], f["V"]) for report in reports for f in report["figures"]}
         assert (one["G"], one["K"], one["V"]) in shapes
         assert 0 < one["error"] < 0.5, "a model that is off by more says nothing"
-        assert all(ns >= 0 for ns in one["ns"].values()) and one["ns"]["attend, selected"] > 0
+        assert all(ns >= 0 for ns in one["ns"].values()) and min(one["ns"].get(name, 1) for name in matter) > 0
 
 
 def test_rates_are_what_the_measurements_give():
