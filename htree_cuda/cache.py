@@ -12,6 +12,7 @@ from torch import Tensor
 from . import checks, ops_cache  # noqa: F401  (importing ops_cache registers its ops)
 from .definition import layer_sizes
 from .layout import TreeLayout, default_layers
+from .pages import PagePool
 from .torch_backend import decode
 from .torch_backend.decode import CacheTensors
 
@@ -130,9 +131,7 @@ class TreeCache:
         counts = paged and self._owns_table
         self.reserved = torch.full_like(self.lengths, 0 if counts else layout.max_tokens)
         self._shared = torch.zeros_like(self.lengths)  # tokens up to the end of the last page that others hold too
-        self._pages: list[list[int]] = [[] for _ in range(self.batch_size)]
-        self._holders = [0] * (self.num_pages if counts else 0)
-        self._free = list(range(self.num_pages - 1, -1, -1)) if counts else []
+        self._pool = PagePool(self.num_pages, [[]] * self.batch_size) if counts else None
 
     # ---------------------------------------------------------------------------------------------------- what it is
 
@@ -164,7 +163,7 @@ class TreeCache:
     @property
     def free_pages(self) -> int:
         """Pages that no sequence holds; 0 without pages and where the caller keeps the table."""
-        return len(self._free)
+        return len(self._pool.free) if self._pool else 0
 
     @property
     def k(self) -> Tensor:
@@ -302,10 +301,9 @@ class TreeCache:
         else:
             for b in rows:
                 self.lengths[b].zero_(), self.overflowed[b].zero_()
-        if self._holders:
+        if self._pool:
             for b in set(rows):
-                self._release(self._pages[b])
-                self._pages[b] = []
+                self._pool.keep(b, 0)
             self._update_pages()
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
@@ -325,13 +323,15 @@ class TreeCache:
             indices = checks.cache.rows("reorder", "indices", indices, self.batch_size)
             checks.common.equal("reorder", "the number of indices", len(indices), "batch_size", self.batch_size)
         source = torch.as_tensor(indices, device=self.device).long().clamp(0, max(0, self.batch_size - 1))
-        pages = self._reordered_pages(source.tolist()) if self._holders else None
+        copies = None
+        if self._pool:
+            copies = self._pool.reorder(source.tolist(), self.lengths.tolist(), self.layout.page_size)
         per_sequence = [self.lengths, self.overflowed]
         per_sequence += [self._k_upper, self._v_upper] if self.layout.page_size else [self._k, self._v]
         for x in per_sequence:
             x.copy_(x.index_select(0, source))
-        if pages is not None:
-            self._pages = pages
+        if copies is not None:
+            self._copy_pages(copies)
             self._update_pages()
 
     def clone(self) -> TreeCache:
@@ -339,7 +339,7 @@ class TreeCache:
         new = copy.copy(self)
         for name in ("lengths", "overflowed", "_k", "_v", "_k_upper", "_v_upper", "block_table", "reserved", "_shared"):
             setattr(new, name, getattr(self, name).clone())
-        new._pages, new._holders, new._free = [list(p) for p in self._pages], list(self._holders), list(self._free)
+        new._pool = self._pool.copy() if self._pool else None
         new._rope_tables = dict(self._rope_tables)
         return new
 
@@ -359,13 +359,12 @@ class TreeCache:
         if not self._owns_table and layout.max_pages > self.block_table.shape[1]:
             rule = f"max_tokens needs {layout.max_pages} columns of the caller's block_table"
             checks.common.fail("resize", rule, self.block_table.shape[1])
-        if any(len(pages) > layout.max_pages for pages in self._pages):
+        if self._pool:
             for b, length in enumerate(self.lengths.tolist()):
-                keep = -(-length // layout.page_size)
-                self._release(self._pages[b][keep:])
-                del self._pages[b][keep:]
+                if len(self._pool.of[b]) > layout.max_pages:
+                    self._pool.keep(b, -(-length // layout.page_size))
         before = self._tensors()
-        table, kept, holders = self.block_table, self._pages, self._holders
+        table, pool = self.block_table, self._pool
         self.layout = layout
         if old.page_size and self._owns_table and self._pool_grows:
             self.num_pages = max(old_pages, self.batch_size * layout.max_pages)
@@ -380,10 +379,8 @@ class TreeCache:
                 target[:, :, begin : begin + rows] = source[:, :, first : first + rows]
         if old.page_size:
             self._k, self._v = self._grown_pool(before.k), self._grown_pool(before.v)
-        if self._holders:
-            self._pages = kept
-            self._holders[: len(holders)] = holders
-            self._free = [page for page in reversed(range(self.num_pages)) if not self._holders[page]]
+        if pool:
+            self._pool = PagePool(self.num_pages, pool.of)
             self._update_pages()
 
     def _grown_pool(self, pool: Tensor) -> Tensor:
@@ -407,7 +404,7 @@ class TreeCache:
         """The pages that a sequence holds, in order."""
         self._counts_pages("pages")
         (row,) = checks.cache.rows("pages", "row", row, self.batch_size)
-        return list(self._pages[row])
+        return list(self._pool.of[row])
 
     def reserve(self, tokens: int | Sequence[int]) -> None:
         """Gives sequences the pages that `append` of so many more tokens will write. On the host.
@@ -435,31 +432,7 @@ class TreeCache:
         if not self.layout.page_size:
             return
         self._counts_pages("reserve")
-        size = self.layout.page_size
-        wanted: list[tuple[int, int, bool]] = []  # sequence, place among its pages, whether its content is needed
-        for b, (length, more) in enumerate(zip(lengths, counts)):
-            if more == 0:
-                continue
-            first, last = length // size, -(-(length + more) // size)
-            for i in range(first, max(last, len(self._pages[b]))):
-                held = i < len(self._pages[b])
-                if not held or self._holders[self._pages[b][i]] > 1:
-                    wanted.append((b, i, held and i == first and length % size > 0))
-        # A page that two sequences are about to leave is free for the last of them, which is not counted on here.
-        if len(wanted) > len(self._free):
-            raise RuntimeError(
-                f"reserve: {len(wanted)} pages are needed, {len(self._free)} of {self.num_pages} are free"
-            )
-        for b, i, needed in wanted:
-            page = self._free.pop()
-            self._holders[page] = 1
-            if i < len(self._pages[b]):
-                if needed:
-                    self._copy_page(self._pages[b][i], page)
-                self._release([self._pages[b][i]])
-                self._pages[b][i] = page
-            else:
-                self._pages[b].append(page)
+        self._copy_pages(self._pool.reserve(lengths, counts, self.layout.page_size))
         self._update_pages()
 
     def attach(self, row: int, pages: Sequence[int], length: int) -> None:
@@ -478,7 +451,7 @@ class TreeCache:
         (row,) = checks.cache.rows("attach", "row", row, self.batch_size)
         pages = [checks.common.integer("attach", "pages", page) for page in pages]
         for page in pages:
-            if not 0 <= page < self.num_pages or not self._holders[page]:
+            if not 0 <= page < self.num_pages or not self._pool.holders[page]:
                 checks.common.fail("attach", "every page must be held by a sequence", page)
         if len(set(pages)) != len(pages):
             checks.common.fail("attach", "pages must differ from each other", pages)
@@ -487,11 +460,9 @@ class TreeCache:
         if -(-length // size) != len(pages) or length > self.max_tokens:
             rule = f"length must lie in the last of the {len(pages)} pages of {size} tokens and in max_tokens"
             checks.common.fail("attach", rule, length)
-        if self._pages[row] or self.lengths[row].item():
+        if self._pool.of[row] or self.lengths[row].item():
             checks.common.fail("attach", "row must be a sequence without tokens and pages", row)
-        for page in pages:
-            self._holders[page] += 1
-        self._pages[row] = pages
+        self._pool.share(row, pages)
         new = torch.zeros_like(self.lengths, dtype=torch.int64)
         new[row] = length
         self.lengths[row] = length
@@ -500,61 +471,19 @@ class TreeCache:
         first = max(1, self.layout.paged_layers)
         decode.complete_nodes(self._tensors(), self.layout, torch.zeros_like(new), new, first)
 
-    def _copy_page(self, source: int, target: int) -> None:
-        self._k[target], self._v[target] = self._k[source], self._v[source]
-
-    def _release(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            self._holders[page] -= 1
-            if not self._holders[page]:
-                self._free.append(page)
+    def _copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self._k[target], self._v[target] = self._k[source], self._v[source]
 
     def _update_pages(self) -> None:
         """The device's tables, from the pages that the host counts."""
-        size, width = self.layout.page_size, self.layout.max_pages
-        table = [pages + [-1] * (width - len(pages)) for pages in self._pages]
-        shared = [
-            size * max((i + 1 for i, page in enumerate(pages) if self._holders[page] > 1), default=0)
-            for pages in self._pages
-        ]
-        held = [min(size * len(pages), self.max_tokens) for pages in self._pages]
+        size, width, pool = self.layout.page_size, self.layout.max_pages, self._pool
         place = {"dtype": torch.int32, "device": self.device}
+        table = [pages + [-1] * (width - len(pages)) for pages in pool.of]
         self.block_table.copy_(torch.tensor(table, **place).view(self.batch_size, width))
-        self._shared.copy_(torch.tensor(shared, **place))
-        held = torch.tensor(held, **place)
+        self._shared.copy_(torch.tensor([size * pool.shared(b) for b in range(self.batch_size)], **place))
+        held = torch.tensor([min(size * len(pages), self.max_tokens) for pages in pool.of], **place)
         self.reserved.copy_(torch.where(self.lengths < self._shared, torch.minimum(self.lengths, held), held))
-
-    def _reordered_pages(self, source: list[int]) -> list[list[int]]:
-        """The pages of each sequence after a reordering. Pages full of tokens are shared; the others of a sequence go
-        to the first that takes it, and the next ones get pages of their own with the same tokens."""
-        size, lengths = self.layout.page_size, self.lengths.tolist()
-        taken: set[int] = set()
-        copies = 0
-        for s in source:
-            copies += len(self._pages[s]) - lengths[s] // size if s in taken else 0
-            taken.add(s)
-        lost = [page for s, pages in enumerate(self._pages) if s not in taken for page in pages]
-        freed = sum(self._holders[page] == 1 for page in set(lost))
-        if copies > len(self._free) + freed:
-            raise RuntimeError(f"reorder: {copies} pages are needed, {len(self._free) + freed} are free")
-        self._release(lost)
-        taken.clear()
-        pages: list[list[int]] = []
-        for s in source:
-            full = lengths[s] // size
-            mine = list(self._pages[s])
-            if s in taken:
-                for page in mine[:full]:
-                    self._holders[page] += 1
-                for i in range(full, len(mine)):
-                    page = self._free.pop()
-                    self._holders[page] = 1
-                    if i == full and lengths[s] % size:
-                        self._copy_page(mine[i], page)
-                    mine[i] = page
-            taken.add(s)
-            pages.append(mine)
-        return pages
 
     # ------------------------------------------------------------------------------------------------------------ state
 
@@ -567,7 +496,7 @@ class TreeCache:
     def state_dict(self) -> dict:
         """Everything that the cache holds, as torch.save takes it: tensors (not copied), numbers and lists."""
         state = {name.lstrip("_"): getattr(self, name) for name in self._STATE}
-        return {"settings": self._settings(), **state, "pages": [list(pages) for pages in self._pages]}
+        return {"settings": self._settings(), **state, "pages": self._pool.copy().of if self._pool else []}
 
     _STATE = ("lengths", "overflowed", "_k", "_v", "_k_upper", "_v_upper", "block_table")
 
@@ -580,12 +509,8 @@ class TreeCache:
             checks.common.fail("load_state_dict", "settings must be those of this cache", f"(here, there) {differ}")
         for name in self._STATE:
             getattr(self, name).copy_(state[name.lstrip("_")])
-        if self._holders:
-            self._pages = [list(pages) for pages in state["pages"]]
-            self._holders = [0] * self.num_pages
-            for page in (page for pages in self._pages for page in pages):
-                self._holders[page] += 1
-            self._free = [page for page in reversed(range(self.num_pages)) if not self._holders[page]]
+        if self._pool:
+            self._pool = PagePool(self.num_pages, state["pages"])
             self._update_pages()
 
 

@@ -1,0 +1,255 @@
+"""Calls of a cached tree: the module, the ops in torch, and what a caller can get wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import htree_cuda
+from htree_cuda import TreeCache, forward_cached
+
+from ..cached import (
+    F64,
+    TREE,
+    filled,
+    int32,
+    new_cache,
+    queries,
+    run,
+    same_nodes,
+    tokens,
+)
+
+# ---------------------------------------------------------------------------------------------------------- the module
+
+
+@torch.no_grad()
+def test_module_with_a_cache():
+    """Prefill and steps equal one call over all; a ragged batch equals its rows."""
+    torch.manual_seed(3)
+    options = {"qk_norm": True, "compression_rate": 4, "top_k_per_layer": 4, "dtype": F64}
+    attention = htree_cuda.HTreeAttention(12, 6, 2, v_head_dim=4, head_dim=8, **options)
+    x = torch.randn(2, 90, 12, dtype=F64)
+    whole = attention(x)
+    cache = attention.new_cache(2, 100, page_size=None)
+    assert (cache.head_dim, cache.v_head_dim, cache.n_kv_heads, cache.dtype) == (8, 4, 2, F64)
+    parts = [attention(part, cache=cache) for part in x.split((70, 1, 1, 8, 1, 9), dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-12, rtol=0)
+    ragged = attention.new_cache(2, 100, page_size=256)
+    ragged.reserve(100)
+    out = attention(x, cache=ragged, seqused=int32(90, 33))
+    torch.testing.assert_close(out[1, :33], whole[1, :33], atol=1e-12, rtol=0)
+    out = attention(x[:, 33:34], cache=ragged, seqused=int32(0, 1))
+    assert ragged.lengths.tolist() == [90, 34]
+    torch.testing.assert_close(out[1], whole[1, 33:34], atol=1e-12, rtol=0)
+    k, v = tokens(2, 10)
+    for options, error, message in (
+        ({"cache": (k, v)}, TypeError, "HTreeAttention: cache must be a htree_cuda.TreeCache or None, got tuple"),
+        (
+            {"cache": cache, "return_kv": True},
+            ValueError,
+            "HTreeAttention: cache takes the place of past",
+        ),
+        ({"seqused": int32(1, 1)}, ValueError, "HTreeAttention: seqused needs a cache"),
+        ({"cache": new_cache(2, r=16)}, ValueError, "compression_rate of the cache must equal the module's"),
+    ):
+        with pytest.raises(error, match=message):
+            attention(x, **options)
+    with pytest.raises(RuntimeError, match="a cached call has no gradient"), torch.enable_grad():
+        attention(x, cache=cache)
+
+
+# --------------------------------------------------------------------------------------------------- the ops in torch
+
+
+def op_arguments(page_size=None, T_new=3):
+    k, v = tokens(2, 310, dtype=torch.float32)
+    cache = filled(k[:, :100], v[:, :100], (100, 17), page_size=page_size)
+    if page_size:
+        cache.reserve(100)
+    return cache, (k[:, :T_new], v[:, :T_new])
+
+
+@pytest.mark.parametrize("page_size, seqused", [(None, None), (256, int32(2, 0))])
+def test_opcheck(page_size, seqused):
+    cache, new = op_arguments(page_size)
+    options = {**cache._numbers(), "backend": "auto"}
+    torch.library.opcheck(torch.ops.htree_cuda.tree_append, (*new, seqused, *cache._tensors()), options)
+    for T_q in (2, 9):
+        q = queries(2, T_q, dtype=torch.float32)
+        table = cache._rope_table(4, None, 100.0, None, 8)
+        tree = {
+            "top_k_per_layer": 4, "max_top_nodes": None, "scale": None, "rope_base": 100.0, "rope_interleaved": False,
+            "need_selection": True,
+        }  # fmt: skip
+        torch.library.opcheck(
+            torch.ops.htree_cuda.forward_cached, (q, seqused, *cache._tensors(), table, None), {**options, **tree}
+        )
+    torch.library.opcheck(
+        torch.ops.htree_cuda.tree_truncate,
+        (cache.lengths, cache.overflowed, cache.reserved, cache._shared, int32(50, 3)),
+    )
+    torch.library.opcheck(
+        torch.ops.htree_cuda.rope_table, (new[0], None), {"positions": 16, "rope_dim": 8, "rope_base": 10.0}
+    )
+
+
+@pytest.mark.parametrize("page_size, backend", [(None, "inductor"), (256, "aot_eager")])
+def test_compiled_steps(page_size, backend):
+    """A step of decoding in one graph: append, attend, and a speculative token taken back."""
+    compiled_cache, _ = op_arguments(page_size)
+    eager_cache = compiled_cache.clone()
+    k, v = tokens(2, 310, dtype=torch.float32, seed=5)
+    q = queries(2, 310, dtype=torch.float32)
+
+    def step(q, k, v, cache):
+        cache.append(k, v)
+        out, lse = forward_cached(q, cache, return_lse=True, **TREE)
+        cache.truncate(cache.lengths - 1)
+        return out, lse
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for i in range(0, 20, 2):
+        part = slice(i, i + 2)
+        found = compiled(q[:, part], k[:, part], v[:, part], compiled_cache)
+        expected = step(q[:, part], k[:, part], v[:, part], eager_cache)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        assert torch.equal(compiled_cache.lengths, eager_cache.lengths)
+    same_nodes(compiled_cache, eager_cache, eager_cache.lengths.tolist())
+
+
+@torch.no_grad()
+def test_compiled_module():
+    """A decoder's step by its own cache, in one graph."""
+    torch.manual_seed(0)
+    attention = htree_cuda.HTreeAttention(12, 6, 2, head_dim=8, qk_norm=True, compression_rate=4, top_k_per_layer=4)
+    caches = [attention.new_cache(2, 100) for _ in range(2)]
+    x = torch.randn(2, 30, 12)
+    for cache in caches:
+        attention(x[:, :20], cache=cache)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for i in range(20, 30):
+        found, expected = compiled(x[:, i : i + 1], cache=caches[0]), attention(x[:, i : i + 1], cache=caches[1])
+        torch.testing.assert_close(found, expected)
+    assert caches[0].lengths.tolist() == [30, 30]
+
+
+# ------------------------------------------------------------------------------------------ what a caller can get wrong
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"max_tokens": 0}, "TreeCache: max_tokens must be at least 1, got 0"),
+        ({"batch_size": -1}, "TreeCache: batch_size must be at least 0, got -1"),
+        ({"head_dim": 7}, "TreeCache: head_dim must be even"),
+        ({"compression_rate": 12}, "TreeCache: compression_rate must be a power of two, at least 2, got 12"),
+        ({"dtype": torch.int32}, "TreeCache: dtype must be float16, bfloat16, float32 or float64, got torch.int32"),
+        ({"page_size": 100}, "TreeCache: page_size must be a positive multiple of 256 tokens, got 100"),
+        ({"num_pages": 3}, "TreeCache: num_pages needs page_size, got page_size None"),
+        ({"page_size": 256, "num_pages": 0}, "TreeCache: num_pages must be at least 1, got 0"),
+        (
+            {"page_size": 256, "block_table": int32(0, 1)},
+            "TreeCache: block_table must have 2 dimensions",
+        ),
+        (
+            {"page_size": 256, "block_table": int32(0, 1).view(2, 1)},
+            r"TreeCache: block_table needs max_tokens / page_size \(2\) columns, got 1",
+        ),
+        (
+            {"page_size": 256, "block_table": torch.zeros(2, 2)},
+            "TreeCache: block_table must be int32, got torch.float32",
+        ),
+        (
+            {"page_size": 256, "block_table": int32(0, 1, 2, 3).view(2, 2)},
+            "TreeCache: num_pages must be given with a block_table of the caller, got None",
+        ),
+        ({"num_layers": 0}, "TreeCache: num_layers must be at least 1, got 0"),
+    ],
+)
+def test_bad_caches(change, message):
+    options = {"batch_size": 2, "max_tokens": 310, "n_kv_heads": 2, "head_dim": 8, "dtype": F64}
+    with pytest.raises(ValueError, match=message):
+        TreeCache(**{**options, **change})
+    with pytest.raises(TypeError, match=r"TreeCache: max_tokens must be an int, got 3\.5"):
+        TreeCache(**{**options, "max_tokens": 3.5})
+
+
+def test_bad_calls():
+    k, v = tokens(2, 10)
+    q = queries(2, 2)
+    cache = new_cache(2)
+    small = new_cache(2, num_layers=2)
+    for call, message in (
+        (lambda: cache.append(k[:1], v[:1]), r"append: B .* must equal batch_size of the cache \(2\), got 1"),
+        (lambda: cache.append(k[..., :6], v), r"append: K .* must equal head_dim of the cache \(8\), got 6"),
+        (lambda: cache.append(k, v[:, :3]), r"append: dimension 1 of v must equal T_new of k \(10\), got 3"),
+        (
+            lambda: cache.append(k.float(), v.float()),
+            r"append: the cache must have the dtype of k \(torch.float32\), got torch.float64",
+        ),
+        (lambda: cache.append(k, v, seqused=torch.zeros(2)), "append: seqused must be int32, got torch.float32"),
+        (lambda: cache.append(k, v, seqused=int32(1)), r"dimension 0 of seqused must equal B of k \(2\), got 1"),
+        (lambda: cache.append(k, v, backend="cpu"), "append: backend must be one of 'auto', 'torch', got 'cpu'"),
+        (lambda: cache.truncate([1]), r"truncate: the number of lengths must equal batch_size .* \(2\), got 1"),
+        (lambda: cache.truncate(-1), "truncate: lengths must be at least 0, got -1"),
+        (lambda: cache.truncate(torch.zeros(2)), "truncate: lengths must be int32 or int64, got torch.float32"),
+        (lambda: cache.reorder([0, 2]), r"reorder: indices must lie in 0 .. batch_size - 1 \(1\), got 2"),
+        (lambda: cache.reset([5]), r"reset: rows must lie in 0 .. batch_size - 1 \(1\), got 5"),
+        (lambda: cache.reserve(311), r"reserve: the length of sequence 0 \(0\) and tokens must be at most max_tokens"),
+        (lambda: cache.attach(0, [0], 1), r"attach: the cache must have pages \(page_size\), got a cache without"),
+        (lambda: run(q[:1], cache), r"forward_cached: B .* must equal batch_size of the cache \(2\), got 1"),
+        (lambda: run(q[:, :, :3], cache), r"forward_cached: H .* must be a positive multiple of n_kv_heads"),
+        (lambda: run(q.float(), cache), "forward_cached: the cache must have the dtype of q"),
+        (lambda: run(q, cache, top_k_per_layer=3), "forward_cached: top_k_per_layer must be a power of two"),
+        (lambda: run(q, cache, rope_base=-1.0), "forward_cached: rope_base must be finite and greater than 0"),
+        (
+            lambda: run(q, small),
+            "forward_cached: max_top_nodes must be at least 78, the nodes of",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    for call, message in (
+        (lambda: run(q, k), "forward_cached: cache must be a htree_cuda.TreeCache, got Tensor"),
+        (lambda: run([1], cache), "forward_cached: q must be a torch.Tensor, got list"),
+        (lambda: cache.append(k, None), "append: v must be a torch.Tensor, got NoneType"),
+        (lambda: run(q, cache, top_k_per_layer=4.0), "forward_cached: top_k_per_layer must be an int, got 4.0"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    assert not cache.lengths.any() and not cache._k.any()
+
+
+def test_no_gradient():
+    k, v = tokens(2, 10)
+    q = queries(2, 2).requires_grad_()
+    cache = new_cache(2)
+    cache.append(k.requires_grad_(), v)  # constants
+    with pytest.raises(RuntimeError, match="forward_cached: a cached call has no gradient"):
+        run(q, cache)
+    with torch.no_grad():
+        assert not run(q, cache)[0].requires_grad
+    with torch.inference_mode():
+        run(q, cache)
+
+
+@pytest.mark.parametrize("B, T_q", [(0, 1), (0, 9), (2, 0)])
+def test_empty_sizes(B, T_q):
+    cache = new_cache(B)
+    cache.append(*tokens(B, 0))
+    out, lse, selection = run(queries(B, T_q), cache)
+    assert out.shape == (B, T_q, 4, 6) and lse.shape == (B, T_q, 4) and selection.shape == (3, B, T_q, 2, 4)
+    cache.truncate(0), cache.reset(), cache.reorder(list(range(B)))
+
+
+def test_autocast():
+    k, v = tokens(2, 100, dtype=torch.bfloat16)
+    q = queries(2, 2, dtype=torch.bfloat16)
+    cache = filled(k, v, (100, 100))
+    other = new_cache(2, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        other.append(k.float(), v.float())
+        found = run(q.float(), other)
+    assert all(torch.equal(x, y) for x, y in zip(found, run(q, cache), strict=True))
