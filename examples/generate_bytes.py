@@ -257,6 +257,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", help="default: cuda for the gpu preset, else cpu")
     parser.add_argument("--backend", choices=("auto", "torch"), default="auto", help="of htree attention")
     parser.add_argument("--out", type=Path, default=Path("demo_out") / "generate", help="checkpoint and JSON")
+    parser.add_argument("--json", type=Path, help="where to write the figures; default: generate_PRESET.json in --out")
     args = parser.parse_args(argv)
     if args.new < 2:
         parser.error(f"--new must be at least 2, got {args.new}")
@@ -281,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
         "program": "generate_bytes", **identity(device.type), "preset": preset.name, "top_k": preset.top_k,
         "compression_rate": preset.compression_rate, "steps": steps, "data": text.about, "figures": figures,
     }  # fmt: skip
-    path = args.out / f"generate_{preset.name}.json"
+    path = args.json or args.out / f"generate_{preset.name}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"wrote {path}")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tools.update_docs import __main__ as update
-from tools.update_docs import budgets, dispatch
+from tools.update_docs import budgets, decode, dispatch
 
 
 def figure(T, ms, dense=None, inputs="iid", **shape):
@@ -84,3 +84,14 @@ def test_a_rule_that_is_not_understood_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "ROOT", tmp_path)
     with pytest.raises(SystemExit, match="1 rows"):
         dispatch.forward_rules()
+
+
+def test_a_row_of_generation_has_both_arms(monkeypatch):
+    figures = [
+        {"prompt": T, "arm": arm, "tokens_per_s": speed}
+        for T, speeds in ((32768, (1234.4, 800.0)), (131072, (1200.0, 250.6)))
+        for arm, speed in zip(("htree", "dense"), speeds)
+    ]
+    found = {"gpu": "H100", "driver": "1", "torch": "2", "date": "2026-01-02", "top_k": 64, "figures": figures}
+    monkeypatch.setattr(decode, "load", lambda name: found if name == "generate_gpu" else None)
+    assert "| 32K | 1,234 | 800 |\n| 128K | 1,200 | 251 |\n" in decode.generate_gpu()

@@ -42,4 +42,22 @@ def decode_short() -> str:
     )
 
 
-BLOCKS = {"decode_gpu": decode_gpu, "decode_short": decode_short}
+def generate_gpu() -> str:
+    """Bytes per second of a small decoder that continues text from its caches."""
+    report = load("generate_gpu")
+    if report is None:
+        return "Whole models: not measured yet, `python examples/generate_bytes.py --preset gpu` on a Hopper machine."
+    speeds: dict[int, dict[str, dict]] = {}
+    for f in report["figures"]:
+        speeds.setdefault(f["prompt"], {})[f["arm"]] = f
+    rows = [
+        [length(T), *(f"{arms[arm]['tokens_per_s']:,.0f}" for arm in ("htree", "dense"))] for T, arms in speeds.items()
+    ]
+    return (
+        "Bytes per second of the byte decoder of `examples/generate_bytes.py` (4 blocks, 8 heads on 2, K 64, top_k "
+        f"{report['top_k']}; one sequence, every step a replayed CUDA graph; {on_gpu(report)}):\n\n"
+        + markdown(["prompt", "htree", "dense"], rows)
+    )
+
+
+BLOCKS = {"decode_gpu": decode_gpu, "decode_short": decode_short, "generate_gpu": generate_gpu}
