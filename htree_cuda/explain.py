@@ -212,8 +212,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not kernels.built():
             raise ExplainError(f"there are no kernels to explain ({kernels.why_not_built()}); {HOW_TO_GET_ONE}")
-        if not kernels.explains(op := "backward" if args.backward else "forward"):
-            raise ExplainError(f"the library of this installation does not tell the kernels of the {op}; rebuild it")
         call = explain(
             T=args.T, H=args.H, H_kv=args.H_kv, top_k_per_layer=args.top_k, T_q=args.T_q, B=args.B, K=args.K, V=args.V,
             dtype=DTYPES[args.dtype], backward=args.backward, sms=args.sms or _sms(),

@@ -182,11 +182,6 @@ def forward(
     )
 
 
-def explains(op: str) -> bool:
-    """Whether the library tells the kernels of an op."""
-    return built() and hasattr(load(), f"explain_{op}")
-
-
 def explain_forward(q: Tensor, k: Tensor, v: Tensor, params, *, sms: int) -> list[dict]:
     """The kernels of `forward` on a GPU with so many SMs, as `htree_cuda.explain` tells them; tensors may be meta."""
     return load().explain_forward(_forward_params(q, k, v, params), selection=False, processors=sms)
