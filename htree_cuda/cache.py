@@ -603,11 +603,7 @@ def forward_cached(
     rope_dim = checks.cache.rotation(rope_base, DEFAULT_BASE, rope_inv_freq, rope_dim, cache.head_dim)
     if attn_sink is not None:
         checks.common.tensor(op, "attn_sink", attn_sink)
-    if torch.is_grad_enabled() and q.requires_grad:
-        raise RuntimeError(
-            f"{op}: a cached call has no gradient; run it under torch.no_grad() or torch.inference_mode(), or train "
-            "with htree_cuda.forward"
-        )
+    checks.cache.no_gradient(op, q)
     if torch.is_autocast_enabled(q.device.type) and q.is_floating_point():
         q = q.to(cache.dtype)
     t = cache._tensors()

@@ -191,6 +191,7 @@ class HTreeAttention(nn.Module):
 
     def attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, seqused: Tensor | None) -> Tensor:
         """Appends k, v to the cache and attends from q, of the shapes of `attend`, of which the first seqused exist."""
+        checks.cache.no_gradient("HTreeAttention", q)  # before the cache is changed
         backend = self.options["backend"]
         cache.append(k, v, seqused=seqused, backend=backend)
         tree = {name: self.options[name] for name in ("top_k_per_layer", "max_top_nodes", "scale", "rope_base")}

@@ -258,6 +258,15 @@ def option_types(op: str, *, return_lse: bool, return_selection: bool, **tree: A
     }
 
 
+def no_gradient(op: str, q: Tensor) -> None:
+    """A cached call is no part of a graph of gradients; nothing in silence is cut out of one."""
+    if torch.is_grad_enabled() and q.requires_grad:
+        raise RuntimeError(
+            f"{op}: a cached call has no gradient; run it under torch.no_grad() or torch.inference_mode(), or train "
+            "with htree_cuda.forward"
+        )
+
+
 def rotation(
     rope_base: float | None, default_base: float, rope_inv_freq: Tensor | None, rope_dim: int | None, K: int
 ) -> int:

@@ -39,7 +39,7 @@ from ..cached import (
 @PAGES
 @pytest.mark.parametrize("T_q", [2, 9])
 def test_equals_the_definition(T_q, page_size):
-    lengths = (300, 17, 64, 1)
+    lengths = (90, 17, 64, 1)
     k, v = tokens(len(lengths), 310)
     q = queries(len(lengths), T_q)
     cache = filled(k, v, lengths, page_size=page_size)
