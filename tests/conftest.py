@@ -55,6 +55,12 @@ def _emulated(item) -> bool:
 
 
 def pytest_configure(config):
+    # Test processes side by side share the cores: more threads than cores wait for each other, spinning.
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if processes > 1:
+        threads = max(1, len(os.sched_getaffinity(0)) // processes)
+        torch.set_num_threads(threads)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of what the tests start
     config.addinivalue_line("markers", "gpu: needs a Hopper GPU (compute capability 9.0)")
     config.addinivalue_line("markers", "emulated: of the gpu tests, small enough for the emulator")
     config.addinivalue_line("markers", "sample: of the emulated tests, those of every run: K = V = 64, one dtype")
