@@ -20,8 +20,8 @@ MIN_QUERIES = 4096
 
 @functools.cache
 def rates() -> list[dict]:
-    """The measured sets; see the module."""
-    return json.loads(RATES.read_text())["sets"]
+    """The measured sets, none before the first fit; see the module."""
+    return json.loads(RATES.read_text())["sets"] if RATES.exists() else []
 
 
 def nearest(call: dict) -> dict | None:

@@ -27,39 +27,6 @@ class ExplainError(Exception):
     """What the user can put right, in one line."""
 
 
-def count(
-    *,
-    T: int,
-    H: int,
-    H_kv: int,
-    top_k_per_layer: int = 512,
-    T_q: int | None = None,
-    B: int = 1,
-    K: int = 128,
-    V: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    backward: bool = False,
-    sms: int = DEFAULT_SMS,
-) -> dict:
-    """`explain` without the predicted times: the numbers of the call, `layers` and `rows`."""
-    T_q, V = T if T_q is None else T_q, K if V is None else V
-    q = torch.empty(B, T_q, H, K, dtype=dtype, device="meta")
-    k, v = (torch.empty(B, T, H_kv, D, dtype=dtype, device="meta") for D in (K, V))
-    params = checks.tree.forward(
-        q, k, v, q_start=None, compression_rate=16, top_k_per_layer=top_k_per_layer, max_top_nodes=None, scale=None,
-        rope_base=10000.0, strict_causal=True, backend="auto", op="explain",
-    )  # fmt: skip
-    checks.support.forward(q, k, v, params, "explain")
-    launches = kernels.explain_backward if backward else kernels.explain_forward
-    call = {
-        "op": "backward" if backward else "forward", "B": B, "T": T, "T_q": T_q, "H": H, "H_kv": H_kv, "K": K, "V": V,
-        "dtype": str(dtype).removeprefix("torch."), "top_k": top_k_per_layer, "sms": sms,
-        "layers": layer_sizes(T, params.compression_rate, params.max_top_nodes),
-    }  # fmt: skip
-    call["rows"] = launches(q, k, v, params, sms=sms)
-    return call
-
-
 def explain(
     *,
     T: int,
@@ -107,10 +74,24 @@ def explain(
 
     Source: csrc/sm90/htree_fwd/dispatch.h and schedule.h; docs/architecture.md.
     """
-    call = count(
-        T=T, H=H, H_kv=H_kv, top_k_per_layer=top_k_per_layer, T_q=T_q, B=B, K=K, V=V, dtype=dtype, backward=backward,
-        sms=sms,
+    T_q, V = T if T_q is None else T_q, K if V is None else V
+    sizes = {"B": B, "T": T, "T_q": T_q, "H": H, "H_kv": H_kv, "K": K, "V": V, "sms": sms}
+    for name, value in sizes.items():
+        checks.common.size("explain", name, checks.common.integer("explain", name, value))
+    q = torch.empty(B, T_q, H, K, dtype=dtype, device="meta")
+    k, v = (torch.empty(B, T, H_kv, D, dtype=dtype, device="meta") for D in (K, V))
+    params = checks.tree.forward(
+        q, k, v, q_start=None, compression_rate=16, top_k_per_layer=top_k_per_layer, max_top_nodes=None, scale=None,
+        rope_base=10000.0, strict_causal=True, backend="auto", op="explain",
     )  # fmt: skip
+    checks.support.forward(q, k, v, params, "explain")
+    launches = kernels.explain_backward if backward else kernels.explain_forward
+    call = {
+        "op": "backward" if backward else "forward", **sizes, "top_k": top_k_per_layer,
+        "dtype": str(dtype).removeprefix("torch."),
+        "layers": layer_sizes(T, params.compression_rate, params.max_top_nodes),
+    }  # fmt: skip
+    call["rows"] = launches(q, k, v, params, sms=sms)
     measured = cost_model.nearest(call)
     times = [None] * len(call["rows"]) if measured is None else cost_model.predict(call, measured)
     rest = 0.0 if measured is None else cost_model.rest(call, measured)

@@ -19,7 +19,7 @@ import numpy as np
 
 from htree_cuda import cost_model
 from htree_cuda.bench.inputs import DTYPES
-from htree_cuda.explain import count
+from htree_cuda.explain import explain
 
 from .update_docs.common import RESULTS, phases
 
@@ -63,8 +63,8 @@ def figures() -> list[dict]:
 
 
 def work_of(figure: dict) -> tuple[dict, dict[str, float]]:
-    """The call of a figure as `count` tells it, and its work by the names of rates."""
-    call = count(
+    """The call of a figure as `explain` tells it, and its work by the names of rates."""
+    call = explain(
         T=figure["T"], H=figure["H"], H_kv=figure["H_kv"], K=figure["K"], V=figure["V"], B=figure["B"],
         top_k_per_layer=figure["top_k"], dtype=DTYPES[figure["dtype"]], backward=figure["op"] == "backward",
     )  # fmt: skip

@@ -113,6 +113,8 @@ def test_what_the_kernels_lack_is_refused(library):
         explain(**{**SHAPE, "top_k_per_layer": 1024})
     with pytest.raises(ValueError, match=r"explain: H .* must be a positive multiple of H_kv \(5\), got 32"):
         explain(**{**SHAPE, "H_kv": 5})
+    with pytest.raises(ValueError, match=r"explain: T_q must be at least 1, got -1"):
+        explain(**SHAPE, T_q=-1)
     assert library == []
 
 
