@@ -53,7 +53,8 @@ kernels: $(READY) ## compile the kernels and the C++ benchmarks into this folder
 wheel: $(READY) ## a wheel with kernels for every Python found here, into dist/; compiled objects are used again
 	$(PY) tools/make_wheels.py
 
-docs: $(READY) ## write the figures and tables of README and docs again, from benchmarks/results
+docs: $(READY) ## write the figures and tables of README and docs and the rates of explain again, from benchmarks/results
+	$(PY) -m tools.fit_costs
 	$(PY) -m tools.make_figures
 	$(PY) -m tools.update_docs
 

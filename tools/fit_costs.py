@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from htree_cuda import cost_model
+from htree_cuda import cost_model, kernels
 from htree_cuda.bench.inputs import DTYPES
 from htree_cuda.explain import explain
 
@@ -143,6 +143,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args(argv)
+    if not kernels.built():
+        print(f"the rates of explain are not fitted: {kernels.why_not_built()}")
+        return 0
     text = fitted()
     path = Path(cost_model.RATES)
     if args.check:
