@@ -133,6 +133,30 @@ def sparse_attention() -> None:
     schedule("timeline_sparse_attention", "Sparse attention: two consumers, alternating tiles", roles, 9)
 
 
+def decode() -> None:
+    """A cluster's descent through one selecting layer to the tokens."""
+    products: Steps = [
+        (0, 2, "scores L", PRODUCTS),
+        (2.4, 3.2, "importance L", VECTOR),
+        (5, 6.4, "attend L", PRODUCTS),
+        (6.4, 8, "scores of tokens", PRODUCTS),
+        (8, 9.2, "attend tokens", PRODUCTS),
+        (9.2, 10, "merge", VECTOR),
+    ]
+    cluster: Steps = [
+        (2, 2.4, "sums", WAIT),
+        (3.2, 5, "rounds of counting", WAIT),
+        (10, 10.4, "parts", WAIT),
+    ]
+    copies: Steps = [
+        (0, 2, "keys L", MEMORY),
+        (2.4, 5.2, "values L", MEMORY),
+        (5.2, 8, "keys, values of tokens", MEMORY),
+    ]
+    roles = {"warps of a CTA": products, "cluster barriers": cluster, "prefetch to L2": copies}
+    schedule("timeline_htree_decode", "Decoding: one layer above the tokens, then the tokens", roles, 10.4)
+
+
 def speedups() -> None:
     """Time of dense attention divided by the forward's, one line a shape; the band lies between kinds of inputs."""
     figures = budgets.figures_of("forward")
@@ -173,6 +197,7 @@ def main() -> None:
     speedups()
     attn_dist()
     sparse_attention()
+    decode()
     print(f"wrote {FIGURES.relative_to(ROOT)}/speedup.png and timeline_*.png")
 
 
