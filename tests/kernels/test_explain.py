@@ -9,7 +9,7 @@ import pytest
 from htree_cuda import kernels
 
 DEVICE = "cuda"
-pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
+pytestmark = [pytest.mark.gpu, pytest.mark.emulated, pytest.mark.sample]
 
 
 def explain(T, *, T_q=None, B=1, H_kv=1, G=16, K=64, V=64, top_k=16, dtype="bfloat16", selection=False, backward=False):
