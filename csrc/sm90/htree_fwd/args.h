@@ -31,10 +31,11 @@ enum class Sweep {
 
 // How a query goes through a layer. Its position and top_k alone decide that.
 enum class LayerKind {
-  kEntry,     // its first sparse layer: every KV block up to its own; keys rotated by node index, the query by n - 1
-  kSelected,  // a layer below: the blocks that it selected; keys rotated by place in the block, the query by n - 1 - 16 rank
-  // A selected layer in which it takes half of the blocks or more: keys rotated by node index, the query by n - 1 and by 16
-  // for each block that it leaves out.
+  kEntry,  // its first sparse layer: every KV block up to its own; keys rotated by node index, the query by n - 1
+  // A layer below: the blocks that it selected; keys rotated by their place in the block, the query by n - 1 - 16 rank.
+  kSelected,
+  // A selected layer in which it takes half of the blocks or more: keys rotated by node index, the query by n - 1 and
+  // by 16 for each block that it leaves out.
   kHalfSelected,
 };
 inline constexpr int kLayerKinds = 3;
@@ -52,8 +53,8 @@ struct KindArgs {
   rope::PackedRotations const* packed_step_rotation;      // [4, K / 16]; swap A/B
 };
 
-// Everything that a launch reads and writes. A row is a query of the launch: row = 12 * tile + query of the tile. Where one
-// query is split over a CTA, the state has a row for each consumer warp.
+// Everything that a launch reads and writes. A row is a query of the launch: row = 12 * tile + query of the tile. Where
+// one query is split over a CTA, the state has a row for each consumer warp.
 struct Args {
   QueryBlocks blocks;                          // the tiles of 12 queries of the launch
   KindArgs kinds[kLayerKinds];                 // by LayerKind
@@ -83,10 +84,10 @@ struct Args {
 
   std::int32_t const* parents;                 // [rows, top_k]: selected in the layer above, ascending
   // The union of the blocks that the queries of a tile selected; of a group of tiles in the place of its first one.
-  void const* union_masks;                     // [tiles, 12 * top_k], bit i: query i selected it; 16 bits a tile of the group
+  void const* union_masks;  // [tiles, 12 * top_k], bit i: query i selected it; 16 bits a tile of the group
   std::int32_t const* union_count;             // [tiles]
 
-  std::uint16_t const* expanded;               // [rows, width / 16], bit c: candidate 16 j + c is no leaf; not at the bottom
+  std::uint16_t const* expanded;  // [rows, width / 16], bit c: candidate 16 j + c is no leaf; not at the bottom
   std::int64_t width;                          // of a row of importance
   float* importance;                           // [rows, width]
 
@@ -98,8 +99,8 @@ struct Args {
   float* lse;                                  // [B, T_q, H]
 };
 
-// The CTAs of a launch: first those of tiles in a selected layer, then half-selected, then entry. Later queries come first, for
-// they have the most to do.
+// The CTAs of a launch: first those of tiles in a selected layer, then half-selected, then entry. Later queries come
+// first, for they have the most to do.
 struct Grid {
   std::uint32_t half_selected_cta;  // the first CTA of each kind; equal to the next where a kind has none
   std::uint32_t entry_cta;

@@ -1,12 +1,14 @@
 // Attend passes of an entry layer, by WGMMA.
 //
-// A warpgroup computes the scores of its queries, 64 rows, against the 64 keys of four blocks, and adds P V likewise, 64 rows by V columns; keys
-// and values lie where the bulk copy put them. All queries see the same blocks, so nothing is read twice. What lies between the two
-// products belongs to a warp and its queries alone, and runs beside the products of the other warpgroups. P of blocks that a query does not
-// take is zero. The queries wait in shared memory, because beside O and the scores there are no registers for them.
+// A warpgroup computes the scores of its queries, 64 rows, against the 64 keys of four blocks, and adds P V likewise,
+// 64 rows by V columns; keys and values lie where the bulk copy put them. All queries see the same blocks, so nothing
+// is read twice. What lies between the two products belongs to a warp and its queries alone, and runs beside the
+// products of the other warpgroups. P of blocks that a query does not take is zero. The queries wait in shared memory,
+// because beside O and the scores there are no registers for them.
 //
-// Where queries share a warp, a row belongs to one query, and so do the votes, masks and sums: the bits of a query do not depend on which others
-// share its warp. With four queries a warp, lanes 0 to 15 have rows of the first and the third, the other lanes of the second and the fourth.
+// Where queries share a warp, a row belongs to one query, and so do the votes, masks and sums: the bits of a query do
+// not depend on which others share its warp. With four queries a warp, lanes 0 to 15 have rows of the first and the
+// third, the other lanes of the second and the fourth.
 #pragma once
 
 #include "entry_groups.cuh"
@@ -19,8 +21,8 @@ __device__ __forceinline__ uint32_t kept_words(State<Cfg> const& s, Ring<Cfg> co
   return ring.stages - Cfg::kRingOffset + Cfg::kRotationOffset + s.warp * Cfg::kKeptBytes;
 }
 
-// With Cfg::kKeeps shared memory holds what fetch_expanded found for row 0 and, 128 bytes behind it, for row 1, a word for each lane; the cursor
-// of a query; and the maximum of a row.
+// With Cfg::kKeeps shared memory holds what fetch_expanded found for row 0 and, 128 bytes behind it, for row 1, a word
+// for each lane; the cursor of a query; and the maximum of a row.
 template <class Cfg>
 __device__ __forceinline__ uint32_t kept_expanded(State<Cfg> const& s, Ring<Cfg> const& ring) {
   return kept_words(s, ring) + ptx::lane_index() * 4;
@@ -52,7 +54,8 @@ __device__ __forceinline__ uint32_t queries_of(State<Cfg> const& s, Ring<Cfg> co
   return __shfl_sync(kFullWarp, ring.stages - Cfg::kRingOffset + s.warp / 4 * Cfg::kQueryBytes, 0);
 }
 
-// Stores them in the order of WGMMA's operands. A lane points stmatrix at row lane % 16 of its warp and at chunk lane / 16 of two.
+// Stores them in the order of WGMMA's operands. A lane points stmatrix at row lane % 16 of its warp and at chunk lane /
+// 16 of two.
 template <class Cfg>
 __device__ __forceinline__ void store_queries(State<Cfg> const& s, uint32_t queries) {
   int const row = s.warp % 4 * 16 + s.lane % 16;
@@ -67,8 +70,8 @@ __device__ __forceinline__ void store_queries(State<Cfg> const& s, uint32_t quer
 }
 
 template <class Cfg>
-__device__ __forceinline__ void rescale_group(State<Cfg>& s, float const (&raw)[2 * Cfg::kStageSlots][4], uint32_t (&p)[Cfg::kStageSlots][4],
-                                               float (&sum)[2]) {
+__device__ __forceinline__ void rescale_group(State<Cfg>& s, float const (&raw)[2 * Cfg::kStageSlots][4],
+                                              uint32_t (&p)[Cfg::kStageSlots][4], float (&sum)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float const largest = quad_max(row_max<Cfg, Cfg::kStageSlots>(raw, i));
@@ -84,11 +87,14 @@ __device__ __forceinline__ void rescale_group(State<Cfg>& s, float const (&raw)[
   exponentiate_scores<Cfg::kStageSlots>(s, raw, p, sum, [&](int i, float x) { return exponent(s, i, x); });
 }
 
-// P of a group, rounded to the dtype, as fragments of operand A, and its sums. Exponentials are taken as if no maximum had to be updated, which
-// is rare. Their sums show where one has: then P is computed again, and sums and O are rescaled.
+// P of a group, rounded to the dtype, as fragments of operand A, and its sums. Exponentials are taken as if no maximum
+// had to be updated, which is rare. Their sums show where one has: then P is computed again, and sums and O are
+// rescaled.
 template <class Cfg>
-__device__ __forceinline__ void exponentiate_group(State<Cfg>& s, GroupScores& scores, float const (&scales)[Cfg::kStageSlots], uint32_t (&masked)[Cfg::kMaskWords],
-                                               uint32_t (&p)[Cfg::kStageSlots][4]) {
+__device__ __forceinline__ void exponentiate_group(State<Cfg>& s, GroupScores& scores,
+                                                   float const (&scales)[Cfg::kStageSlots],
+                                                   uint32_t (&masked)[Cfg::kMaskWords],
+                                                   uint32_t (&p)[Cfg::kStageSlots][4]) {
   auto& raw = scores.raw;
   float sum[2] = {};
 #pragma unroll
@@ -104,7 +110,8 @@ __device__ __forceinline__ void exponentiate_group(State<Cfg>& s, GroupScores& s
   }
   // The heads of one query vote, so the decision follows from this query's data.
   if (__any_sync(kFullWarp, sum_overflows(sum))) {
-    // A shuffle hides where the words come from: otherwise the compiler would keep the outcome of every test above until here.
+    // A shuffle hides where the words come from: otherwise the compiler would keep the outcome of every test above
+    // until here.
 #pragma unroll
     for (auto& word : masked) word = __shfl_sync(kFullWarp, word, s.lane);
 #pragma unroll
@@ -122,8 +129,8 @@ __device__ __forceinline__ void exponentiate_group(State<Cfg>& s, GroupScores& s
 
 // P of row i and its sum, from raw scores.
 template <class Exponent, class Cfg>
-__device__ __forceinline__ float exponentiate_row(State<Cfg> const& s, float const (&raw)[2 * Cfg::kStageSlots][4], int i, uint32_t (&p)[Cfg::kStageSlots][4],
-                                                    Exponent const& exponent) {
+__device__ __forceinline__ float exponentiate_row(State<Cfg> const& s, float const (&raw)[2 * Cfg::kStageSlots][4],
+                                                  int i, uint32_t (&p)[Cfg::kStageSlots][4], Exponent const& exponent) {
   float sum = 0.0f;
 #pragma unroll
   for (int slot = 0; slot < Cfg::kStageSlots; ++slot) {
@@ -139,8 +146,10 @@ __device__ __forceinline__ float exponentiate_row(State<Cfg> const& s, float con
 
 // exponentiate_group where rows are of different queries: each row has its own votes and masks.
 template <class Cfg>
-__device__ __forceinline__ void exponentiate_group_rows(State<Cfg>& s, Ring<Cfg> const& ring, GroupScores& scores, float const (&scales)[Cfg::kStageSlots],
-                                                    uint32_t (&masked)[2][Cfg::kMaskWords], uint32_t (&p)[Cfg::kStageSlots][4]) {
+__device__ __forceinline__ void exponentiate_group_rows(State<Cfg>& s, Ring<Cfg> const& ring, GroupScores& scores,
+                                                        float const (&scales)[Cfg::kStageSlots],
+                                                        uint32_t (&masked)[2][Cfg::kMaskWords],
+                                                        uint32_t (&p)[Cfg::kStageSlots][4]) {
   auto& raw = scores.raw;
   float sum[2] = {};
 #pragma unroll
@@ -201,13 +210,14 @@ __device__ __forceinline__ void exponentiate_group_rows(State<Cfg>& s, Ring<Cfg>
   for (int i = 0; i < 2; ++i) s.sum[i] += sum[i];
 }
 
-// The consumer's loop. The scores of a group and P V of the group before are multiplied together, then this group's P is formed: what a
-// warpgroup does between its products runs beside the products of the others.
+// The consumer's loop. The scores of a group and P V of the group before are multiplied together, then this group's P
+// is formed: what a warpgroup does between its products runs beside the products of the others.
 template <class Cfg>
 __device__ __forceinline__ void attend_groups(State<Cfg>& s, Ring<Cfg> const& ring, wgmma::Descriptor const& queries) {
   if (s.groups == 0) return;
   RingPosition<Cfg::kStages> at;
-  // The stage whose values are multiplied next. Before there are scores, the values of the first group meet a P of zeros.
+  // The stage whose values are multiplied next. Before there are scores, the values of the first group meet a P of
+  // zeros.
   uint32_t held = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
   uint32_t p[Cfg::kStageSlots][4] = {};
   uint32_t expanded[Cfg::kRows];  // of the groups at hand, as fetch_expanded says
@@ -225,7 +235,9 @@ __device__ __forceinline__ void attend_groups(State<Cfg>& s, Ring<Cfg> const& ri
         __syncwarp();
         s.cursor = static_cast<int>(ptx::load_shared_4B(kept_cursor(s, ring)));
 #pragma unroll
-        for (int i = 0; i < Cfg::kRows; ++i) ptx::store_shared_4B(kept_expanded(s, ring) + 128 * i, fetch_expanded(s, i, 0));
+        for (int i = 0; i < Cfg::kRows; ++i) {
+          ptx::store_shared_4B(kept_expanded(s, ring) + 128 * i, fetch_expanded(s, i, 0));
+        }
         __syncwarp();
       } else {
 #pragma unroll
@@ -249,7 +261,9 @@ __device__ __forceinline__ void attend_groups(State<Cfg>& s, Ring<Cfg> const& ri
         masked[i][0] = __float_as_uint(words.x), masked[i][1] = __float_as_uint(words.y);
       } else {
 #pragma unroll
-        for (int word = 0; word < Cfg::kMaskWords; ++word) masked[i][word] = __shfl_sync(kFullWarp, expanded[i], first + word);
+        for (int word = 0; word < Cfg::kMaskWords; ++word) {
+          masked[i][word] = __shfl_sync(kFullWarp, expanded[i], first + word);
+        }
       }
       find_masked(s, i, scores.stage, masked[i]);
     }
@@ -289,7 +303,9 @@ __device__ __forceinline__ void propagate_nan_entry(State<Cfg>& s) {
     for (int parent = 0; parent < count; ++parent) {
       if (!Cfg::kSharesWarp && split(s) && !takes_rank(s, parent)) continue;
       char const* const tile = packed_parents(s) + parent / Cfg::kStageSlots * Cfg::kStageSlots * s.args.block_bytes;
-      if (reinterpret_cast<int const*>(tile)[parent % Cfg::kStageSlots * kSiblings] < 0) propagate_nan_of_parent(s, parent, parent, i);
+      if (reinterpret_cast<int const*>(tile)[parent % Cfg::kStageSlots * kSiblings] < 0) {
+        propagate_nan_of_parent(s, parent, parent, i);
+      }
     }
   }
   __syncwarp();

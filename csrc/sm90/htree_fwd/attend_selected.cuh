@@ -1,9 +1,10 @@
 // Attend passes of a selected layer, by mma.sync, one query a warp.
 //
-// A block stays for two rounds of the loop: in the first its keys are multiplied, in the second its scores become exponentials and its values
-// are added. So a round works on two blocks, and what one waits for, chains of products or exponentials, runs beside instructions of the other
-// and beside the rotation of the query. Exponentials are taken as if no maximum had to be updated, beside the vote that finds out, and again
-// where one has: so they are one stretch of straight-line code with the products.
+// A block stays for two rounds of the loop: in the first its keys are multiplied, in the second its scores become
+// exponentials and its values are added. So a round works on two blocks, and what one waits for, chains of products or
+// exponentials, runs beside instructions of the other and beside the rotation of the query. Exponentials are taken as
+// if no maximum had to be updated, beside the vote that finds out, and again where one has: so they are one stretch of
+// straight-line code with the products.
 #pragma once
 
 #include "epilogue.cuh"
@@ -51,8 +52,9 @@ __device__ __forceinline__ void exponentiate(float const (&x)[2][4], uint32_t (&
   }
 }
 
-// Computes exponents again, from raw scores. A vote among the heads of one query leads here, so the decision follows from this query's data.
-// Where a score exceeds a maximum by more than kSlack, updates the maximum and rescales what was summed up to then.
+// Computes exponents again, from raw scores. A vote among the heads of one query leads here, so the decision follows
+// from this query's data. Where a score exceeds a maximum by more than kSlack, updates the maximum and rescales what
+// was summed up to then.
 template <bool kMasked, class Cfg>
 __device__ __forceinline__ void recompute(State<Cfg>& s, Waiting& waiting, uint32_t masked, float (&x)[2][4]) {
   auto& raw = waiting.products;
@@ -78,7 +80,8 @@ __device__ __forceinline__ void recompute(State<Cfg>& s, Waiting& waiting, uint3
   exponents_of_scores(s, raw, x);
 }
 
-// P of the block that waits; with kMasked without the children of `masked`. Exponentials pass while the warp votes on its maxima.
+// P of the block that waits; with kMasked without the children of `masked`. Exponentials pass while the warp votes on
+// its maxima.
 template <bool kMasked, class Cfg>
 __device__ __forceinline__ void probabilities(State<Cfg>& s, Waiting& waiting, uint32_t masked, uint32_t (&p)[4]) {
   float x[2][4];
@@ -95,10 +98,12 @@ __device__ __forceinline__ void probabilities(State<Cfg>& s, Waiting& waiting, u
   s.sum[1] += sum[1];
 }
 
-// A round of the loop: adds the values of the block that waits to O, multiplies the query with the keys of the block in `slot`, which waits
-// then, and rotates the query to its next rank. With `asked`, loads `next_query_mask` from `mask`: the latency passes beside the products.
+// A round of the loop: adds the values of the block that waits to O, multiplies the query with the keys of the block in
+// `slot`, which waits then, and rotates the query to its next rank. With `wanted`, loads `next_query_mask` from `mask`:
+// the latency passes beside the products.
 template <bool kBottom, class Cfg>
-__device__ __forceinline__ void attend_parent(State<Cfg>& s, Waiting& waiting, uint32_t slot, bool asked, uint32_t mask, uint32_t& next_query_mask) {
+__device__ __forceinline__ void attend_parent(State<Cfg>& s, Waiting& waiting, uint32_t slot, bool wanted,
+                                              uint32_t mask, uint32_t& next_query_mask) {
   auto& products = waiting.products;
   uint32_t const expanded = s.rope.expanded;
   if constexpr (!kBottom) s.rope.expanded = s.args.expanded[s.cursor];
@@ -108,7 +113,7 @@ __device__ __forceinline__ void attend_parent(State<Cfg>& s, Waiting& waiting, u
   probabilities<!kBottom>(s, waiting, expanded, p);
   // One stretch of code, in which the compiler interleaves the products of either block and the rotations.
   constexpr int kValueSteps = Cfg::kValueTiles / 2;
-  ptx::load_shared_4B_if(asked, next_query_mask, mask);
+  ptx::load_shared_4B_if(wanted, next_query_mask, mask);
   fill(products, 0.0f);
   uint32_t values[2][4];
   load_values(s, values[0], waiting.slot, 0);
@@ -125,8 +130,8 @@ __device__ __forceinline__ void attend_parent(State<Cfg>& s, Waiting& waiting, u
   advance_rank(s);
 }
 
-// Adds the values of the block that waits, without a block behind it. The bits are those of attend_parent, because neighbours decide where
-// this happens. Only the last block of all has children past the query.
+// Adds the values of the block that waits, without a block behind it. The bits are those of attend_parent, because
+// neighbours decide where this happens. Only the last block of all has children past the query.
 template <bool kBottom, class Cfg>
 __device__ __forceinline__ void attend_last(State<Cfg>& s, Waiting& waiting) {
   uint32_t p[4];
@@ -205,8 +210,8 @@ __device__ __forceinline__ void propagate_nan_selected(State<Cfg>& s) {
   int rank = 0;
 #pragma unroll 1
   for (int entry = 0; entry < count; ++entry) {
-    bool const taken =
-        split(s) ? takes_rank(s, entry) : mask_of_entry<Cfg>(s.args, static_cast<uint32_t>(list) + entry) >> s.warp & 1u;
+    bool const taken = split(s) ? takes_rank(s, entry)
+                                : mask_of_entry<Cfg>(s.args, static_cast<uint32_t>(list) + entry) >> s.warp & 1u;
     char const* const block = packed_parents(s) + own<Cfg>(s.args).union_nodes[list + entry] * s.args.block_bytes;
     if (taken && *reinterpret_cast<int const*>(block) < 0) {
       propagate_nan_of_parent(s, s.args.parents[launch_row(s) * s.args.top_k + rank], rank);

@@ -1,16 +1,19 @@
-// Attend passes at the bottom for groups of 8 heads or fewer, in bf16: two or four neighbouring queries share a warp (swap A/B).
+// Attend passes at the bottom for groups of 8 heads or fewer, in bf16: two or four neighbouring queries share a warp
+// (swap A/B).
 //
-// The children of a block are the rows of its products and heads are columns: scores are S^T = K q^T, and O^T = V^T P^T, both m16n8k16. The 8
-// columns of a product are a unit, of one query or of two with 4 heads or fewer; a warp has two units, which share what the warp reads of
-// shared memory. A unit multiplies where one of its queries takes the block; P of a query that does not take it is zero, and that query does not
-// rotate. In fragments of products lane 4 g + t has children g and g + 8 of columns 2 t and 2 t + 1, and movmatrix brings P into operand order.
-// In fragments of queries the lane has column g, so a lane may hold one query of a unit there and the other one here. At the bottom no
+// The children of a block are the rows of its products and heads are columns: scores are S^T = K q^T, and O^T = V^T
+// P^T, both m16n8k16. The 8 columns of a product are a unit, of one query or of two with 4 heads or fewer; a warp has
+// two units, which share what the warp reads of shared memory. A unit multiplies where one of its queries takes the
+// block; P of a query that does not take it is zero, and that query does not rotate. In fragments of products lane 4 g
+// + t has children g and g + 8 of columns 2 t and 2 t + 1, and movmatrix brings P into operand order. In fragments of
+// queries the lane has column g, so a lane may hold one query of a unit there and the other one here. At the bottom no
 // candidate is expanded.
 //
-// A query rotates from rank to rank by packed fp16 arithmetic, two pairs of elements at a time, with a rotation in shared memory that all
-// queries read. It restarts from its unrotated self every `restart_period` ranks, as in rope_inplace.cuh.
+// A query rotates from rank to rank by packed fp16 arithmetic, two pairs of elements at a time, with a rotation in
+// shared memory that all queries read. It restarts from its unrotated self every `restart_period` ranks, as in
+// rope_inplace.cuh.
 //
-// Whatever is decided for a query follows from its own data: a vote that another query asked for leads to the same bits.
+// Whatever is decided for a query follows from its own data: a vote for another query leads to the same bits.
 #pragma once
 
 #include "epilogue.cuh"
@@ -21,15 +24,20 @@ namespace htree_cuda::sm90::htree_fwd {
 // A set of units has bit i for unit i.
 inline constexpr int kBothUnits = 3;
 
-// The query of a unit that this thread's column in fragments of queries belongs to; of_columns() is that of its columns of products.
+// The query of a unit that this thread's column in fragments of queries belongs to; of_columns() is that of its columns
+// of products.
 template <class Cfg>
 __device__ __forceinline__ int of_rows(State<Cfg> const& s) { return Cfg::kPerUnit == 1 ? 0 : s.g / Cfg::kUnitHeads; }
 
 template <class Cfg>
-__device__ __forceinline__ int of_columns(State<Cfg> const& s) { return Cfg::kPerUnit == 1 ? 0 : 2 * s.tq / Cfg::kUnitHeads; }
+__device__ __forceinline__ int of_columns(State<Cfg> const& s) {
+  return Cfg::kPerUnit == 1 ? 0 : 2 * s.tq / Cfg::kUnitHeads;
+}
 
 template <class Cfg>
-__device__ __forceinline__ uint32_t query_of_columns(State<Cfg> const& s, int i) { return first_query(s) + i * Cfg::kPerUnit + of_columns(s); }
+__device__ __forceinline__ uint32_t query_of_columns(State<Cfg> const& s, int i) {
+  return first_query(s) + i * Cfg::kPerUnit + of_columns(s);
+}
 
 template <class Cfg>
 __device__ __forceinline__ bool query_works(State<Cfg> const& s, uint32_t query) {
@@ -55,7 +63,9 @@ __device__ __forceinline__ bool unit_takes(uint32_t unit, int query) {
 __device__ __forceinline__ constexpr bool has_unit(int units, int i) { return units >> i & 1; }
 
 template <class Cfg>
-__device__ __forceinline__ auto& out_tile(State<Cfg>& s, int i, int tile) { return s.o[i * Cfg::kValueTileRows + tile]; }
+__device__ __forceinline__ auto& out_tile(State<Cfg>& s, int i, int tile) {
+  return s.o[i * Cfg::kValueTileRows + tile];
+}
 
 __device__ __forceinline__ float column_max(float x) {
 #pragma unroll
@@ -112,11 +122,12 @@ __device__ __forceinline__ uint32_t saved_unit(State<Cfg> const& s, int i) {
 // Where the rotations of the query of this thread's column are fetched to.
 template <class Cfg>
 __device__ __forceinline__ uint32_t fetched_unit_rotation(State<Cfg> const& s, int i) {
-  return s.rope.shared + Cfg::kRotationOffset + s.warp * Cfg::kRotationBytes + (i * Cfg::kPerUnit + of_rows(s)) * Cfg::kPackedBytes;
+  return s.rope.shared + Cfg::kRotationOffset + s.warp * Cfg::kRotationBytes +
+         (i * Cfg::kPerUnit + of_rows(s)) * Cfg::kPackedBytes;
 }
 
-// Fetches the rotations from which a query of unit i restarts that many ranks further on, while the ranks before that pass. The lanes that have
-// columns of the query copy them.
+// Fetches the rotations from which a query of unit i restarts that many ranks further on, while the ranks before that
+// pass. The lanes that have columns of the query copy them.
 template <class Cfg>
 __device__ __forceinline__ void fetch_unit_rotation(State<Cfg> const& s, int i, int ranks, bool wanted) {
   int const from = row_position(s, i) - ranks * kSiblings;
@@ -136,8 +147,8 @@ __device__ __forceinline__ void rotate_pairs(half2 c, half2 s, half2& x, half2& 
   y = __hfma2(c, y, sx);
 }
 
-// Whether the query of this thread's column restarts at the block at hand: at its first block, and then once a period. The period and top_k are
-// powers of two, and the period is the smaller one (dispatch.h).
+// Whether the query of this thread's column restarts at the block at hand: at its first block, and then once a period.
+// The period and top_k are powers of two, and the period is the smaller one (dispatch.h).
 template <class Cfg>
 __device__ __forceinline__ bool restarts(State<Cfg> const& s, int i) {
   return (((row_position(s, i) >> kLog2Siblings) + 1) & (s.args.restart_period - 1)) == 0;
@@ -174,7 +185,8 @@ __device__ __forceinline__ void rotate_units_to(State<Cfg>& s, uint32_t const (&
     if (units[0] != 0 && restarts(s, 0)) restart_unit<0>(s, true);
     if (units[1] != 0 && restarts(s, 1)) restart_unit<1>(s, true);
   } else {
-    bool const restart[2] = {restarts(s, 0) && unit_takes<Cfg>(units[0], of_rows(s)), restarts(s, 1) && unit_takes<Cfg>(units[1], of_rows(s))};
+    bool const restart[2] = {restarts(s, 0) && unit_takes<Cfg>(units[0], of_rows(s)),
+                             restarts(s, 1) && unit_takes<Cfg>(units[1], of_rows(s))};
     if (!__any_sync(kFullWarp, restart[0] || restart[1])) return;
     if (__any_sync(kFullWarp, restart[0])) restart_unit<0>(s, restart[0]);
     if (__any_sync(kFullWarp, restart[1])) restart_unit<1>(s, restart[1]);
@@ -185,7 +197,8 @@ __device__ __forceinline__ void rotate_units_to(State<Cfg>& s, uint32_t const (&
 template <int kUnits, bool kAll, class Cfg>
 __device__ __forceinline__ void rotate_on(State<Cfg>& s, uint32_t const (&query_masks)[2]) {
   uint32_t const rotations = s.rope.shared + Cfg::kStepOffset + static_cast<uint32_t>(s.tq) * Cfg::kStepBytes;
-  bool const rotated[2] = {unit_takes<Cfg, kAll>(query_masks[0], of_rows(s)), unit_takes<Cfg, kAll>(query_masks[1], of_rows(s))};
+  bool const rotated[2] = {unit_takes<Cfg, kAll>(query_masks[0], of_rows(s)),
+                           unit_takes<Cfg, kAll>(query_masks[1], of_rows(s))};
 #pragma unroll
   for (int step = 0; step < Cfg::kSteps; step += 2) {
     uint4 const words = ptx::load_shared_16B(rotations + step * 8);
@@ -227,12 +240,12 @@ __device__ __forceinline__ void exponentiate_columns(float const (&x)[4], uint32
   p[1] = ptx::transpose_matrix(Pairs<typename Cfg::Element>::pack(y[2], y[3]));
 }
 
-// Computes exponents again, from raw scores, in which keys may have scales of their own. The bits are the same unless a score of the query
-// exceeds a maximum by more than kSlack; then the maximum is updated, and what was summed up to then is rescaled. Children past the rightmost
-// candidate take no part, nor do queries that do not take the block.
+// Computes exponents again, from raw scores, in which keys may have scales of their own. The bits are the same unless a
+// score of the query exceeds a maximum by more than kSlack; then the maximum is updated, and what was summed up to then
+// is rescaled. Children past the rightmost candidate take no part, nor do queries that do not take the block.
 template <class Cfg>
-__device__ __forceinline__ void recompute_unit(State<Cfg>& s, int i, bool taken, uint32_t scales, float (&raw)[4], uint32_t (&p)[2],
-                                                float (&sum)[2]) {
+__device__ __forceinline__ void recompute_unit(State<Cfg>& s, int i, bool taken, uint32_t scales, float (&raw)[4],
+                                               uint32_t (&p)[2], float (&sum)[2]) {
   Columns& columns = s.columns[i];
   float x[4];
 #pragma unroll
@@ -309,7 +322,8 @@ __device__ __forceinline__ void attend_units(State<Cfg>& s, uint32_t slot, uint3
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (has_unit(kUnits, i)) {
-        recompute_unit(s, i, unit_takes<Cfg, kAll>(query_masks[i], of_columns(s)), slot + Cfg::kScaleOffset, products[i], p[i], sum[i]);
+        recompute_unit(s, i, unit_takes<Cfg, kAll>(query_masks[i], of_columns(s)), slot + Cfg::kScaleOffset,
+                       products[i], p[i], sum[i]);
       }
     }
   }
@@ -327,8 +341,11 @@ __device__ __forceinline__ void attend_units(State<Cfg>& s, uint32_t slot, uint3
     if (!has_unit(kUnits, i)) continue;
     s.columns[i].sum[0] += sum[i][0];
     s.columns[i].sum[1] += sum[i][1];
-    if constexpr (Cfg::kPerUnit > 1) s.columns[i].position -= unit_takes<Cfg, kAll>(query_masks[i], of_columns(s)) ? kSiblings : 0;
-    (i == 0 ? s.position : s.second_position.value) -= unit_takes<Cfg, kAll>(query_masks[i], of_rows(s)) ? kSiblings : 0;
+    if constexpr (Cfg::kPerUnit > 1) {
+      s.columns[i].position -= unit_takes<Cfg, kAll>(query_masks[i], of_columns(s)) ? kSiblings : 0;
+    }
+    (i == 0 ? s.position : s.second_position.value) -=
+        unit_takes<Cfg, kAll>(query_masks[i], of_rows(s)) ? kSiblings : 0;
   }
 }
 
@@ -347,15 +364,17 @@ __device__ __forceinline__ void write_unit(State<Cfg>& s, int i) {
     columns.sum[e] = column_sum(columns.sum[e]);
     inverse[e] = 1.0f / columns.sum[e];
     int const head = head_of_column(s, e);
-    ptx::store_global_if(works & (s.g == e) & (head < s.args.G), s.args.lse + first + head,
-                         infinite_to_nan(fmaf(columns.max[e], columns.unit[e] * kLogTwo, log2f(columns.sum[e]) * kLogTwo)));
+    ptx::store_global_if(
+        works & (s.g == e) & (head < s.args.G), s.args.lse + first + head,
+        infinite_to_nan(fmaf(columns.max[e], columns.unit[e] * kLogTwo, log2f(columns.sum[e]) * kLogTwo)));
   }
   int const g = static_cast<int>(ptx::lane_index()) / 4;
   int const head = g % Cfg::kUnitHeads;
   uint32_t const query_of_row = first_query(s) + i * Cfg::kPerUnit + g / Cfg::kUnitHeads;
   bool const row_works = query_works(s, query_of_row);
   std::int64_t const out = first_head_of(s, query_of_row) + head;
-  uint32_t* const row = reinterpret_cast<uint32_t*>(static_cast<typename Cfg::Element*>(s.args.out) + out * Cfg::kV) + s.tq;
+  uint32_t* const row =
+      reinterpret_cast<uint32_t*>(static_cast<typename Cfg::Element*>(s.args.out) + out * Cfg::kV) + s.tq;
 #pragma unroll
   for (int tile = 0; tile < Cfg::kValueTileRows; ++tile) {
 #pragma unroll
@@ -368,7 +387,8 @@ __device__ __forceinline__ void write_unit(State<Cfg>& s, int i) {
   }
 }
 
-// The block of rank `rank` of a query of the warp holds values that are not finite: O becomes NaN where the query attended one.
+// The block of rank `rank` of a query of the warp holds values that are not finite: O becomes NaN where the query
+// attended one.
 template <class Cfg>
 __device__ __forceinline__ void propagate_nan_swapab(State<Cfg>& s, int query, int rank) {
   QueryBlock const block = own_tile(s);
@@ -377,8 +397,9 @@ __device__ __forceinline__ void propagate_nan_swapab(State<Cfg>& s, int query, i
   int const last = candidates_of<Cfg>(s.args, s.args.blocks.q_start + block.first + in_block) - 1;
   int const children = rank == last / kSiblings ? last % kSiblings + 1 : kSiblings;
   tree::pack::Source const& values = s.args.values;
-  typename Cfg::Element const* const rows = static_cast<typename Cfg::Element const*>(values.in) + block.bh / s.args.H_kv * values.stride_b +
-                              parent * kSiblings * values.stride_n + block.bh % s.args.H_kv * values.stride_h + s.g;
+  typename Cfg::Element const* const rows =
+      static_cast<typename Cfg::Element const*>(values.in) + block.bh / s.args.H_kv * values.stride_b +
+      parent * kSiblings * values.stride_n + block.bh % s.args.H_kv * values.stride_h + s.g;
   bool const own = of_columns(s) == query % Cfg::kPerUnit;
 #pragma unroll 1
   for (int child = 0; child < children; ++child) {
@@ -388,8 +409,12 @@ __device__ __forceinline__ void propagate_nan_swapab(State<Cfg>& s, int query, i
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (!own || isfinite(static_cast<float>(row[16 * tile + 8 * half]))) continue;
-        if (query / Cfg::kPerUnit == 0) out_tile(s, 0, tile)[2 * half] = out_tile(s, 0, tile)[2 * half + 1] = not_a_number();
-        if (query / Cfg::kPerUnit == 1) out_tile(s, 1, tile)[2 * half] = out_tile(s, 1, tile)[2 * half + 1] = not_a_number();
+        if (query / Cfg::kPerUnit == 0) {
+          out_tile(s, 0, tile)[2 * half] = out_tile(s, 0, tile)[2 * half + 1] = not_a_number();
+        }
+        if (query / Cfg::kPerUnit == 1) {
+          out_tile(s, 1, tile)[2 * half] = out_tile(s, 1, tile)[2 * half + 1] = not_a_number();
+        }
       }
     }
   }
@@ -403,8 +428,8 @@ __device__ __forceinline__ void propagate_nan_swapab(State<Cfg>& s) {
   int rank[Cfg::kQueriesPerWarp] = {};
 #pragma unroll 1
   for (int entry = 0; entry < count; ++entry) {
-    uint32_t const query_masks =
-        static_cast<uint32_t>(mask_of_entry<Cfg>(s.args, static_cast<uint32_t>(list) + entry) >> Cfg::kQueriesPerWarp * s.warp);
+    uint32_t const query_masks = static_cast<uint32_t>(
+        mask_of_entry<Cfg>(s.args, static_cast<uint32_t>(list) + entry) >> Cfg::kQueriesPerWarp * s.warp);
     char const* const block = packed_parents(s) + own<Cfg>(s.args).union_nodes[list + entry] * s.args.block_bytes;
     bool const negative = *reinterpret_cast<int const*>(block) < 0;
 #pragma unroll

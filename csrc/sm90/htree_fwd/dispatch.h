@@ -11,8 +11,8 @@
 
 namespace htree_cuda::sm90::htree_fwd {
 
-// A forward kernel of a pass, a dtype and head dimensions: its CTAs serve tiles of queries in a selected layer, so many queries
-// a warp, and tiles in their entry layer. With one query a warp the kernel serves half-selected layers, too.
+// A forward kernel of a pass, a dtype and head dimensions: its CTAs serve tiles of queries in a selected layer, so many
+// queries a warp, and tiles in their entry layer. With one query a warp the kernel serves half-selected layers, too.
 struct Variant {
   int selected_queries;  // with more than one, scores are K q^T instead of q K^T (swap A/B)
   int entry_queries;
@@ -35,10 +35,10 @@ struct Rule {
   char const* reason;
 };
 
-// The first rule that matches holds. Groups of 8 and 4 heads leave half and three quarters of a product's 16 rows empty, unless two or
-// four neighbouring queries share a warp. In their entry layer all queries read the same blocks, so they can. In a selected layer they
-// gain where neighbours selected the same blocks and no candidate is expanded, which is the bottom; fp16 queries restart at every
-// rank, which the packed rotations of swap A/B have no room for.
+// The first rule that matches holds. Groups of 8 and 4 heads leave half and three quarters of a product's 16 rows
+// empty, unless two or four neighbouring queries share a warp. In their entry layer all queries read the same blocks,
+// so they can. In a selected layer they gain where neighbours selected the same blocks and no candidate is expanded,
+// which is the bottom; fp16 queries restart at every rank, which the packed rotations of swap A/B have no room for.
 inline constexpr Rule kRules[] = {
     {Pass::kScore, Reads::kNoValues, Place::kAbove, 4, {1, 4}, {1, 4}, "4 queries fill 16 rows in their entry layer"},
     {Pass::kScore, Reads::kNoValues, Place::kAbove, 8, {1, 2}, {1, 2}, "2 queries fill 16 rows in their entry layer"},
@@ -62,7 +62,9 @@ inline constexpr Variant kSharedVariants[] = {{1, 1}, {2, 2}, {4, 4}};  // bf16 
 inline constexpr Variant kEntryVariants[] = {{1, 1}, {1, 2}, {1, 4}};   // score, fp16 attend
 
 inline constexpr Rule const& rule_of(Pass pass, DType dtype, std::int64_t G, std::int64_t T_q, int layer) {
-  Reads const reads = pass == Pass::kScore ? Reads::kNoValues : dtype == DType::kFloat16 ? Reads::kFloat16 : Reads::kBFloat16;
+  Reads const reads = pass == Pass::kScore       ? Reads::kNoValues
+                      : dtype == DType::kFloat16 ? Reads::kFloat16
+                                                 : Reads::kBFloat16;
   Place const place = layer == 0 && pass == Pass::kAttend ? Place::kBottom : Place::kAbove;
   std::int64_t const group = T_q == 1 ? 16 : G;  // the one query of a call has all warps of its CTA
   Rule const* rule = kRules;
@@ -78,9 +80,9 @@ inline int queries_of_entry(ForwardParams const& p) {
   return rule_of(Pass::kAttend, p.dtype, p.G, p.T_q, 0).entry.entry_queries;
 }
 
-// Ranks that a query rotates through, or blocks that it leaves out, before it restarts from its unrotated self. Rounding adds up to
-// 0.53 of the error that rounding bf16 operands makes, 0.83 where keys are rounded to bf16 too (the bottom), and 1.22 of that of
-// fp16 operands (tests/unit/test_rotation.py).
+// Ranks that a query rotates through, or blocks that it leaves out, before it restarts from its unrotated self.
+// Rounding adds up to 0.53 of the error that rounding bf16 operands makes, 0.83 where keys are rounded to bf16 too (the
+// bottom), and 1.22 of that of fp16 operands (tests/unit/test_rotation.py).
 constexpr int kRestartPeriod = 16;
 constexpr int kRestartPeriodFp16 = 1;
 static_assert(kMinTopK % kRestartPeriod == 0, "attend_selected_swapab.cuh counts on whole periods in top_k ranks");
@@ -89,10 +91,10 @@ inline int restart_period(ForwardParams const& p) {
   return p.dtype == DType::kFloat16 ? kRestartPeriodFp16 : kRestartPeriod;
 }
 
-// A selected layer is half-selected where a query has fewer blocks than this up to its own. With 2 top_k blocks it leaves out as
-// many as it takes, and rotates as often as if it rotated at each. fp16 queries would restart at most of them without knowing where. At
-// the bottom keys are rounded to bf16 and the backward's are rotated by place: with logits in the thousands its weights are only
-// good if they are those that the forward has summed.
+// A selected layer is half-selected where a query has fewer blocks than this up to its own. With 2 top_k blocks it
+// leaves out as many as it takes, and rotates as often as if it rotated at each. fp16 queries would restart at most of
+// them without knowing where. At the bottom keys are rounded to bf16 and the backward's are rotated by place: with
+// logits in the thousands its weights are only good if they are those that the forward has summed.
 inline int half_selected_parents(ForwardParams const& p, Pass pass, int layer) {
   if (p.dtype == DType::kFloat16 || layer == 0) return 0;
   return static_cast<int>(pass == Pass::kScore ? p.top_k * 3 / 2 : p.top_k * 2);

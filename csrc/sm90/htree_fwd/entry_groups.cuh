@@ -1,4 +1,5 @@
-// Entry layers work on groups of four KV blocks: what a warpgroup multiplies of a group, and which of its blocks a query takes.
+// Entry layers work on groups of four KV blocks: what a warpgroup multiplies of a group, and which of its blocks a
+// query takes.
 #pragma once
 
 #include <type_traits>
@@ -39,7 +40,9 @@ __device__ __forceinline__ uint32_t group_scales(uint32_t stage, int slot) {
 template <class Cfg>
 __device__ __forceinline__ void load_scales(float (&scales)[Cfg::kStageSlots], uint32_t stage) {
 #pragma unroll
-  for (int slot = 0; slot < Cfg::kStageSlots; ++slot) scales[slot] = ptx::load_shared_float(group_scales<Cfg>(stage, slot));
+  for (int slot = 0; slot < Cfg::kStageSlots; ++slot) {
+    scales[slot] = ptx::load_shared_float(group_scales<Cfg>(stage, slot));
+  }
 }
 
 template <class Cfg>
@@ -49,7 +52,8 @@ __device__ __forceinline__ void release_group(State<Cfg> const& s, uint32_t stag
 
 // Waits for the next group.
 template <class Cfg>
-__device__ __forceinline__ void wait_for_group(State<Cfg> const& s, GroupScores& scores, Ring<Cfg> const& ring, RingPosition<Cfg::kStages>& at) {
+__device__ __forceinline__ void wait_for_group(State<Cfg> const& s, GroupScores& scores, Ring<Cfg> const& ring,
+                                               RingPosition<Cfg::kStages>& at) {
   ring.barriers.wait_full(at, "htree_fwd consumer: full");
   // A shuffle tells the compiler that the stage is uniform: descriptors live in uniform registers.
   scores.stage = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
@@ -82,8 +86,8 @@ __device__ __forceinline__ bool all_take_whole_group(State<Cfg> const& s) {
   return Cfg::kPerUnit == 1 ? both : __all_sync(kFullWarp, both);
 }
 
-// Reads the expanded candidates of kGroupsFetched groups, from the block so many further on up to the own block of row i's query; past it
-// they are not written. The n-th of the query's lanes gets those of blocks 2 n and 2 n + 1.
+// Reads the expanded candidates of kGroupsFetched groups, from the block so many further on up to the own block of row
+// i's query; past it they are not written. The n-th of the query's lanes gets those of blocks 2 n and 2 n + 1.
 template <class Cfg>
 __device__ __forceinline__ uint32_t fetch_expanded(State<Cfg> const& s, int i, int parents) {
   if ((!Cfg::kSharesWarp && !s.active) || s.args.layer == 0) return 0;
@@ -94,10 +98,11 @@ __device__ __forceinline__ uint32_t fetch_expanded(State<Cfg> const& s, int i, i
   return position >= parent * kSiblings ? *expanded : 0u;
 }
 
-// From the expanded candidates of row i's query to all candidates that take no part in P, in the order of this thread's columns:
-// bit 16 (slot % 2) + 8 tile + e of word slot / 2.
+// From the expanded candidates of row i's query to all candidates that take no part in P, in the order of this thread's
+// columns: bit 16 (slot % 2) + 8 tile + e of word slot / 2.
 template <class Cfg>
-__device__ __forceinline__ void find_masked(State<Cfg> const& s, int i, uint32_t stage, uint32_t (&masked)[Cfg::kMaskWords]) {
+__device__ __forceinline__ void find_masked(State<Cfg> const& s, int i, uint32_t stage,
+                                            uint32_t (&masked)[Cfg::kMaskWords]) {
   if (!takes_whole_group(s, i)) {
 #pragma unroll
     for (int slot = 0; slot < Cfg::kStageSlots; ++slot) {
@@ -134,7 +139,8 @@ __device__ __forceinline__ void mask_row(int i, float (&raw)[2][4], uint32_t mas
 
 // Starts the products of a group's keys with the queries of the warpgroup in shared memory.
 template <class Cfg>
-__device__ __forceinline__ void multiply_group_keys(State<Cfg> const& s, GroupScores& scores, wgmma::Descriptor const& queries) {
+__device__ __forceinline__ void multiply_group_keys(State<Cfg> const& s, GroupScores& scores,
+                                                    wgmma::Descriptor const& queries) {
   wgmma::Descriptor const keys(scores.stage + Cfg::kKeyOffset);
   wgmma::fence();
 #pragma unroll
@@ -160,7 +166,8 @@ __device__ __forceinline__ void multiply_group_keys(State<Cfg> const& s, GroupSc
 
 // Starts O += P V.
 template <class Cfg>
-__device__ __forceinline__ void multiply_group_values(State<Cfg>& s, uint32_t const (&p)[Cfg::kStageSlots][4], uint32_t stage) {
+__device__ __forceinline__ void multiply_group_values(State<Cfg>& s, uint32_t const (&p)[Cfg::kStageSlots][4],
+                                                      uint32_t stage) {
   using Element =
       std::conditional_t<std::is_same_v<typename Cfg::Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
   wgmma::Descriptor const values(stage + Cfg::kValueOffset, Cfg::kPanelBytes);
@@ -186,8 +193,8 @@ __device__ __forceinline__ void apply_own_row_scales(State<Cfg> const& s, int i,
 
 // Exponentials of a block's children, zero for those that are `masked`.
 template <class Cfg>
-__device__ __forceinline__ void exponentials(State<Cfg> const& s, float const (&raw)[2][4], float scale, uint32_t masked,
-                                               float (&x)[2][4]) {
+__device__ __forceinline__ void exponentials(State<Cfg> const& s, float const (&raw)[2][4], float scale,
+                                             uint32_t masked, float (&x)[2][4]) {
   Factors const by_scale = factors(s, scale);
 #pragma unroll
   for (int tile = 0; tile < 2; ++tile) {
@@ -202,16 +209,19 @@ __device__ __forceinline__ void exponentials(State<Cfg> const& s, float const (&
   }
 }
 
-// The sum that the exponentials of a group may have in a thread, 2^kSlack, before the maximum is updated: then no exponential is larger.
-// A NaN overflows, too.
+// The sum that the exponentials of a group may have in a thread, 2^kSlack, before the maximum is updated: then no
+// exponential is larger. A NaN overflows, too.
 inline constexpr float kMaxGroupSum = 256.0f;
 
-__device__ __forceinline__ bool sum_overflows(float const (&sum)[2]) { return !(sum[0] <= kMaxGroupSum && sum[1] <= kMaxGroupSum); }
+__device__ __forceinline__ bool sum_overflows(float const (&sum)[2]) {
+  return !(sum[0] <= kMaxGroupSum && sum[1] <= kMaxGroupSum);
+}
 
 __device__ __forceinline__ bool sum_overflows(float sum) { return !(sum <= kMaxGroupSum); }
 
 template <class Cfg, class Exponent>
-__device__ __forceinline__ float sum_group_row(float const (&raw)[2 * Cfg::kStageSlots][4], int i, Exponent const& exponent) {
+__device__ __forceinline__ float sum_group_row(float const (&raw)[2 * Cfg::kStageSlots][4], int i,
+                                               Exponent const& exponent) {
   float sum = 0.0f;
 #pragma unroll
   for (int tile = 0; tile < 2 * Cfg::kStageSlots; ++tile) {

@@ -1,5 +1,5 @@
-// The end of a pass: the state for the layer below, or the result. A split query is merged, and values that are not finite reach the
-// outputs of the queries that attended them.
+// The end of a pass: the state for the layer below, or the result. A split query is merged, and values that are not
+// finite reach the outputs of the queries that attended them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,9 +16,9 @@ namespace htree_cuda::sm90::htree_fwd {
 // NaN for infinities: what an infinite input reached is NaN, whatever its sign and weight.
 __device__ __forceinline__ float infinite_to_nan(float x) { return fmaf(x, 0.0f, x); }
 
-// The ring holds zeros in the place of values that are not finite, and the sign of a block's first scale says that it has some. Once all is
-// summed, the values of such a block are read where they came from, and columns of O where one is not finite become NaN. `row_of` is the
-// row of this thread whose query took the block.
+// The ring holds zeros in the place of values that are not finite, and the sign of a block's first scale says that it
+// has some. Once all is summed, the values of such a block are read where they came from, and columns of O where one is
+// not finite become NaN. `row_of` is the row of this thread whose query took the block.
 template <class Cfg>
 __device__ __forceinline__ void propagate_nan_of_parent(State<Cfg>& s, std::int64_t parent, int rank, int row_of = 0) {
   QueryBlock const block = own_tile(s);
@@ -26,8 +26,9 @@ __device__ __forceinline__ void propagate_nan_of_parent(State<Cfg>& s, std::int6
   uint32_t masked = rank == last / kSiblings ? causal_mask(last % kSiblings) : 0u;
   if (s.args.layer > 0) masked = s.args.expanded[launch_row(s, row_of) * (s.args.width / kSiblings) + rank];
   tree::pack::Source const& values = s.args.values;
-  typename Cfg::Element const* const rows = static_cast<typename Cfg::Element const*>(values.in) + block.bh / s.args.H_kv * values.stride_b +
-                              parent * kSiblings * values.stride_n + block.bh % s.args.H_kv * values.stride_h + 2 * s.tq;
+  typename Cfg::Element const* const rows =
+      static_cast<typename Cfg::Element const*>(values.in) + block.bh / s.args.H_kv * values.stride_b +
+      parent * kSiblings * values.stride_n + block.bh % s.args.H_kv * values.stride_h + 2 * s.tq;
 #pragma unroll 1
   for (uint32_t open = 0xffffu & ~masked; open != 0; open &= open - 1) {
     typename Cfg::Element const* const row = rows + (__ffs(open) - 1) * values.stride_n;
@@ -48,8 +49,8 @@ __device__ __forceinline__ void sync_consumers(State<Cfg> const& s) {
   barriers::named_sync(Cfg::kMergeBarrier, Cfg::kConsumers * 32);
 }
 
-// Merges maximum, sum and the rightmost candidate's score of both heads over all consumers, in the order of their ranks, and rescales O to
-// the maximum.
+// Merges maximum, sum and the rightmost candidate's score of both heads over all consumers, in the order of their
+// ranks, and rescales O to the maximum.
 template <class Cfg>
 __device__ __forceinline__ void merge_heads(State<Cfg>& s, Ring<Cfg> const& ring) {
   sync_consumers(s);  // after an attend pass no consumer reads the ring any more
@@ -88,7 +89,8 @@ __device__ __forceinline__ void merge_heads(State<Cfg>& s, Ring<Cfg> const& ring
   }
 }
 
-// The states of several queries in the layout that a selected layer reads: each query has 16 rows, and rows without a head get a sum of one.
+// The states of several queries in the layout that a selected layer reads: each query has 16 rows, and rows without a
+// head get a sum of one.
 template <class Cfg>
 __device__ __forceinline__ void write_states(State<Cfg> const& s) {
   constexpr int kLanes = 32 / Cfg::kPerUnit;  // lanes that have rows of one query
@@ -123,8 +125,8 @@ __device__ __forceinline__ void write_state(State<Cfg>& s) {
   }
 #pragma unroll
   for (int tile = 0; tile < Cfg::kValueTiles; ++tile) {
-    s.args.state_out[(state_row(s) * Cfg::kValueTiles + tile) * 32 + s.lane] = {s.o[tile][0], s.o[tile][1], s.o[tile][2],
-                                                                        s.o[tile][3]};
+    s.args.state_out[(state_row(s) * Cfg::kValueTiles + tile) * 32 + s.lane] = {s.o[tile][0], s.o[tile][1],
+                                                                                s.o[tile][2], s.o[tile][3]};
   }
 }
 
@@ -134,9 +136,10 @@ __device__ __forceinline__ void write_tile(State<Cfg> const& s, std::int64_t fir
   for (int i = 0; i < 2; ++i) {
     if (!has_head(s, i)) continue;
     float const inverse = 1.0f / s.sum[i];
-    uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<typename Cfg::Element*>(s.args.out) + head_index(s, first, i) * Cfg::kV);
-    out[4 * tile + s.tq] =
-        Pairs<typename Cfg::Element>::pack(infinite_to_nan(o[2 * i] * inverse), infinite_to_nan(o[2 * i + 1] * inverse));
+    uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<typename Cfg::Element*>(s.args.out) +
+                                                      head_index(s, first, i) * Cfg::kV);
+    out[4 * tile + s.tq] = Pairs<typename Cfg::Element>::pack(infinite_to_nan(o[2 * i] * inverse),
+                                                              infinite_to_nan(o[2 * i + 1] * inverse));
   }
 }
 
@@ -147,7 +150,8 @@ __device__ __forceinline__ void write_lse(State<Cfg> const& s, std::int64_t firs
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (!has_head(s, i)) continue;
-    s.args.lse[head_index(s, first, i)] = infinite_to_nan(fmaf(s.max[i], s.unit[i] * kLogTwo, log2f(s.sum[i]) * kLogTwo));
+    s.args.lse[head_index(s, first, i)] =
+        infinite_to_nan(fmaf(s.max[i], s.unit[i] * kLogTwo, log2f(s.sum[i]) * kLogTwo));
   }
 }
 
@@ -159,7 +163,8 @@ __device__ __forceinline__ void write_result(State<Cfg> const& s) {
   write_lse(s, first);
 }
 
-// After merge_heads: O is summed over the consumers in the order of their ranks. Each consumer sums and writes some of its columns.
+// After merge_heads: O is summed over the consumers in the order of their ranks. Each consumer sums and writes some of
+// its columns.
 template <class Cfg>
 __device__ __forceinline__ void write_merged_result(State<Cfg> const& s, Ring<Cfg> const& ring) {
   auto const at = [&](int consumer, int tile) {

@@ -33,14 +33,20 @@ class Counter {
 public:
   Counter(ForwardParams const& p, Workspace const& w) : p_(p), w_(w) {}
 
-  void make_rotations() { at("rotations", 0, w_.layers, "", "rotations_kernel", "", "tables of cos and sin").launches += 1; }
+  void make_rotations() {
+    at("rotations", 0, w_.layers, "", "rotations_kernel", "", "tables of cos and sin").launches += 1;
+  }
 
-  void pool() { at("pool", 1, w_.layers, "", "tree_pool_kernel", "", "means of 16 children, two layers a launch").launches += w_.layers / 2; }
+  void pool() {
+    at("pool", 1, w_.layers, "", "tree_pool_kernel", "", "means of 16 children, two layers a launch").launches +=
+        w_.layers / 2;
+  }
 
   void pack(int l, LayerKind kind) {
     char const* const reason = kind == LayerKind::kEntry ? "tiles of 4 blocks for WGMMA, keys rotated by node index"
-                               : kind == LayerKind::kSelected ? "single blocks for mma.sync, keys rotated by place"
-                                                              : "single blocks for mma.sync, keys rotated by node index";
+                               : kind == LayerKind::kSelected
+                                   ? "single blocks for mma.sync, keys rotated by place"
+                                   : "single blocks for mma.sync, keys rotated by node index";
     at("pack", 2, l, kKinds[static_cast<int>(kind)], "tree_pack_kernel", "a KV block a warp", reason).launches += 1;
   }
 
@@ -66,7 +72,7 @@ public:
   }
 
   void select(Chunk const& chunk, int l) {
-    Row& row = at("select", 6, l, "", "select_kernel", "a query", "the top_k most important candidates");
+    Row& row = at("select", 6, l, "", "select_kernel", "a query", "the most important candidates, top_k of them");
     row.launches += 1;
     row.ctas += chunk.count * kBlockQueries;
   }
@@ -101,10 +107,13 @@ private:
     std::string const dims = score ? std::to_string(p_.K) : std::to_string(p_.K) + " x " + std::to_string(p_.V);
     std::string const dtype = score ? "" : p_.dtype == DType::kFloat16 ? "fp16, " : "bf16, ";
     std::string const kernel = std::string("htree_fwd_kernel<") + dtype + dims + (score ? ", score, " : ", attend, ") +
-                               std::to_string(variant.selected_queries) + ", " + std::to_string(variant.entry_queries) + ">";
-    std::string const tile = std::to_string(kBlockQueries * queries) + " queries x " + std::to_string(p_.G) + " heads, " +
-                             std::to_string(queries) + " a warp, " +
-                             (entry ? "WGMMA" : queries > 1 ? "mma.sync, swap A/B" : "mma.sync");
+                               std::to_string(variant.selected_queries) + ", " + std::to_string(variant.entry_queries) +
+                               ">";
+    std::string const tile = std::to_string(kBlockQueries * queries) + " queries x " + std::to_string(p_.G) +
+                             " heads, " + std::to_string(queries) + " a warp, " +
+                             (entry         ? "WGMMA"
+                              : queries > 1 ? "mma.sync, swap A/B"
+                                            : "mma.sync");
     Row& row = at(score ? "score" : "attend", score ? 5 : 7, l, kKinds[static_cast<int>(kind)], kernel, tile,
                   rule_of(pass, p_.dtype, p_.G, p_.T_q, l).reason);
     if (row.launches == 0) {

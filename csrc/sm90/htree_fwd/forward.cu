@@ -61,9 +61,9 @@ public:
   Executor(ForwardParams const& p, Workspace const& w, cudaStream_t stream) : p_(p), w_(w), stream_(stream) {}
 
   void make_rotations() {
-    tree::pack::QueryRotations const of_queries{w_.restart_rotations, w_.restarts, w_.forward_rotations, w_.forward_restarts,
-                                                w_.step_rotation, w_.packed_restart_rotations, w_.packed_step_rotation,
-                                                restart_period(p_)};
+    tree::pack::QueryRotations const of_queries{w_.restart_rotations,    w_.restarts,       w_.forward_rotations,
+                                                w_.forward_restarts,     w_.step_rotation,  w_.packed_restart_rotations,
+                                                w_.packed_step_rotation, restart_period(p_)};
     tree::pack::make_rotations(w_.rotations, nullptr, of_queries, w_.positions, static_cast<int>(p_.K), p_.rope_base,
                                w_.has_nonfinite_v, stream_);
   }
@@ -229,7 +229,8 @@ private:
 
   Launch launch_in(Pass pass, Variant variant) const {
     if (pass == Pass::kScore) {
-      return p_.K == 128 ? launch_of<void, 128, 64, Pass::kScore>(variant) : launch_of<void, 64, 64, Pass::kScore>(variant);
+      return p_.K == 128 ? launch_of<void, 128, 64, Pass::kScore>(variant)
+                         : launch_of<void, 64, 64, Pass::kScore>(variant);
     }
     return dispatch_dims(p_.K, p_.V, [&](auto K, auto V) {
       constexpr int kK = decltype(K)::value;

@@ -6,8 +6,8 @@
 
 namespace htree_cuda::sm90::htree_fwd {
 
-// One 16-byte load a lane gives the operands of two products, 16 columns of keys or 16 columns of values. One address serves all of a
-// block, and the rest is a constant.
+// One 16-byte load a lane gives the operands of two products, 16 columns of keys or 16 columns of values. One address
+// serves all of a block, and the rest is a constant.
 inline constexpr int kFragmentBytes = 512;
 
 // The address of the first slot of a query mask that is not empty.
@@ -18,7 +18,9 @@ __device__ __forceinline__ uint32_t slot_of(uint32_t stage, uint32_t query_mask)
 
 // The query mask without its first slot.
 template <class Cfg>
-__device__ __forceinline__ uint32_t rest_of(uint32_t query_mask) { return Cfg::kHalfSelected ? query_mask >> 8 : query_mask & (query_mask - 1); }
+__device__ __forceinline__ uint32_t rest_of(uint32_t query_mask) {
+  return Cfg::kHalfSelected ? query_mask >> 8 : query_mask & (query_mask - 1);
+}
 
 __device__ __forceinline__ void fill(float (&products)[2][4], float value) {
 #pragma unroll
@@ -50,8 +52,8 @@ __device__ __forceinline__ uint32_t scales_of(uint32_t slot) { return slot + Cfg
 
 // Exponents from products, relative to the reference.
 template <class Cfg>
-__device__ __forceinline__ void exponents_of_products(State<Cfg> const& s, Factors const& factors, float const (&products)[2][4],
-                                            float (&x)[2][4]) {
+__device__ __forceinline__ void exponents_of_products(State<Cfg> const& s, Factors const& factors,
+                                                      float const (&products)[2][4], float (&x)[2][4]) {
 #pragma unroll
   for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll

@@ -30,13 +30,15 @@ __device__ __forceinline__ void finish_lse(State<Cfg>& s, Ring<Cfg> const& ring)
       if (head_of_row(s, i) < s.args.G) shift[i] = excess[i];
     }
   }
-  // With the rightmost candidate in the lse all other importance may vanish. One power of two for all heads of a query keeps the largest
-  // above 2^-13, and does not change the order.
+  // With the rightmost candidate in the lse all other importance may vanish. One power of two for all heads of a query
+  // keeps the largest above 2^-13, and does not change the order.
   if constexpr (!Cfg::kSharesWarp) shift[0] = shift[1] = fminf(shift[0], shift[1]);
 #pragma unroll
   for (int i = 0; i < (Cfg::kSharesWarp ? 2 : 1); ++i) {
 #pragma unroll
-    for (int lanes = 4; lanes < 32 / Cfg::kPerUnit; lanes *= 2) shift[i] = fminf(shift[i], __shfl_xor_sync(kFullWarp, shift[i], lanes));
+    for (int lanes = 4; lanes < 32 / Cfg::kPerUnit; lanes *= 2) {
+      shift[i] = fminf(shift[i], __shfl_xor_sync(kFullWarp, shift[i], lanes));
+    }
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -45,7 +47,8 @@ __device__ __forceinline__ void finish_lse(State<Cfg>& s, Ring<Cfg> const& ring)
     if (head_of_row(s, i) >= s.args.G) s.reference[i] = s.log_sum[i] = kInfinity;
   }
   if constexpr (Cfg::kSharesWarp) {
-    unsigned const far[2] = {__ballot_sync(kFullWarp, isnan(s.reference[0])), __ballot_sync(kFullWarp, isnan(s.reference[1]))};
+    unsigned const far[2] = {__ballot_sync(kFullWarp, isnan(s.reference[0])),
+                             __ballot_sync(kFullWarp, isnan(s.reference[1]))};
     s.each_far = {(far[0] & own_lanes(s)) != 0, (far[1] & own_lanes(s)) != 0};
     s.far = (far[0] | far[1]) != 0;
   } else {
@@ -61,12 +64,15 @@ __device__ __forceinline__ float importance_exponent(State<Cfg> const& s, int i,
 
 // The child whose importance store_importance leaves in this thread.
 template <class Cfg>
-__device__ __forceinline__ int importance_column(State<Cfg> const& s) { return (s.lane & 16) / 2 + 2 * s.tq + (s.lane & 8) / 8; }
+__device__ __forceinline__ int importance_column(State<Cfg> const& s) {
+  return (s.lane & 16) / 2 + 2 * s.tq + (s.lane & 8) / 8;
+}
 
-// The importance of a block's children: column sums over the heads, by a butterfly that halves what a lane sends, first two of its four
-// columns, then one of two.
+// The importance of a block's children: column sums over the heads, by a butterfly that halves what a lane sends, first
+// two of its four columns, then one of two.
 template <class Cfg>
-__device__ __forceinline__ void store_importance(State<Cfg>& s, float const (&weights)[2][4], int cursor, int column_summed) {
+__device__ __forceinline__ void store_importance(State<Cfg>& s, float const (&weights)[2][4], int cursor,
+                                                 int column_summed) {
   float column[4];
 #pragma unroll
   for (int c = 0; c < 4; ++c) column[c] = weights[c / 2][c % 2] + weights[c / 2][2 + c % 2];
@@ -83,10 +89,11 @@ __device__ __forceinline__ void store_importance(State<Cfg>& s, float const (&we
                        s.args.importance + static_cast<std::int64_t>(cursor) * kSiblings + column_summed, sum);
 }
 
-// The importance of two blocks by one butterfly, which leaves the 32 children in the lanes of a warp: lane / 16 names the block, the next
-// bit the tile of its columns.
+// The importance of two blocks by one butterfly, which leaves the 32 children in the lanes of a warp: lane / 16 names
+// the block, the next bit the tile of its columns.
 template <class Cfg>
-__device__ __forceinline__ void store_importance_of_two(State<Cfg>& s, float const (&weights)[2][2][4], int cursor, bool store = true) {
+__device__ __forceinline__ void store_importance_of_two(State<Cfg>& s, float const (&weights)[2][2][4], int cursor,
+                                                        bool store = true) {
   float column[2][4];
 #pragma unroll
   for (int parent = 0; parent < 2; ++parent) {

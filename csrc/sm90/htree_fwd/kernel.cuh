@@ -1,5 +1,5 @@
-// The forward kernel splits a CTA into roles: one warp copies KV blocks, one writes query masks, twelve consume them. The loops of the
-// consumers are in {score,attend}_{entry,selected}.cuh and attend_selected_swapab.cuh.
+// The forward kernel splits a CTA into roles: one warp copies KV blocks, one writes query masks, twelve consume them.
+// The loops of the consumers are in {score,attend}_{entry,selected}.cuh and attend_selected_swapab.cuh.
 #pragma once
 
 #include <type_traits>
@@ -51,8 +51,8 @@ __device__ __forceinline__ void serve_tile(Args const& args, char* shared_memory
   }
 }
 
-// A pass over a layer for a chunk of queries: CTAs before grid.half_selected_cta serve tiles for which the layer is selected, then
-// half-selected, then entry. One launch has all of them, so that no kind leaves SMs idle at its end.
+// A pass over a layer for a chunk of queries: CTAs before grid.half_selected_cta serve tiles for which the layer is
+// selected, then half-selected, then entry. One launch has all of them, so that no kind leaves SMs idle at its end.
 template <class Selected, class HalfSelected, class Entry>
 __global__ void __launch_bounds__(Selected::kThreads, 1)
     htree_fwd_kernel(const __grid_constant__ Args args, const __grid_constant__ Grid grid) {

@@ -18,7 +18,8 @@ void launch(Args const& args, Grid const& grid, cudaStream_t stream) {
   using Entry = Traits<Element, kK, kV, kPass, LayerKind::kEntry, kEntryQueries>;
   int shared_bytes = std::max<int>(Selected::kSharedBytes, Entry::kSharedBytes);
   if constexpr (kHalf) shared_bytes = std::max<int>(shared_bytes, HalfSelected::kSharedBytes);
-  launch_overlapped(htree_fwd_kernel<Selected, HalfSelected, Entry>, grid.ctas, Selected::kThreads, shared_bytes, stream, args, grid);
+  launch_overlapped(htree_fwd_kernel<Selected, HalfSelected, Entry>, grid.ctas, Selected::kThreads, shared_bytes,
+                    stream, args, grid);
 }
 
 }  // namespace htree_cuda::sm90::htree_fwd

@@ -1,4 +1,5 @@
-// How a consumer warp loads its queries: scaled to fp16, rotated in an entry layer, with the state that the layer above left.
+// How a consumer warp loads its queries: scaled to fp16, rotated in an entry layer, with the state that the layer above
+// left.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,8 +12,8 @@
 
 namespace htree_cuda::sm90::htree_fwd {
 
-// Queries in fragments, of operand A or with swap A/B of operand B: words[i][kk][part] holds elements 16 kk + 8 part + 2 tq and the next
-// one of row i.
+// Queries in fragments, of operand A or with swap A/B of operand B: words[i][kk][part] holds elements 16 kk + 8 part +
+// 2 tq and the next one of row i.
 template <class Cfg>
 using QueryWords = uint32_t[2][Cfg::kSteps][2];
 
@@ -48,12 +49,14 @@ __device__ __forceinline__ void fetch_query(State<Cfg> const& s, QueryBlock cons
 // Scales the rows to fp16. In an entry layer it rotates them by n - 1, in float32, and rounds once.
 template <class Type, class Cfg>
 __device__ __forceinline__ void rotate_query_of(State<Cfg>& s, QueryWords<Cfg> const& words) {
-  // The rotations are on their way together with the query. Those of the second row's query are read when the first row is rotated.
+  // The rotations are on their way together with the query. Those of the second row's query are read when the first row
+  // is rotated.
   float4 rotations[Cfg::kHalfSteps][2];
   auto const fetch_rotation = [&](int position) {
 #pragma unroll
     for (int i = 0; i < 2 * Cfg::kHalfSteps; ++i) {
-      float2 const* const pair = s.args.rotations + (Cfg::kSharesWarp ? max(position, 0) : position) * (Cfg::kK / 2) + 8 * i + 2 * s.tq;
+      float2 const* const pair =
+          s.args.rotations + (Cfg::kSharesWarp ? max(position, 0) : position) * (Cfg::kK / 2) + 8 * i + 2 * s.tq;
       rotations[i / 2][i % 2] = __ldg(reinterpret_cast<float4 const*>(pair));
     }
   };

@@ -1,18 +1,19 @@
 // Both ends of the ring: a warp that copies KV blocks, and a warp that writes query masks.
 //
-//   barrier         arrives                          waits           makes visible or frees
-//   full[stage]     the copying warp, once, and the  12 consumers    the stage's blocks; the query masks of selected layers and of a
-//                   bytes; the mask-writing warp,                    split query; in attend passes of selected layers and in half-
-//                   once                                             selected layers also those of the stage behind it
-//   empty[stage]    each consumer warp, once         both producers  the stage may be overwritten. Attend passes give a stage back after
-//                                                                    a later one has started (attend_entry.cuh, attend_selected.cuh)
-//   kQueryBarrier   the warps of a warpgroup         the same        entry layer: its queries, before the first product
-//   kMergeBarrier   12 consumers                     the same        a split query, after the last stage of a sweep: the memory that
-//                                                                    it is merged in is free; maxima and sums are written; O is
+//   barrier        arrives                       waits           makes visible or frees
+//   full[stage]    the copying warp, once, and   12 consumers    the stage's blocks; the query masks of selected layers and
+//                  the bytes; the mask-writing                   of a split query; in attend passes of selected layers and
+//                  warp, once                                    in half-selected ones also those of the stage behind it
+//   empty[stage]   each consumer warp, once      both producers  the stage may be overwritten. Attend passes give a stage back
+//                                                                after a later one has started (attend_{entry,selected}.cuh)
+//   kQueryBarrier  the warps of a warpgroup      the same        entry layer: its queries, before the first product
+//   kMergeBarrier  12 consumers                  the same        a split query, after the last stage of a sweep: the memory
+//                                                                that it is merged in is free; maxima and sums; O
 //
-// Producers and consumers go through the same stages, in score passes twice. Consumers give back stages that hold nothing for them, so every
-// phase is passed whatever the masks say, and the four warps of a warpgroup multiply together. What is computed for a query depends on
-// that query alone, on its own ranks and its own maximum; the union decides only when a block passes by.
+// Producers and consumers go through the same stages, in score passes twice. Consumers give back stages that hold
+// nothing for them, so every phase is passed whatever the masks say, and the four warps of a warpgroup multiply
+// together. What is computed for a query depends on that query alone, on its own ranks and its own maximum; the union
+// decides only when a block passes by.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -56,7 +57,8 @@ template <class Cfg>
 __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
   int const lane = threadIdx.x % 32;
   int const count = stream_count<Cfg>(args);
-  char const* const packed = own<Cfg>(args).packed + some_block<Cfg>(args).bh * own<Cfg>(args).parents_per_head * args.block_bytes;
+  char const* const packed =
+      own<Cfg>(args).packed + some_block<Cfg>(args).bh * own<Cfg>(args).parents_per_head * args.block_bytes;
   RingPosition<Cfg::kStages> at;
 #pragma unroll 1
   for (int sweep = 0; sweep < Cfg::kSweeps; ++sweep) {
@@ -69,7 +71,8 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
 #pragma unroll 1
       for (int group = 0; group < 32 / Cfg::kStageSlots && base + group * Cfg::kStageSlots < count; ++group) {
         int const slots = min(count - base - group * Cfg::kStageSlots, Cfg::kStageSlots);
-        int const copies = (slots + Cfg::kCopySlots - 1) / Cfg::kCopySlots;  // global memory holds whole tiles of blocks
+        int const copies =
+            (slots + Cfg::kCopySlots - 1) / Cfg::kCopySlots;  // global memory holds whole tiles of blocks
         int const slot = lane % Cfg::kStageSlots;
         ring.barriers.wait_empty(at, "htree_fwd producer: empty");
         uint32_t const full = ring.barriers.full_at(at.slot);
@@ -98,7 +101,8 @@ __device__ void write_query_masks(Args const& args, Ring<Cfg> const& ring) {
     if (lane < 4 * kRow) {
       uint2 const rotation = __ldg(reinterpret_cast<uint2 const*>(own<Cfg>(args).packed_step_rotation) + lane);
       ptx::store_shared_8B(
-          ring.stages - Cfg::kRingOffset + Cfg::kStepOffset + lane / kRow * Cfg::kStepBytes + lane % kRow * 8, rotation);
+          ring.stages - Cfg::kRingOffset + Cfg::kStepOffset + lane / kRow * Cfg::kStepBytes + lane % kRow * 8,
+          rotation);
     }
   }
 
@@ -114,8 +118,10 @@ __device__ void write_query_masks(Args const& args, Ring<Cfg> const& ring) {
       if constexpr (Cfg::kSwapAB) {
 #pragma unroll
         for (int query = 0; query < Cfg::kQueriesPerWarp; ++query) {
-          word |= (static_cast<uint32_t>(query_masks >> (Cfg::kQueriesPerWarp * lane % (8 * sizeof(query_masks)) + query)) & 1u)
-                  << (Cfg::kQueryBits * query + i);
+          word |=
+              (static_cast<uint32_t>(query_masks >> (Cfg::kQueriesPerWarp * lane % (8 * sizeof(query_masks)) + query)) &
+               1u)
+              << (Cfg::kQueryBits * query + i);
         }
       } else if constexpr (Cfg::kKind == LayerKind::kHalfSelected) {
         int const parent = __shfl_sync(kFullWarp, node, group * Cfg::kStageSlots + i);

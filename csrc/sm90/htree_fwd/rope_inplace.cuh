@@ -1,12 +1,14 @@
 // Selected layers rotate a query in place, from block to block.
 //
-// The RoPE position of a selected block follows from its rank, so the query rotates by 16 positions between two blocks. The rotation is a
-// product: the two elements of a pair are neighbours in the rotated rows, so eight columns rotate by an 8 x 8 matrix, one mma.sync m16n8k8
-// with fp16 sums, which are operands as they come. The matrices for 16 positions stay in registers. Every `restart_period` ranks of its own a
-// query restarts from its unrotated self and a table, before the rounding of the steps adds up to a bf16 error.
+// The RoPE position of a selected block follows from its rank, so the query rotates by 16 positions between two blocks.
+// The rotation is a product: the two elements of a pair are neighbours in the rotated rows, so eight columns rotate by
+// an 8 x 8 matrix, one mma.sync m16n8k8 with fp16 sums, which are operands as they come. The matrices for 16 positions
+// stay in registers. Every `restart_period` ranks of its own a query restarts from its unrotated self and a table,
+// before the rounding of the steps adds up to a bf16 error.
 //
-// In half-selected layers keys are rotated by node index. What lies between query and key then changes only where the query leaves a block
-// out: it rotates by 16 positions for each block left out, to later positions, and restarts after restart_period of them.
+// In half-selected layers keys are rotated by node index. What lies between query and key then changes only where the
+// query leaves a block out: it rotates by 16 positions for each block left out, to later positions, and restarts after
+// restart_period of them.
 #pragma once
 
 #include "load_query.cuh"
@@ -24,8 +26,8 @@ __device__ __forceinline__ auto& rotated(State<Cfg>& s) {
   }
 }
 
-// Where this thread keeps its part of the unrotated query: beside O there are no registers for it. Addresses that are needed every few
-// ranks alone are computed there, because registers are scarcer than instructions.
+// Where this thread keeps its part of the unrotated query: beside O there are no registers for it. Addresses that are
+// needed every few ranks alone are computed there, because registers are scarcer than instructions.
 template <class Cfg>
 __device__ __forceinline__ uint32_t saved_query(State<Cfg> const& s) {
   return s.rope.shared + s.warp * (Cfg::kSteps * 512) + ptx::lane_index() * 16;
@@ -39,10 +41,14 @@ __device__ __forceinline__ uint32_t fetched_rotation(State<Cfg> const& s) {
 
 // Half-selected layers keep the position where the query restarts next in shared memory.
 template <class Cfg>
-__device__ __forceinline__ uint32_t restart_address(State<Cfg> const& s) { return fetched_rotation(s) + Cfg::kColumnsBytes; }
+__device__ __forceinline__ uint32_t restart_address(State<Cfg> const& s) {
+  return fetched_rotation(s) + Cfg::kColumnsBytes;
+}
 
 template <class Cfg>
-__device__ __forceinline__ int kept_restart(State<Cfg> const& s) { return static_cast<int>(ptx::load_shared_4B(restart_address(s))); }
+__device__ __forceinline__ int kept_restart(State<Cfg> const& s) {
+  return static_cast<int>(ptx::load_shared_4B(restart_address(s)));
+}
 
 template <class Cfg>
 __device__ __forceinline__ void keep_restart(State<Cfg> const& s, int position) {
@@ -51,14 +57,16 @@ __device__ __forceinline__ void keep_restart(State<Cfg> const& s, int position) 
   __syncwarp();
 }
 
-// Fetches the rotations of the rank that many further on, or in half-selected layers of the position where the query restarts next.
+// Fetches the rotations of the rank that many further on, or in half-selected layers of the position where the query
+// restarts next.
 template <class Cfg>
 __device__ __forceinline__ void fetch_rotation(State<Cfg> const& s, int ranks) {
   int const position = Cfg::kHalfSelected ? kept_restart(s) : s.position - ranks * kSiblings;
   int const lane = static_cast<int>(ptx::lane_index());
   bool const exists = Cfg::kHalfSelected ? position < own<Cfg>(s.args).restarts : position >= 0;
   if (exists && lane < Cfg::kColumnsBytes / 16) {
-    ptx::copy_async_16B(fetched_rotation(s) + lane * 16, own<Cfg>(s.args).restart_rotations + (position * (Cfg::kK / 4) + lane), 0);
+    ptx::copy_async_16B(fetched_rotation(s) + lane * 16,
+                        own<Cfg>(s.args).restart_rotations + (position * (Cfg::kK / 4) + lane), 0);
   }
   ptx::copy_async_commit();
 }
@@ -81,7 +89,8 @@ __device__ __forceinline__ void rotate_by(State<Cfg>& s, int kk, uint32_t const 
 // Rotates k-step kk of the query to its next rank.
 template <class Cfg>
 __device__ __forceinline__ void rotate_step(State<Cfg>& s, int kk) {
-  rotate_by(s, kk, reinterpret_cast<uint32_t const(&)[4]>(rotated(s)[kk]), s.rope.step[2 * kk], s.rope.step[2 * kk + 1]);
+  rotate_by(s, kk, reinterpret_cast<uint32_t const(&)[4]>(rotated(s)[kk]), s.rope.step[2 * kk],
+            s.rope.step[2 * kk + 1]);
 }
 
 template <class Cfg>
@@ -134,7 +143,9 @@ __device__ __forceinline__ void rotate_over_gap(State<Cfg>& s, uint32_t stage, u
   int steps = static_cast<int>((query_mask & Cfg::kGapMask) >> Cfg::kSlotBits);
   if (steps == static_cast<int>(Cfg::kMaxGap)) {
     // The last of the top_k blocks is the query's own.
-    if (split(s) && !takes_rank(s, s.args.top_k - 1 - (s.position >> kLog2Siblings))) skip_periods(s, Cfg::kConsumers - 1);
+    if (split(s) && !takes_rank(s, s.args.top_k - 1 - (s.position >> kLog2Siblings))) {
+      skip_periods(s, Cfg::kConsumers - 1);
+    }
     uint32_t const parent = ptx::load_shared_4B(Ring<Cfg>::parent(stage, query_mask & Cfg::kSlotMask));
     steps = (s.position + static_cast<int>(parent) * kSiblings - kept_restart(s)) / kSiblings + s.rope.left;
   }

@@ -27,8 +27,8 @@ struct ColumnPairs {
   __device__ Columns const& operator[](int i) const { return of[i]; }
 };
 
-// What a thread of a consumer warp knows. A warp has 16 rows, which are the heads of one query or of two or four neighbouring queries;
-// this thread has parts of rows g and g + 8, its rows 0 and 1.
+// What a thread of a consumer warp knows. A warp has 16 rows, which are the heads of one query or of two or four
+// neighbouring queries; this thread has parts of rows g and g + 8, its rows 0 and 1.
 template <class Cfg>
 struct State {
   struct Nothing {};
@@ -58,7 +58,8 @@ struct State {
   uint32_t const warp;
   int groups;    // stages that pass by
   bool active;   // a query of the warp exists, and this layer is of this kind for it
-  int position;  // of the query as the block at hand sees it: n - 1 - 16 rank; below 16 in the last block, negative behind it
+  // Of the query as the block at hand sees it, n - 1 - 16 rank: below 16 in the last block and negative behind it.
+  int position;
   int cursor;    // index of the block at hand in the rows of importance and of expanded candidates
   half2 q[Cfg::kSteps][4];
   float unit[2];
@@ -69,8 +70,8 @@ struct State {
   std::conditional_t<Cfg::kSwapAB, Each, Nothing> each_active;
   std::conditional_t<Cfg::kSharesWarp, Each, Nothing> each_far;
   std::conditional_t<Cfg::kSwapAB, Position, Nothing> second_position;
-  // Blocks that passed by. With it `position` holds n - 1 of the queries of both rows and `cursor` the first block of row 0, and neither
-  // moves.
+  // Blocks that passed by. With it `position` holds n - 1 of the queries of both rows and `cursor` the first block of
+  // row 0, and neither moves.
   std::conditional_t<Cfg::kPacksPositions, Position, Nothing> passed;
   float sum[2];      // sum of the exponentials
   float log_sum[2];  // lse_g * log2(e) = max * unit + log_sum
@@ -92,14 +93,18 @@ template <class Cfg>
 __device__ __forceinline__ bool split(State<Cfg> const& s) { return s.args.split; }
 
 template <class Cfg>
-__device__ __forceinline__ bool takes_rank(State<Cfg> const& s, int rank) { return consumer_of(s.args, rank) == static_cast<int>(s.warp); }
+__device__ __forceinline__ bool takes_rank(State<Cfg> const& s, int rank) {
+  return consumer_of(s.args, rank) == static_cast<int>(s.warp);
+}
 
 // The tile that the warp's queries are in; -1 where there is none, which happens where queries share a warp.
 template <class Cfg>
 __device__ __forceinline__ int tile_of_warp(State<Cfg> const& s) { return block_of_warp<Cfg>(s.args, s.warp); }
 
 template <class Cfg>
-__device__ __forceinline__ QueryBlock own_tile(State<Cfg> const& s) { return QueryBlock(s.args.blocks, tile_of_warp(s)); }
+__device__ __forceinline__ QueryBlock own_tile(State<Cfg> const& s) {
+  return QueryBlock(s.args.blocks, tile_of_warp(s));
+}
 
 // Where queries share a warp: the place of the warp's first query in its tile.
 template <class Cfg>
@@ -116,10 +121,14 @@ __device__ __forceinline__ uint32_t query_of_row(State<Cfg> const& s, int i = 0)
 }
 
 template <class Cfg>
-__device__ __forceinline__ int head_of_row(State<Cfg> const& s, int i) { return Cfg::kPerUnit > 1 ? s.g % Cfg::kUnitHeads : Cfg::kSharesWarp ? s.g : s.g + 8 * i; }
+__device__ __forceinline__ int head_of_row(State<Cfg> const& s, int i) {
+  return Cfg::kPerUnit > 1 ? s.g % Cfg::kUnitHeads : Cfg::kSharesWarp ? s.g : s.g + 8 * i;
+}
 
 template <class Cfg>
-__device__ __forceinline__ std::int64_t launch_row(State<Cfg> const& s, int i = 0) { return tile_of_warp(s) * kBlockQueries + query_of_row(s, i); }
+__device__ __forceinline__ std::int64_t launch_row(State<Cfg> const& s, int i = 0) {
+  return tile_of_warp(s) * kBlockQueries + query_of_row(s, i);
+}
 
 template <class Cfg>
 __device__ __forceinline__ std::int64_t state_row(State<Cfg> const& s, int i = 0) {
@@ -156,16 +165,21 @@ __device__ __forceinline__ bool row_far(State<Cfg> const& s, int i) {
 
 // The lanes that have rows of the same queries as this lane.
 template <class Cfg>
-__device__ __forceinline__ uint32_t own_lanes(State<Cfg> const& s) { return Cfg::kPerUnit == 1 ? kFullWarp : 0xffffu << (ptx::lane_index() & 16); }
+__device__ __forceinline__ uint32_t own_lanes(State<Cfg> const& s) {
+  return Cfg::kPerUnit == 1 ? kFullWarp : 0xffffu << (ptx::lane_index() & 16);
+}
 
 // The place of the rightmost candidate in the last block.
 template <class Cfg>
-__device__ __forceinline__ int rightmost(State<Cfg> const& s, int i = 0) { return row_position(s, i) & (kSiblings - 1); }
+__device__ __forceinline__ int rightmost(State<Cfg> const& s, int i = 0) {
+  return row_position(s, i) & (kSiblings - 1);
+}
 
 // The cursor of the query of row i.
 template <class Cfg>
 __device__ __forceinline__ int row_cursor(State<Cfg> const& s, int i) {
-  int const first = Cfg::kSharesWarp && i == 1 ? s.cursor + Cfg::kPerUnit * static_cast<int>(s.args.width / kSiblings) : s.cursor;
+  int const first =
+      Cfg::kSharesWarp && i == 1 ? s.cursor + Cfg::kPerUnit * static_cast<int>(s.args.width / kSiblings) : s.cursor;
   if constexpr (Cfg::kPacksPositions) return first + s.passed.value;
   return first;
 }
@@ -177,7 +191,8 @@ __device__ __forceinline__ bool row_exists(State<Cfg> const& s, QueryBlock const
 
 template <class Cfg>
 __device__ __forceinline__ bool row_works(State<Cfg> const& s, QueryBlock const& block, int i) {
-  return row_exists(s, block, i) && htree_fwd::works<Cfg>(s.args, s.args.blocks.q_start + block.first + query_of_row(s, i));
+  return row_exists(s, block, i) &&
+         htree_fwd::works<Cfg>(s.args, s.args.blocks.q_start + block.first + query_of_row(s, i));
 }
 
 // Goes on by so many blocks.
@@ -204,7 +219,9 @@ __device__ __forceinline__ void begin_sweep(State<Cfg>& s, QueryBlock const& blo
     s.position = (first & 0xffff) | second << 16;
   } else {
     s.position = row_active(s, 0) ? candidates_of<Cfg>(s.args, t) - 1 : -1;
-    if constexpr (Cfg::kSwapAB) s.second_position.value = row_active(s, 1) ? candidates_of<Cfg>(s.args, t + Cfg::kPerUnit) - 1 : -1;
+    if constexpr (Cfg::kSwapAB) {
+      s.second_position.value = row_active(s, 1) ? candidates_of<Cfg>(s.args, t + Cfg::kPerUnit) - 1 : -1;
+    }
   }
 }
 
@@ -229,13 +246,18 @@ __device__ __forceinline__ std::int64_t first_head_of(State<Cfg> const& s, uint3
   return ((b * s.args.blocks.T_q + block.first + ptx::opaque(query)) * s.args.H_kv + h_kv) * s.args.G;
 }
 
-// The index of a query's first head in the outputs. The tile is looked up again, because it would occupy registers throughout the loop.
+// The index of a query's first head in the outputs. The tile is looked up again, because it would occupy registers
+// throughout the loop.
 template <class Cfg>
-__device__ __forceinline__ std::int64_t first_head(State<Cfg> const& s, int i = 0) { return first_head_of(s, query_of_row(s, i)); }
+__device__ __forceinline__ std::int64_t first_head(State<Cfg> const& s, int i = 0) {
+  return first_head_of(s, query_of_row(s, i));
+}
 
 // Whether row i is a head that exists, of a query that has this layer kind.
 template <class Cfg>
-__device__ __forceinline__ bool has_head(State<Cfg> const& s, int i) { return head_of_row(s, i) < s.args.G && (!Cfg::kSharesWarp || row_active(s, i)); }
+__device__ __forceinline__ bool has_head(State<Cfg> const& s, int i) {
+  return head_of_row(s, i) < s.args.G && (!Cfg::kSharesWarp || row_active(s, i));
+}
 
 // The index in the outputs of row i's head. `first` is that of the first head of row 0's query.
 template <class Cfg>

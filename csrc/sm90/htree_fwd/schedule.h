@@ -1,4 +1,5 @@
-// The steps of a forward call in their order. forward.cu takes them, explain.cu counts them: both see the same launches.
+// The steps of a forward call in their order. forward.cu takes them, explain.cu counts them: both see the same
+// launches.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +24,8 @@ struct TilesByKind {
 };
 
 // Where a chunk has tiles of several heads, all of them are named if any is.
-inline Tiles tiles_of(ForwardParams const& p, Workspace const& w, Pass pass, LayerKind kind, int l, Chunk const& chunk) {
+inline Tiles tiles_of(ForwardParams const& p, Workspace const& w, Pass pass, LayerKind kind, int l,
+                      Chunk const& chunk) {
   Positions const positions(p, pass, kind, l);
   if (chunk.begin / w.tiles_per_head != (chunk.begin + chunk.count - 1) / w.tiles_per_head) {
     return {0, positions.meet(p.q_start, p.q_start + p.T_q) ? chunk.count : 0};

@@ -6,9 +6,11 @@
 
 namespace htree_cuda::sm90::htree_fwd {
 
-// Adds the scores of a whole group to the lse. Maxima and sums are those of this thread's columns alone until finish_lse merges them.
+// Adds the scores of a whole group to the lse. Maxima and sums are those of this thread's columns alone until
+// finish_lse merges them.
 template <class Cfg>
-__device__ __forceinline__ void add_group_to_lse(State<Cfg>& s, GroupScores& scores, float const (&scales)[Cfg::kStageSlots]) {
+__device__ __forceinline__ void add_group_to_lse(State<Cfg>& s, GroupScores& scores,
+                                                 float const (&scales)[Cfg::kStageSlots]) {
   auto& raw = scores.raw;
   float sum[2] = {};
 #pragma unroll
@@ -20,7 +22,9 @@ __device__ __forceinline__ void add_group_to_lse(State<Cfg>& s, GroupScores& sco
   }
   if (sum_overflows(sum)) {
 #pragma unroll
-    for (int slot = 0; slot < Cfg::kStageSlots; ++slot) apply_own_scales(s, group_scales<Cfg>(scores.stage, slot), of_parent<Cfg>(raw, slot));
+    for (int slot = 0; slot < Cfg::kStageSlots; ++slot) {
+      apply_own_scales(s, group_scales<Cfg>(scores.stage, slot), of_parent<Cfg>(raw, slot));
+    }
     sum_group<Cfg>(raw, sum, [&](int i, float x) { return near_exponent(s, i, x); });
     if (sum_overflows(sum)) {
 #pragma unroll
@@ -34,7 +38,8 @@ __device__ __forceinline__ void add_group_to_lse(State<Cfg>& s, GroupScores& sco
 
 // The same for either row or both, where rows are of different queries.
 template <bool kFirstRow, bool kSecondRow, class Cfg>
-__device__ __forceinline__ void add_group_rows_to_lse(State<Cfg>& s, GroupScores& scores, float const (&scales)[Cfg::kStageSlots]) {
+__device__ __forceinline__ void add_group_rows_to_lse(State<Cfg>& s, GroupScores& scores,
+                                                      float const (&scales)[Cfg::kStageSlots]) {
   auto& raw = scores.raw;
   float sum[2] = {};
 #pragma unroll
@@ -49,7 +54,9 @@ __device__ __forceinline__ void add_group_rows_to_lse(State<Cfg>& s, GroupScores
     if (i == 0 ? !kFirstRow : !kSecondRow) continue;
     if (sum_overflows(sum[i])) {
 #pragma unroll
-      for (int slot = 0; slot < Cfg::kStageSlots; ++slot) apply_own_row_scales(s, i, group_scales<Cfg>(scores.stage, slot), of_parent<Cfg>(raw, slot));
+      for (int slot = 0; slot < Cfg::kStageSlots; ++slot) {
+        apply_own_row_scales(s, i, group_scales<Cfg>(scores.stage, slot), of_parent<Cfg>(raw, slot));
+      }
       sum[i] = sum_group_row<Cfg>(raw, i, [&](float x) { return near_exponent(s, i, x); });
       if (sum_overflows(sum[i])) {
         s.sum[i] *= update_max(s, i, fmaxf(s.max[i], row_max<Cfg, Cfg::kStageSlots>(raw, i)));
@@ -73,15 +80,16 @@ __device__ __forceinline__ void add_end_to_lse(State<Cfg>& s, int i, GroupScores
 
 // Adds a group to the lse where some query of the warp does not take all of it, or has its last block in it.
 template <class Cfg>
-__device__ __forceinline__ void add_group_ends_to_lse(State<Cfg>& s, GroupScores& scores, float const (&scales)[Cfg::kStageSlots]) {
+__device__ __forceinline__ void add_group_ends_to_lse(State<Cfg>& s, GroupScores& scores,
+                                                      float const (&scales)[Cfg::kStageSlots]) {
   if (takes_whole_group(s, 0)) add_group_rows_to_lse<true, false>(s, scores, scales);
   if (takes_whole_group(s, 1)) add_group_rows_to_lse<false, true>(s, scores, scales);
   if (!takes_whole_group(s, 0)) add_end_to_lse(s, 0, scores);
   if (!takes_whole_group(s, 1)) add_end_to_lse(s, 1, scores);
 }
 
-// One step of a butterfly: of 2 kTiles tiles a lane keeps half, the upper ones where bit `lanes` of its number is set, summed with those of the
-// lane that keeps the other half.
+// One step of a butterfly: of 2 kTiles tiles a lane keeps half, the upper ones where bit `lanes` of its number is set,
+// summed with those of the lane that keeps the other half.
 template <int kTiles, class Cfg>
 __device__ __forceinline__ void halve(State<Cfg> const& s, float (&sums)[2 * Cfg::kStageSlots][2], int lanes) {
   bool const upper = s.lane & lanes;
@@ -110,10 +118,11 @@ __device__ __forceinline__ void sum_columns(float const (&raw)[2][4], int first,
   }
 }
 
-// The importance of a group: column sums over the heads, by a butterfly that halves what a lane sends. In the end a lane holds columns 2 lane and
-// 2 lane + 1 of the 64, and stores them if they are of a block that the query takes.
+// The importance of a group: column sums over the heads, by a butterfly that halves what a lane sends. In the end a
+// lane holds columns 2 lane and 2 lane + 1 of the 64, and stores them if they are of a block that the query takes.
 template <class Cfg>
-__device__ __forceinline__ void importance_of_group(State<Cfg> const& s, float (&raw)[2 * Cfg::kStageSlots][4], float const (&scales)[Cfg::kStageSlots], bool taken) {
+__device__ __forceinline__ void importance_of_group(State<Cfg> const& s, float (&raw)[2 * Cfg::kStageSlots][4],
+                                                    float const (&scales)[Cfg::kStageSlots], bool taken) {
   float sums[2 * Cfg::kStageSlots][2];
   if (!s.far) {
 #pragma unroll
@@ -139,14 +148,17 @@ __device__ __forceinline__ void importance_of_group(State<Cfg> const& s, float (
 
 // The importance of a group, for the query of either row.
 template <class Cfg>
-__device__ __forceinline__ void importance_of_group_rows(State<Cfg>& s, GroupScores& scores, float const (&scales)[Cfg::kStageSlots]) {
+__device__ __forceinline__ void importance_of_group_rows(State<Cfg>& s, GroupScores& scores,
+                                                         float const (&scales)[Cfg::kStageSlots]) {
   auto& raw = scores.raw;
   float shared[Cfg::kStageSlots];
 #pragma unroll
   for (int slot = 0; slot < Cfg::kStageSlots; ++slot) shared[slot] = scales[slot];
   if (isnan(scales[0] + scales[1] + scales[2] + scales[3])) {
 #pragma unroll
-    for (int slot = 0; slot < Cfg::kStageSlots; ++slot) apply_uneven_scales(s, shared[slot], group_scales<Cfg>(scores.stage, slot), of_parent<Cfg>(raw, slot));
+    for (int slot = 0; slot < Cfg::kStageSlots; ++slot) {
+      apply_uneven_scales(s, shared[slot], group_scales<Cfg>(scores.stage, slot), of_parent<Cfg>(raw, slot));
+    }
   }
   release_group(s, scores.stage);
 #pragma unroll
@@ -168,15 +180,16 @@ __device__ __forceinline__ void importance_of_group_rows(State<Cfg>& s, GroupSco
       halve<4>(s, sums, 16);
       halve<2>(s, sums, 8);
       halve<1>(s, sums, 4);
-      ptx::store_global_8B_if(row_position(s, i) >= s.lane / 8 * kSiblings, importance + 2 * s.lane, {sums[0][0], sums[0][1]});
+      ptx::store_global_8B_if(row_position(s, i) >= s.lane / 8 * kSiblings, importance + 2 * s.lane,
+                              {sums[0][0], sums[0][1]});
     } else {  // a lane has both tiles of a block in the end
       halve<4>(s, sums, 8);
       halve<2>(s, sums, 4);
       int const slot = s.lane % Cfg::kOwnLanes / 4;
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
-        ptx::store_global_8B_if(row_position(s, i) >= slot * kSiblings, importance + slot * kSiblings + 8 * tile + 2 * s.tq,
-                                {sums[tile][0], sums[tile][1]});
+        ptx::store_global_8B_if(row_position(s, i) >= slot * kSiblings,
+                                importance + slot * kSiblings + 8 * tile + 2 * s.tq, {sums[tile][0], sums[tile][1]});
       }
     }
   }
@@ -215,7 +228,8 @@ __device__ __forceinline__ void score_group(State<Cfg>& s, GroupScores& scores, 
 
 // The same where rows are of different queries.
 template <Sweep kSweep, class Cfg>
-__device__ __forceinline__ void score_group_rows(State<Cfg>& s, GroupScores& scores, float const (&scales)[Cfg::kStageSlots]) {
+__device__ __forceinline__ void score_group_rows(State<Cfg>& s, GroupScores& scores,
+                                                 float const (&scales)[Cfg::kStageSlots]) {
   if constexpr (kSweep == Sweep::kImportance) {
     importance_of_group_rows(s, scores, scales);
   } else if (all_take_whole_group(s)) {
@@ -229,7 +243,8 @@ __device__ __forceinline__ void score_group_rows(State<Cfg>& s, GroupScores& sco
 
 template <Sweep kSweep, class Cfg>
 __device__ __forceinline__ void score_groups(State<Cfg>& s, Ring<Cfg> const& ring, RingPosition<Cfg::kStages>& at) {
-  Ring<Cfg> const own(ptx::opaque(ring.stages));  // opaque, or the compiler computes the start of shared memory each time
+  Ring<Cfg> const own(
+      ptx::opaque(ring.stages));  // opaque, or the compiler computes the start of shared memory each time
 #pragma unroll 1
   for (int group = 0; group < s.groups; ++group) {
     GroupScores scores;

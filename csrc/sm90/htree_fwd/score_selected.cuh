@@ -1,5 +1,6 @@
-// Score passes of a selected layer, by mma.sync, a block after the other. Products with a block's keys run beside the exponentials of the block
-// before it. In half-selected layers, where queries seldom rotate, up to four blocks are taken together and finished before others are.
+// Score passes of a selected layer, by mma.sync, a block after the other. Products with a block's keys run beside the
+// exponentials of the block before it. In half-selected layers, where queries seldom rotate, up to four blocks are
+// taken together and finished before others are.
 #pragma once
 
 #include "fragments.cuh"
@@ -23,7 +24,8 @@ __device__ __forceinline__ void sum_exponentials(float const (&x)[2][4], float (
 }
 
 template <class Cfg>
-__device__ __forceinline__ void importance_exponents(State<Cfg> const& s, float scale, float (&products)[2][4], float (&x)[2][4]) {
+__device__ __forceinline__ void importance_exponents(State<Cfg> const& s, float scale, float (&products)[2][4],
+                                                     float (&x)[2][4]) {
   if (!s.far) {
     exponents_of_products(s, finite_factors(s, scale), products, x);
   } else {
@@ -37,7 +39,8 @@ __device__ __forceinline__ void importance_exponents(State<Cfg> const& s, float 
 
 // Adds blocks to the lse, in their order.
 template <int kParents, class Cfg>
-__device__ __forceinline__ void add_to_lse(State<Cfg>& s, float const (&scale)[kParents], float (&products)[kParents][2][4]) {
+__device__ __forceinline__ void add_to_lse(State<Cfg>& s, float const (&scale)[kParents],
+                                           float (&products)[kParents][2][4]) {
   float x[kParents][2][4];
   float sum[kParents][2];
   bool again = false;
@@ -97,7 +100,8 @@ __device__ __forceinline__ void account_last(State<Cfg>& s, Scored& scored) {
   }
 }
 
-// A round of the loop: accounts for the block that waits, and multiplies the keys of the one in `slot`, which waits then.
+// A round of the loop: accounts for the block that waits, and multiplies the keys of the one in `slot`, which waits
+// then.
 template <Sweep kSweep, class Cfg>
 __device__ __forceinline__ void score(State<Cfg>& s, uint32_t slot, Scored& scored) {
   account<kSweep>(s, scored);
@@ -172,8 +176,9 @@ __device__ __forceinline__ void score_together(State<Cfg>& s, uint32_t const (&s
   for (int parent = 0; parent < kParents; ++parent) advance_rank(s);
 }
 
-// Half-selected: scores all blocks of a stage in straight line, exponentials of two beside products of the others. Where a maximum has to be
-// updated, or keys have scales of their own, it does nothing and returns false: the blocks are then taken two by two, with the same bits.
+// Half-selected: scores all blocks of a stage in straight line, exponentials of two beside products of the others.
+// Where a maximum has to be updated, or keys have scales of their own, it does nothing and returns false: the blocks
+// are then taken two by two, with the same bits.
 template <Sweep kSweep, class Cfg>
 __device__ __forceinline__ bool score_whole(State<Cfg>& s, uint32_t stage) {
   constexpr int kParents = Cfg::kStageSlots;
@@ -199,14 +204,14 @@ __device__ __forceinline__ bool score_whole(State<Cfg>& s, uint32_t stage) {
   }
   if constexpr (kSweep == Sweep::kLse) {
     float sum[kParents][2];
-    bool asked = false;
+    bool overflow = false;
 #pragma unroll
     for (int parent = 0; parent < kParents; ++parent) {
       exponents_of_products(s, factors(s, scale[parent]), x[parent], x[parent]);
-      asked |= overflows(x[parent]);
+      overflow |= overflows(x[parent]);
       sum_exponentials(x[parent], sum[parent]);
     }
-    if (__any_sync(kFullWarp, asked)) return false;
+    if (__any_sync(kFullWarp, overflow)) return false;
 #pragma unroll
     for (int parent = 0; parent < kParents; ++parent) {
       s.sum[0] += sum[parent][0];
@@ -231,9 +236,9 @@ __device__ __forceinline__ bool score_whole(State<Cfg>& s, uint32_t stage) {
   return true;
 }
 
-// Half-selected: scores the blocks of a query mask. Two are taken together where the query leaves none out between them, so that products
-// and exponentials of one run beside those of the other. The result is bitwise identical to taking them one by one, because the neighbours
-// decide which blocks share a stage.
+// Half-selected: scores the blocks of a query mask. Two are taken together where the query leaves none out between
+// them, so that products and exponentials of one run beside those of the other. The result is bitwise identical to
+// taking them one by one, because the neighbours decide which blocks share a stage.
 template <Sweep kSweep, class Cfg>
 __device__ __forceinline__ void score_stage(State<Cfg>& s, uint32_t stage, uint32_t query_mask) {
   constexpr uint32_t kNext = 8;

@@ -1,12 +1,13 @@
 // The running softmax of a consumer: maxima, exponents and sums of the rows of a thread.
 //
-// Whatever is decided or computed for a row follows from its own query. Scores and maxima are raw (tree/rope.cuh): the difference of a raw
-// maximum and itself is exactly zero, however large it is, while that of two products rounded apart is not. As long as |max * unit| is at
-// most kNear, rounding costs at most 2^-13, and one FMA makes an exponent of a product, relative to `reference`. Past kNear the reference
-// is NaN, and so is the scale of a block whose keys do not share one. Exponents that are NaN, or exceed the reference by too much, are
-// computed again from raw scores: first relative to the reference, which gives keys with scales of their own the bits that they would
-// have with a shared scale (later tokens may be the siblings that made the scales differ), and where that overflows, too, from
-// differences of raw scores.
+// Whatever is decided or computed for a row follows from its own query. Scores and maxima are raw (tree/rope.cuh): the
+// difference of a raw maximum and itself is exactly zero, however large it is, while that of two products rounded apart
+// is not. Up to |max * unit| = kNear, rounding costs at most 2^-13, and one FMA makes an exponent of a product,
+// relative to `reference`. Past kNear the reference is NaN, and so is the scale of a block whose keys do not share one.
+// Exponents that are NaN, or exceed the reference by too much, are computed again from raw scores: first relative to
+// the reference, which gives keys with scales of their own the bits that they would have with a shared scale (later
+// tokens may be the siblings that made the scales differ), and where that overflows, too, from differences of raw
+// scores.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -61,7 +62,8 @@ __device__ __forceinline__ Factors finite_factors(State<Cfg> const& s, float sca
 }
 
 template <class Cfg>
-__device__ __forceinline__ float exponent_of_product(State<Cfg> const& s, int i, float product, Factors const& factors) {
+__device__ __forceinline__ float exponent_of_product(State<Cfg> const& s, int i, float product,
+                                                     Factors const& factors) {
   return fmaf(product, factors.row[i], -s.reference[i]);
 }
 
@@ -72,10 +74,12 @@ __device__ __forceinline__ float near_exponent(State<Cfg> const& s, int i, float
 }
 
 template <class Cfg>
-__device__ __forceinline__ float exponent(State<Cfg> const& s, int i, float raw) { return (raw - s.max[i]) * s.unit[i]; }
+__device__ __forceinline__ float exponent(State<Cfg> const& s, int i, float raw) {
+  return (raw - s.max[i]) * s.unit[i];
+}
 
-// Multiplies products by the scales that the 16 keys of a block have of their own, which gives raw scores. raw[tile][e] is column
-// 8 tile + 2 tq + e % 2 of row e / 2.
+// Multiplies products by the scales that the 16 keys of a block have of their own, which gives raw scores. raw[tile][e]
+// is column 8 tile + 2 tq + e % 2 of row e / 2.
 template <class Cfg>
 __device__ __forceinline__ void apply_own_scales(State<Cfg> const& s, uint32_t scales, float (&raw)[2][4]) {
 #pragma unroll
@@ -98,7 +102,8 @@ __device__ __forceinline__ void apply_shared_scale(float scale, float (&raw)[2][
 
 // Where the keys of a block share no scale, multiplies products by their own, as long as the stage holds them.
 template <class Cfg>
-__device__ __forceinline__ void apply_uneven_scales(State<Cfg> const& s, float& scale, uint32_t scales, float (&products)[2][4]) {
+__device__ __forceinline__ void apply_uneven_scales(State<Cfg> const& s, float& scale, uint32_t scales,
+                                                    float (&products)[2][4]) {
   if (!isnan(scale)) return;
   apply_own_scales(s, scales, products);
   scale = 1.0f;
@@ -134,11 +139,11 @@ __device__ __forceinline__ uint32_t causal_mask(int rightmost) { return 0xffffu 
 template <int kParents, class Cfg>
 __device__ __forceinline__ void update_own_max(State<Cfg>& s, float const (&raw)[2 * kParents][4]) {
   float const largest[2] = {row_max<Cfg, kParents>(raw, 0), row_max<Cfg, kParents>(raw, 1)};
-  bool const raises[2] = {exponent(s, 0, largest[0]) > kSlack, exponent(s, 1, largest[1]) > kSlack};
-  if (raises[0] || raises[1]) {
+  bool const overflow[2] = {exponent(s, 0, largest[0]) > kSlack, exponent(s, 1, largest[1]) > kSlack};
+  if (overflow[0] || overflow[1]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (raises[i]) s.sum[i] *= update_max(s, i, largest[i]);
+      if (overflow[i]) s.sum[i] *= update_max(s, i, largest[i]);
     }
   }
 }
@@ -192,11 +197,12 @@ __device__ __forceinline__ void add_row_to_lse(State<Cfg>& s, float const (&raw)
   s.sum[i] += ptx::exp2_movable(exponent(s, i, x[2])) + ptx::exp2_movable(exponent(s, i, x[3]));
 }
 
-// P of some blocks, rounded to the dtype, as fragments of operand A, and its sums. exponent(i, raw) gives the exponent of a raw score of
-// row i.
+// P of some blocks, rounded to the dtype, as fragments of operand A, and its sums. exponent(i, raw) gives the exponent
+// of a raw score of row i.
 template <int kParents, class Exponent, class Cfg>
-__device__ __forceinline__ void exponentiate_scores(State<Cfg> const& s, float const (&raw)[2 * kParents][4], uint32_t (&p)[kParents][4],
-                                               float (&sum)[2], Exponent const& exponent) {
+__device__ __forceinline__ void exponentiate_scores(State<Cfg> const& s, float const (&raw)[2 * kParents][4],
+                                                    uint32_t (&p)[kParents][4], float (&sum)[2],
+                                                    Exponent const& exponent) {
 #pragma unroll
   for (int parent = 0; parent < kParents; ++parent) {
 #pragma unroll

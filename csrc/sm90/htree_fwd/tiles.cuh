@@ -16,19 +16,21 @@ __device__ __forceinline__ KindArgs const& own(Args const& args) {
   return args.kinds[static_cast<int>(Cfg::kKind)];
 }
 
-// The tile of queries, or group of tiles, that this CTA serves. The last queries have the most blocks and come first, so that short CTAs
-// end the launch.
+// The tile of queries, or group of tiles, that this CTA serves. The last queries have the most blocks and come first,
+// so that short CTAs end the launch.
 template <class Cfg>
 __device__ __forceinline__ uint32_t block_index(Args const& args) {
   return own<Cfg>(args).end_block - ptx::block_index();
 }
 
-// The tile that a consumer warp has queries of. The tiles of a CTA are of one head; the first exists, and -1 stands for one that does not.
+// The tile that a consumer warp has queries of. The tiles of a CTA are of one head; the first exists, and -1 stands for
+// one that does not.
 template <class Cfg>
 __device__ __forceinline__ int block_of_warp(Args const& args, int warp) {
   if constexpr (Cfg::kSharesWarp) {
     BlockGroups const groups = own<Cfg>(args).groups.of_size(Cfg::kQueriesPerWarp);
-    return groups.block(args.blocks, static_cast<int>(block_index<Cfg>(args)), warp / (Cfg::kConsumers / Cfg::kQueriesPerWarp));
+    return groups.block(args.blocks, static_cast<int>(block_index<Cfg>(args)),
+                        warp / (Cfg::kConsumers / Cfg::kQueriesPerWarp));
   } else {
     return static_cast<int>(block_index<Cfg>(args));
   }
@@ -73,8 +75,8 @@ __device__ __forceinline__ int stream_count(Args const& args) {
     return args.union_count[block_of_warp<Cfg>(args, 0)];  // the bottom is never half-selected
   } else if constexpr (Cfg::kIsSelected) {
     QueryBlock const block(args.blocks, block_index<Cfg>(args));
-    // Queries for which the layer is of one kind are neighbours, more than a tile of them. A tile without such a query may be here where
-    // a launch has several heads.
+    // Queries for which the layer is of one kind are neighbours, more than a tile of them. A tile without such a query
+    // may be here where a launch has several heads.
     std::int64_t const t = args.blocks.q_start + block.first;
     std::int64_t const last = args.blocks.q_start + min(block.first + kBlockQueries, args.blocks.T_q) - 1;
     return works<Cfg>(args, t) || works<Cfg>(args, last) ? args.union_count[block_index<Cfg>(args)] : 0;

@@ -16,8 +16,9 @@ constexpr std::int64_t kLineBytes = 128;
 
 constexpr std::int64_t kMaxTiles = std::numeric_limits<int>::max() / kBlockQueries;
 
-// Rows of state, importance and lists, which live between the kernels of a chunk of queries, stay below a third of what q and out take,
-// between these two bounds. The tree (packed, and pooled in its own layout) and the tables of rotations come on top.
+// Rows of state, importance and lists, which live between the kernels of a chunk of queries, stay below a third of what
+// q and out take, between these two bounds. The tree (packed, and pooled in its own layout) and the tables of rotations
+// come on top.
 constexpr std::int64_t kMinChunkBytes = std::int64_t(192) << 20;
 constexpr std::int64_t kMaxChunkBytes = std::int64_t(384) << 20;
 
@@ -68,8 +69,8 @@ struct Workspace {
   char* k_tree = nullptr;
   char* v_tree = nullptr;
   Packed packed[kMaxLayers][kLayerKinds];  // kSelected: all nodes of the layer, or none where `gathered` serves
-  // For selected layers that have more blocks than the unions of the call have room for: the blocks that these name alone, packed
-  // when they are known. Layers use it one after the other.
+  // For selected layers that have more blocks than the unions of the call have room for: the blocks that these name
+  // alone, packed when they are known. Layers use it one after the other.
   Packed gathered;
   bool has_gathered = false;
   float* importance = nullptr;
