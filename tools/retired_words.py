@@ -56,7 +56,7 @@ OTHER_MEANINGS = re.compile(
     r"|\bat (least|most)\b"
 )
 # Where renaming is under way; a folder leaves the list with its last retired word.
-PENDING = ("csrc/sm90/htree_fwd/",)
+PENDING: tuple[str, ...] = ()
 # Files that hold retired words because these are their subject: names in results of earlier builds among them.
 EXEMPT = ("tools/retired_words.py", "tests/unit/test_retired_words.py", "tools/update_docs/common.py")
 # The glossary names what it retires, in the rows of its table.
