@@ -28,18 +28,19 @@ def tree(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("file", "stale"),
+    ("file", "edit", "stale"),
     [
-        ("csrc/sm90/attn_dist/kernel.cuh", {"attn_dist"}),
-        ("csrc/tree/rope.cuh", {"htree_fwd", "htree_bwd"}),
-        ("tests/kernels/test_backward.py", {"htree_bwd"}),
-        ("tools/ptx_emulator/memory.cpp", set(emulated_tests.FAMILIES)),
-        ("tests/unit/test_ops.py", set()),
+        ("csrc/sm90/attn_dist/kernel.cuh", "int more;\n", {"attn_dist"}),
+        ("csrc/sm90/attn_dist/kernel.cuh", "// A comment.\n", set()),
+        ("csrc/tree/rope.cuh", "int more;\n", {"htree_fwd", "htree_bwd"}),
+        ("tests/kernels/test_backward.py", "more = 1\n", {"htree_bwd"}),
+        ("tools/ptx_emulator/memory.cpp", "int more;\n", set(emulated_tests.FAMILIES)),
+        ("tests/unit/test_ops.py", "more = 1\n", set()),
     ],
 )
-def test_an_edit_makes_its_families_stale(tree, capsys, file, stale):
+def test_an_edit_makes_its_families_stale(tree, capsys, file, edit, stale):
     with open(tree / file, "a") as stream:
-        stream.write("\n")
+        stream.write(edit)
     assert emulated_tests.main(["--list"]) == 0
     said = capsys.readouterr().out.strip().removeprefix("stale: ")
     assert stale <= ({*said.split(", ")} if said != "none" else set())
