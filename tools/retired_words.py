@@ -1,7 +1,7 @@
 """Words that the project retired, and what it says instead: docs/architecture.md has the glossary.
 
-Called by tools/check_house_rules.py; run alone, it lists what the pending folders hold too. A name counts by its parts:
-`kFirstLayers` and `first_layers` both hold "first layers".
+Called by tools/check_house_rules.py. A name counts by its parts: `kFirstLayers` and `first_layers` both hold "first
+layers".
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ OTHER_MEANINGS = re.compile(
     r"|\braise registers\b"  # setmaxnreg.inc
     r"|\bat (least|most)\b"
 )
-# Where renaming is under way; a folder leaves the list with its last retired word.
-PENDING: tuple[str, ...] = ()
 # Files that hold retired words because these are their subject: names in results of earlier builds among them.
 EXEMPT = ("tools/retired_words.py", "tests/unit/test_retired_words.py", "tools/update_docs/common.py")
 # The glossary names what it retires, in the rows of its table.
@@ -92,12 +90,12 @@ def files(root: Path) -> list[Path]:
     return sorted(found)
 
 
-def check(root: Path, pending: tuple[str, ...] = PENDING) -> list[str]:
+def check(root: Path) -> list[str]:
     """Violations, each `path:line: rule`."""
     problems = []
     for path in files(root):
         name = path.relative_to(root).as_posix()
-        if name in EXEMPT or (pending and name.startswith(pending)):
+        if name in EXEMPT:
             continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
             problems += [f"{name}:{number}: {problem}" for problem in in_line(name, line)]
@@ -105,4 +103,4 @@ def check(root: Path, pending: tuple[str, ...] = PENDING) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(check(Path(__file__).resolve().parent.parent, pending=())))
+    print("\n".join(check(Path(__file__).resolve().parent.parent)))

@@ -18,7 +18,7 @@ inline constexpr int kMaxLayers = 9;      // of a tree: T < 2^31, and the top ha
 inline constexpr int kMinTopK = 16;
 inline constexpr int kMaxTopK = 512;
 inline constexpr int kTileParents = 4;    // KV blocks that lie together where queries read all of them
-inline constexpr int kBlockQueries = 12;  // consecutive queries of one (b, h_kv) that share gathered KV blocks
+inline constexpr int kQueryTile = 12;  // consecutive queries of one (b, h_kv) that share gathered KV blocks
 
 struct Candidates {
   int n;        // candidates of the layer
@@ -70,33 +70,33 @@ __host__ __device__ inline int candidates_in_selected(std::int64_t t, int layer,
   return (top_k - 1) * kSiblings + static_cast<int>((t >> (kLog2Siblings * layer)) & (kSiblings - 1)) + 1;
 }
 
-// The tiles of kBlockQueries queries that a launch works on: tile i of the launch is tile begin + i of the call. A call
+// The tiles of kQueryTile queries that a launch works on: tile i of the launch is tile begin + i of the call. A call
 // whose output fits a GPU has fewer than 2^32 of them.
-struct QueryBlocks {
+struct QueryTiles {
   std::uint32_t begin;
-  std::uint32_t per_head;  // tiles of one (b, h_kv): ceil(T_q / kBlockQueries)
+  std::uint32_t per_head;  // tiles of one (b, h_kv): ceil(T_q / kQueryTile)
   std::int64_t T_q;
   std::int64_t q_start;
 };
 
-struct QueryBlock {
+struct QueryTile {
   std::int64_t bh;     // b * H_kv + h_kv
   std::int64_t first;  // the first query of the tile
 
-  __device__ QueryBlock(QueryBlocks const& blocks, int i)
+  __device__ QueryTile(QueryTiles const& blocks, int i)
       : bh((blocks.begin + i) / blocks.per_head),
-        first(static_cast<std::int64_t>((blocks.begin + i) % blocks.per_head) * kBlockQueries) {}
+        first(static_cast<std::int64_t>((blocks.begin + i) % blocks.per_head) * kQueryTile) {}
 };
 
 // Query tiles from .. to - 1 of a launch in sets of a few neighbours of one head. Sets are counted from the first tile
 // on, and again from the first tile of every head, so that the last set of a head may have fewer tiles.
-struct BlockGroups {
+struct TileSets {
   std::int32_t from;
   std::int32_t to;
   std::int32_t of_first_head;  // how many of them are of the same head as the first
   std::int32_t size;           // tiles of a set, a power of two; 0 where there is no set
 
-  __host__ __device__ static BlockGroups of(QueryBlocks const& blocks, std::int32_t from, std::int32_t count,
+  __host__ __device__ static TileSets of(QueryTiles const& blocks, std::int32_t from, std::int32_t count,
                                             std::int32_t size) {
     std::int32_t const in_head = static_cast<std::int32_t>((blocks.begin + static_cast<std::uint32_t>(from)) % blocks.per_head);
     std::int32_t const left = static_cast<std::int32_t>(blocks.per_head) - in_head;
@@ -104,30 +104,30 @@ struct BlockGroups {
   }
 
   // The same sets, of a size that the compiler knows.
-  __device__ BlockGroups of_size(int known) const { return {from, to, of_first_head, known}; }
+  __device__ TileSets of_size(int known) const { return {from, to, of_first_head, known}; }
 
   __host__ __device__ std::int32_t of_blocks(std::int32_t blocks) const { return (blocks + size - 1) / size; }
 
-  __host__ __device__ std::int32_t count(QueryBlocks const& blocks) const {
+  __host__ __device__ std::int32_t count(QueryTiles const& blocks) const {
     std::int32_t const per_head = static_cast<std::int32_t>(blocks.per_head);
     std::int32_t const others = to - from - of_first_head;
     return of_blocks(of_first_head) + others / per_head * of_blocks(per_head) + of_blocks(others % per_head);
   }
 
   // The set that a tile is in, and the place of the tile there.
-  __host__ __device__ std::int32_t group_of(QueryBlocks const& blocks, std::int32_t block) const {
+  __host__ __device__ std::int32_t group_of(QueryTiles const& blocks, std::int32_t block) const {
     std::int32_t const per_head = static_cast<std::int32_t>(blocks.per_head);
     std::int32_t const others = block - from - of_first_head;
     if (others < 0) return (block - from) / size;
     return of_blocks(of_first_head) + others / per_head * of_blocks(per_head) + others % per_head / size;
   }
-  __host__ __device__ std::int32_t place_of(QueryBlocks const& blocks, std::int32_t block) const {
+  __host__ __device__ std::int32_t place_of(QueryTiles const& blocks, std::int32_t block) const {
     std::int32_t const others = block - from - of_first_head;
     return (others < 0 ? block - from : others % static_cast<std::int32_t>(blocks.per_head)) & (size - 1);
   }
 
   // Tile `which` of a set; -1 where the set has fewer.
-  __device__ std::int32_t block(QueryBlocks const& blocks, std::int32_t group, int which) const {
+  __device__ std::int32_t block(QueryTiles const& blocks, std::int32_t group, int which) const {
     std::int32_t const per_head = static_cast<std::int32_t>(blocks.per_head);
     std::int32_t first = from;
     std::int32_t count = of_first_head;

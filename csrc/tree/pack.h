@@ -31,8 +31,8 @@ struct Lists {
   std::int32_t const* counts;  // [query tiles]
   std::int64_t stride;
   std::int64_t per_block;
-  QueryBlocks blocks;          // tile i of the launch is tile begin + i of the call
-  BlockGroups groups;          // sets of tiles that share one union: the first tile's, in the room of all
+  QueryTiles blocks;          // tile i of the launch is tile begin + i of the call
+  TileSets groups;          // sets of tiles that share one union: the first tile's, in the room of all
 };
 
 struct Args {

@@ -11,7 +11,7 @@
 namespace htree_cuda::tree::select {
 
 struct Args {
-  QueryBlocks blocks;
+  QueryTiles blocks;
   int H_kv;
   int layer;
   int layers;

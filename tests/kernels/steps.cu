@@ -36,14 +36,14 @@ EXPORT char const* emulator_select(long long T_q, long long q_start, int layer, 
   args.nodes = nodes;
   args.expanded = expanded;
   args.selection = selection;
-  return attempt([&] { htree_cuda::tree::select::select(args, htree_cuda::tree::kBlockQueries, nullptr); });
+  return attempt([&] { htree_cuda::tree::select::select(args, htree_cuda::tree::kQueryTile, nullptr); });
 }
 
 // Of one head, whose blocks are one group.
 EXPORT char const* emulator_build_union(long long T_q, long long q_start, int layer, int layers, int top_k, int group,
                                   std::int32_t const* nodes, std::int32_t* union_nodes, void* union_masks,
                                   std::int32_t* union_count) {
-  int const blocks = static_cast<int>((T_q + htree_cuda::tree::kBlockQueries - 1) / htree_cuda::tree::kBlockQueries);
+  int const blocks = static_cast<int>((T_q + htree_cuda::tree::kQueryTile - 1) / htree_cuda::tree::kQueryTile);
   htree_cuda::tree::build_union::Args args{};
   args.blocks = {0, static_cast<std::uint32_t>(blocks), T_q, q_start};
   args.layer = layer;
@@ -53,6 +53,6 @@ EXPORT char const* emulator_build_union(long long T_q, long long q_start, int la
   args.union_nodes = union_nodes;
   args.union_masks = union_masks;
   args.union_count = union_count;
-  args.groups = htree_cuda::tree::BlockGroups::of(args.blocks, 0, blocks, group);
+  args.groups = htree_cuda::tree::TileSets::of(args.blocks, 0, blocks, group);
   return attempt([&] { htree_cuda::tree::build_union::build_union(args, nullptr); });
 }

@@ -43,7 +43,7 @@ inline constexpr int kLayerKinds = 3;
 // What differs between layer kinds.
 struct KindArgs {
   std::uint32_t end_block;  // CTA i of those of this kind serves tile end_block - i, or that group of tiles
-  BlockGroups groups;       // where queries share a warp: which tiles of queries a CTA serves
+  TileSets groups;       // where queries share a warp: which tiles of queries a CTA serves
   char const* packed;       // the layer's KV blocks, [B, H_kv, blocks] of block_bytes, in the layout of this kind
   std::int64_t parents_per_head;
   rope::RotationColumns const* restart_rotations;  // [restarts, 8, K / 32]: from the unrotated query; selected kinds
@@ -56,7 +56,7 @@ struct KindArgs {
 // Everything that a launch reads and writes. A row is a query of the launch: row = 12 * tile + query of the tile. Where
 // one query is split over a CTA, the state has a row for each consumer warp.
 struct Args {
-  QueryBlocks blocks;                          // the tiles of 12 queries of the launch
+  QueryTiles blocks;                          // the tiles of 12 queries of the launch
   KindArgs kinds[kLayerKinds];                 // by LayerKind
   std::int64_t block_bytes;
   tree::pack::Source values;                   // of the layer, not packed: read again where some are not finite

@@ -294,7 +294,7 @@ __device__ __forceinline__ void attend_groups(State<Cfg>& s, Ring<Cfg> const& ri
 // Looks up the blocks that hold values which are not finite (epilogue.cuh).
 template <class Cfg>
 __device__ __forceinline__ void propagate_nan_entry(State<Cfg>& s) {
-  QueryBlock const block = own_tile(s);
+  QueryTile const block = own_tile(s);
 #pragma unroll
   for (int i = 0; i < Cfg::kRows; ++i) {
     if (Cfg::kSharesWarp && !row_active(s, i)) continue;

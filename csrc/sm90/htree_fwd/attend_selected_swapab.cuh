@@ -41,7 +41,7 @@ __device__ __forceinline__ uint32_t query_of_columns(State<Cfg> const& s, int i)
 
 template <class Cfg>
 __device__ __forceinline__ bool query_works(State<Cfg> const& s, uint32_t query) {
-  QueryBlock const block = own_tile(s);
+  QueryTile const block = own_tile(s);
   std::int64_t const q = block.first + query;
   return (tile_of_warp(s) >= 0) & (q < s.args.blocks.T_q) & htree_fwd::works<Cfg>(s.args, s.args.blocks.q_start + q);
 }
@@ -88,11 +88,11 @@ __device__ __forceinline__ void update_column_reference(Columns& columns, int e)
 template <class Cfg>
 __device__ __forceinline__ void begin_columns(State<Cfg>& s, int i) {
   Columns& columns = s.columns[i];
-  QueryBlock const block = own_tile(s);
+  QueryTile const block = own_tile(s);
   std::int64_t const t = s.args.blocks.q_start + block.first + query_of_columns(s, i);
   bool const works = query_works(s, query_of_columns(s, i));
   columns.position = works ? candidates_of<Cfg>(s.args, t) - 1 : -1;
-  std::int64_t const row = tile_of_warp(s) * kBlockQueries + query_of_columns(s, i);
+  std::int64_t const row = tile_of_warp(s) * kQueryTile + query_of_columns(s, i);
   // One address serves all loads with constant offsets.
   float const* const o = ptx::opaque(reinterpret_cast<float const*>(s.args.state_out + row * (Cfg::kV / 8) * 32) +
                                      16 * head_of_column(s, 0) + 4 * (s.g / 2) + s.g % 2);
@@ -391,9 +391,9 @@ __device__ __forceinline__ void write_unit(State<Cfg>& s, int i) {
 // attended one.
 template <class Cfg>
 __device__ __forceinline__ void propagate_nan_swapab(State<Cfg>& s, int query, int rank) {
-  QueryBlock const block = own_tile(s);
+  QueryTile const block = own_tile(s);
   std::int64_t const in_block = first_query(s) + query;
-  std::int64_t const parent = s.args.parents[(tile_of_warp(s) * kBlockQueries + in_block) * s.args.top_k + rank];
+  std::int64_t const parent = s.args.parents[(tile_of_warp(s) * kQueryTile + in_block) * s.args.top_k + rank];
   int const last = candidates_of<Cfg>(s.args, s.args.blocks.q_start + block.first + in_block) - 1;
   int const children = rank == last / kSiblings ? last % kSiblings + 1 : kSiblings;
   tree::pack::Source const& values = s.args.values;
@@ -423,7 +423,7 @@ __device__ __forceinline__ void propagate_nan_swapab(State<Cfg>& s, int query, i
 // Looks up the blocks that hold values which are not finite (epilogue.cuh).
 template <class Cfg>
 __device__ __forceinline__ void propagate_nan_swapab(State<Cfg>& s) {
-  std::int64_t const list = static_cast<std::int64_t>(block_of_warp<Cfg>(s.args, 0)) * kBlockQueries * s.args.top_k;
+  std::int64_t const list = static_cast<std::int64_t>(block_of_warp<Cfg>(s.args, 0)) * kQueryTile * s.args.top_k;
   int const count = s.args.union_count[block_of_warp<Cfg>(s.args, 0)];
   int rank[Cfg::kQueriesPerWarp] = {};
 #pragma unroll 1

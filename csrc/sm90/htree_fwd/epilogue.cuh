@@ -21,7 +21,7 @@ __device__ __forceinline__ float infinite_to_nan(float x) { return fmaf(x, 0.0f,
 // not finite become NaN. `row_of` is the row of this thread whose query took the block.
 template <class Cfg>
 __device__ __forceinline__ void propagate_nan_of_parent(State<Cfg>& s, std::int64_t parent, int rank, int row_of = 0) {
-  QueryBlock const block = own_tile(s);
+  QueryTile const block = own_tile(s);
   int const last = candidates_of<Cfg>(s.args, s.args.blocks.q_start + block.first + query_of_row(s, row_of)) - 1;
   uint32_t masked = rank == last / kSiblings ? causal_mask(last % kSiblings) : 0u;
   if (s.args.layer > 0) masked = s.args.expanded[launch_row(s, row_of) * (s.args.width / kSiblings) + rank];

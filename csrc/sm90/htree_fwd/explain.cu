@@ -74,7 +74,7 @@ public:
   void select(Chunk const& chunk, int l) {
     Row& row = at("select", 6, l, "", "select_kernel", "a query", "the most important candidates, top_k of them");
     row.launches += 1;
-    row.ctas += chunk.count * kBlockQueries;
+    row.ctas += chunk.count * kQueryTile;
   }
 
   // Rows in the order in which a call runs them: from the highest layer down.
@@ -109,7 +109,7 @@ private:
     std::string const kernel = std::string("htree_fwd_kernel<") + dtype + dims + (score ? ", score, " : ", attend, ") +
                                std::to_string(variant.selected_queries) + ", " + std::to_string(variant.entry_queries) +
                                ">";
-    std::string const tile = std::to_string(kBlockQueries * queries) + " queries x " + std::to_string(p_.G) +
+    std::string const tile = std::to_string(kQueryTile * queries) + " queries x " + std::to_string(p_.G) +
                              " heads, " + std::to_string(queries) + " a warp, " +
                              (entry         ? "WGMMA"
                               : queries > 1 ? "mma.sync, swap A/B"

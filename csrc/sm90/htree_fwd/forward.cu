@@ -112,7 +112,7 @@ public:
     args.blocks = chunk.count * w_.list_room;
     args.N = w_.N[l];
     args.operands_a = queries_of_selected(p_, l) > 1;
-    args.lists = {w_.union_nodes, w_.union_places, w_.union_count, kBlockQueries * p_.top_k, w_.list_room,
+    args.lists = {w_.union_nodes, w_.union_places, w_.union_count, kQueryTile * p_.top_k, w_.list_room,
                   query_tiles(p_, w_, chunk), union_groups(p_, w_, chunk, l)};
     tree::pack::tree_pack(args, p_.dtype, stream_);
   }
@@ -137,7 +137,7 @@ public:
     args.nodes = w_.nodes[l % 2];
     args.expanded = w_.expanded;
     args.selection = p_.selection == nullptr ? nullptr : p_.selection + (l - 1) * p_.B * p_.T_q * p_.H_kv * p_.top_k;
-    tree::select::select(args, chunk.count * kBlockQueries, stream_);
+    tree::select::select(args, chunk.count * kQueryTile, stream_);
   }
 
 private:
@@ -171,7 +171,7 @@ private:
   std::int64_t max_candidates(Chunk const& chunk, int l) const {
     std::int64_t const last = chunk.begin + chunk.count - 1;
     bool const one_head = chunk.begin / w_.tiles_per_head == last / w_.tiles_per_head;
-    std::int64_t const end = one_head ? last % w_.tiles_per_head * kBlockQueries + kBlockQueries : p_.T_q;
+    std::int64_t const end = one_head ? last % w_.tiles_per_head * kQueryTile + kQueryTile : p_.T_q;
     std::int64_t const t = p_.q_start + std::min(end, p_.T_q) - 1;
     return is_selected_layer(t, l, static_cast<int>(p_.top_k)) ? p_.top_k * kSiblings : candidates_in_entry(t, l);
   }

@@ -19,7 +19,7 @@ using QueryWords = uint32_t[2][Cfg::kSteps][2];
 
 // Reads the rows of q. Rows past the last head are zero.
 template <class Cfg>
-__device__ __forceinline__ void fetch_query(State<Cfg> const& s, QueryBlock const& block, QueryWords<Cfg>& words) {
+__device__ __forceinline__ void fetch_query(State<Cfg> const& s, QueryTile const& block, QueryWords<Cfg>& words) {
   std::int64_t const b = block.bh / s.args.H_kv;
   std::int64_t const h_kv = block.bh % s.args.H_kv;
   std::uint16_t const* const base = static_cast<std::uint16_t const*>(s.args.q) + b * s.args.q_stride_b +
@@ -157,7 +157,7 @@ __device__ __forceinline__ void begin_state(State<Cfg>& s, float2 const (&state)
 // All that a consumer knows before the first block.
 template <class Cfg>
 __device__ __forceinline__ void load_queries(State<Cfg>& s) {
-  QueryBlock const block = own_tile(s);
+  QueryTile const block = own_tile(s);
   QueryWords<Cfg> words;
   fetch_query(s, block, words);  // on its way while everything else is found out
   s.groups = (stream_count<Cfg>(s.args) + Cfg::kStageSlots - 1) / Cfg::kStageSlots;

@@ -102,8 +102,8 @@ template <class Cfg>
 __device__ __forceinline__ int tile_of_warp(State<Cfg> const& s) { return block_of_warp<Cfg>(s.args, s.warp); }
 
 template <class Cfg>
-__device__ __forceinline__ QueryBlock own_tile(State<Cfg> const& s) {
-  return QueryBlock(s.args.blocks, tile_of_warp(s));
+__device__ __forceinline__ QueryTile own_tile(State<Cfg> const& s) {
+  return QueryTile(s.args.blocks, tile_of_warp(s));
 }
 
 // Where queries share a warp: the place of the warp's first query in its tile.
@@ -127,12 +127,12 @@ __device__ __forceinline__ int head_of_row(State<Cfg> const& s, int i) {
 
 template <class Cfg>
 __device__ __forceinline__ std::int64_t launch_row(State<Cfg> const& s, int i = 0) {
-  return tile_of_warp(s) * kBlockQueries + query_of_row(s, i);
+  return tile_of_warp(s) * kQueryTile + query_of_row(s, i);
 }
 
 template <class Cfg>
 __device__ __forceinline__ std::int64_t state_row(State<Cfg> const& s, int i = 0) {
-  return tile_of_warp(s) * kBlockQueries + (Cfg::kSharesWarp ? query_of_row(s, i) : s.warp);
+  return tile_of_warp(s) * kQueryTile + (Cfg::kSharesWarp ? query_of_row(s, i) : s.warp);
 }
 
 // kPacksPositions: n - 1 of the query of row i; -1 where the layer is of another kind for it.
@@ -185,12 +185,12 @@ __device__ __forceinline__ int row_cursor(State<Cfg> const& s, int i) {
 }
 
 template <class Cfg>
-__device__ __forceinline__ bool row_exists(State<Cfg> const& s, QueryBlock const& block, int i) {
+__device__ __forceinline__ bool row_exists(State<Cfg> const& s, QueryTile const& block, int i) {
   return (!Cfg::kSharesWarp || tile_of_warp(s) >= 0) && block.first + query_of_row(s, i) < s.args.blocks.T_q;
 }
 
 template <class Cfg>
-__device__ __forceinline__ bool row_works(State<Cfg> const& s, QueryBlock const& block, int i) {
+__device__ __forceinline__ bool row_works(State<Cfg> const& s, QueryTile const& block, int i) {
   return row_exists(s, block, i) &&
          htree_fwd::works<Cfg>(s.args, s.args.blocks.q_start + block.first + query_of_row(s, i));
 }
@@ -209,7 +209,7 @@ __device__ __forceinline__ void advance_parents(State<Cfg>& s, int parents) {
 
 // The position and the cursor before the first block.
 template <class Cfg>
-__device__ __forceinline__ void begin_sweep(State<Cfg>& s, QueryBlock const& block) {
+__device__ __forceinline__ void begin_sweep(State<Cfg>& s, QueryTile const& block) {
   std::int64_t const t = s.args.blocks.q_start + block.first + query_of_row(s);
   s.cursor = static_cast<int>(launch_row(s) * (s.args.width / kSiblings));
   if constexpr (Cfg::kPacksPositions) {
@@ -240,7 +240,7 @@ __device__ __forceinline__ char const* packed_parents(State<Cfg> const& s) {
 
 template <class Cfg>
 __device__ __forceinline__ std::int64_t first_head_of(State<Cfg> const& s, uint32_t query) {
-  QueryBlock const block = own_tile(s);
+  QueryTile const block = own_tile(s);
   std::int64_t const b = block.bh / s.args.H_kv;
   std::int64_t const h_kv = block.bh % s.args.H_kv;
   return ((b * s.args.blocks.T_q + block.first + ptx::opaque(query)) * s.args.H_kv + h_kv) * s.args.G;

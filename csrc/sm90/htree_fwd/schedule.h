@@ -30,25 +30,25 @@ inline Tiles tiles_of(ForwardParams const& p, Workspace const& w, Pass pass, Lay
   if (chunk.begin / w.tiles_per_head != (chunk.begin + chunk.count - 1) / w.tiles_per_head) {
     return {0, positions.meet(p.q_start, p.q_start + p.T_q) ? chunk.count : 0};
   }
-  std::int64_t const first = p.q_start + chunk.begin % w.tiles_per_head * kBlockQueries;
-  std::int64_t const end = std::min(first + chunk.count * kBlockQueries, p.q_start + p.T_q);
+  std::int64_t const first = p.q_start + chunk.begin % w.tiles_per_head * kQueryTile;
+  std::int64_t const end = std::min(first + chunk.count * kQueryTile, p.q_start + p.T_q);
   if (!positions.meet(first, end)) return {};
-  int const from = static_cast<int>((std::max(positions.begin, first) - first) / kBlockQueries);
-  int const to = static_cast<int>(ceil_div(std::min(positions.end, end) - first, std::int64_t(kBlockQueries)));
+  int const from = static_cast<int>((std::max(positions.begin, first) - first) / kQueryTile);
+  int const to = static_cast<int>(ceil_div(std::min(positions.end, end) - first, std::int64_t(kQueryTile)));
   return {from, to - from};
 }
 
-inline QueryBlocks query_tiles(ForwardParams const& p, Workspace const& w, Chunk const& chunk) {
+inline QueryTiles query_tiles(ForwardParams const& p, Workspace const& w, Chunk const& chunk) {
   return {static_cast<std::uint32_t>(chunk.begin), static_cast<std::uint32_t>(w.tiles_per_head), p.T_q, p.q_start};
 }
 
 // The groups of tiles that have one union in layer l.
-inline BlockGroups union_groups(ForwardParams const& p, Workspace const& w, Chunk const& chunk, int l) {
-  return BlockGroups::of(query_tiles(p, w, chunk), 0, chunk.count, queries_of_selected(p, l));
+inline TileSets union_groups(ForwardParams const& p, Workspace const& w, Chunk const& chunk, int l) {
+  return TileSets::of(query_tiles(p, w, chunk), 0, chunk.count, queries_of_selected(p, l));
 }
 
 // Deals the tiles of a launch to CTAs. What the kernels are told about it is put into `kinds`.
-inline Grid deal(QueryBlocks const& tiles, Variant variant, TilesByKind const& of, BlockGroups const& unions,
+inline Grid deal(QueryTiles const& tiles, Variant variant, TilesByKind const& of, TileSets const& unions,
                  KindArgs (&kinds)[kLayerKinds]) {
   std::uint32_t ctas = 0;
   auto const one_by_one = [&](LayerKind kind, Tiles const& some) {
@@ -71,7 +71,7 @@ inline Grid deal(QueryBlocks const& tiles, Variant variant, TilesByKind const& o
   grid.entry_cta = ctas;
   if (of.entry.count > 0 && variant.entry_queries > 1) {
     KindArgs& own = kinds[static_cast<int>(LayerKind::kEntry)];
-    own.groups = BlockGroups::of(tiles, of.entry.begin, of.entry.count, variant.entry_queries);
+    own.groups = TileSets::of(tiles, of.entry.begin, of.entry.count, variant.entry_queries);
     int const groups = own.groups.count(tiles);
     own.end_block = ctas + groups - 1;
     ctas += groups;

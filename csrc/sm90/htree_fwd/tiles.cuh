@@ -28,7 +28,7 @@ __device__ __forceinline__ uint32_t block_index(Args const& args) {
 template <class Cfg>
 __device__ __forceinline__ int block_of_warp(Args const& args, int warp) {
   if constexpr (Cfg::kSharesWarp) {
-    BlockGroups const groups = own<Cfg>(args).groups.of_size(Cfg::kQueriesPerWarp);
+    TileSets const groups = own<Cfg>(args).groups.of_size(Cfg::kQueriesPerWarp);
     return groups.block(args.blocks, static_cast<int>(block_index<Cfg>(args)),
                         warp / (Cfg::kConsumers / Cfg::kQueriesPerWarp));
   } else {
@@ -38,8 +38,8 @@ __device__ __forceinline__ int block_of_warp(Args const& args, int warp) {
 
 // The first tile of the CTA, for what all of its tiles have in common.
 template <class Cfg>
-__device__ __forceinline__ QueryBlock some_block(Args const& args) {
-  return QueryBlock(args.blocks, block_of_warp<Cfg>(args, 0));
+__device__ __forceinline__ QueryTile some_block(Args const& args) {
+  return QueryTile(args.blocks, block_of_warp<Cfg>(args, 0));
 }
 
 // Whether this layer is of this kind for the query at position t. Above its entry layer a query has nothing to do.
@@ -62,9 +62,9 @@ __device__ __forceinline__ int candidates_of(Args const& args, std::int64_t t) {
 
 // Entry layer: how many blocks query `i` of the tile takes.
 template <class Cfg>
-__device__ __forceinline__ int parents_of(Args const& args, QueryBlock const& block, int i) {
+__device__ __forceinline__ int parents_of(Args const& args, QueryTile const& block, int i) {
   std::int64_t const t = args.blocks.q_start + block.first + i;
-  if (i >= kBlockQueries || block.first + i >= args.blocks.T_q || !works<Cfg>(args, t)) return 0;
+  if (i >= kQueryTile || block.first + i >= args.blocks.T_q || !works<Cfg>(args, t)) return 0;
   return (candidates_of<Cfg>(args, t) + kSiblings - 1) / kSiblings;
 }
 
@@ -74,11 +74,11 @@ __device__ __forceinline__ int stream_count(Args const& args) {
   if constexpr (Cfg::kSwapAB) {
     return args.union_count[block_of_warp<Cfg>(args, 0)];  // the bottom is never half-selected
   } else if constexpr (Cfg::kIsSelected) {
-    QueryBlock const block(args.blocks, block_index<Cfg>(args));
+    QueryTile const block(args.blocks, block_index<Cfg>(args));
     // Queries for which the layer is of one kind are neighbours, more than a tile of them. A tile without such a query
     // may be here where a launch has several heads.
     std::int64_t const t = args.blocks.q_start + block.first;
-    std::int64_t const last = args.blocks.q_start + min(block.first + kBlockQueries, args.blocks.T_q) - 1;
+    std::int64_t const last = args.blocks.q_start + min(block.first + kQueryTile, args.blocks.T_q) - 1;
     return works<Cfg>(args, t) || works<Cfg>(args, last) ? args.union_count[block_index<Cfg>(args)] : 0;
   } else {
     int count = 0;
@@ -86,9 +86,9 @@ __device__ __forceinline__ int stream_count(Args const& args) {
     for (int which = Cfg::kQueriesPerWarp - 1; which >= 0; --which) {
       int const index = block_of_warp<Cfg>(args, which * (Cfg::kConsumers / Cfg::kQueriesPerWarp));
       if (Cfg::kSharesWarp && index < 0) continue;
-      QueryBlock const block(args.blocks, index);
+      QueryTile const block(args.blocks, index);
 #pragma unroll 1
-      for (int i = kBlockQueries - 1; i >= 0 && count == 0; --i) count = parents_of<Cfg>(args, block, i);
+      for (int i = kQueryTile - 1; i >= 0 && count == 0; --i) count = parents_of<Cfg>(args, block, i);
     }
     return count;
   }
@@ -96,7 +96,7 @@ __device__ __forceinline__ int stream_count(Args const& args) {
 
 // The consumer that takes a rank of a split query: a consumer has whole periods between restarts.
 __device__ __forceinline__ int consumer_of(Args const& args, int rank) {
-  return rank / args.restart_period % kBlockQueries;
+  return rank / args.restart_period % kQueryTile;
 }
 
 // The queries of the CTA that selected an entry of the union, a bit each.

@@ -55,7 +55,7 @@ struct Traits {
       std::conditional_t<kQueriesPerWarp == 4, std::uint64_t, std::uint32_t>;  // a bit for each query of the CTA
   static constexpr int kSweeps = kPass == Pass::kScore ? 2 : 1;
 
-  static constexpr int kConsumers = kBlockQueries;
+  static constexpr int kConsumers = kQueryTile;
   static constexpr int kThreads = 512;
   static constexpr int kConsumerRegisters = 160;
   static constexpr int kProducerRegisters = 32;

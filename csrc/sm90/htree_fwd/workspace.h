@@ -14,7 +14,7 @@ namespace htree_cuda::sm90::htree_fwd {
 // (tests/hardware/gathers.cu).
 constexpr std::int64_t kLineBytes = 128;
 
-constexpr std::int64_t kMaxTiles = std::numeric_limits<int>::max() / kBlockQueries;
+constexpr std::int64_t kMaxTiles = std::numeric_limits<int>::max() / kQueryTile;
 
 // Rows of state, importance and lists, which live between the kernels of a chunk of queries, stay below a third of what
 // q and out take, between these two bounds. The tree (packed, and pooled in its own layout) and the tables of rotations
@@ -107,7 +107,7 @@ struct Workspace {
     // Below the top every layer that selects may have top_k * 16 candidates.
     std::int64_t const candidates = layers > 2 ? p.top_k * kSiblings : N[layers - 1];
     width = ceil_div(candidates, 2 * kSiblings) * 2 * kSiblings;  // the marks of two blocks are read at once
-    tiles_per_head = ceil_div(p.T_q, kBlockQueries);
+    tiles_per_head = ceil_div(p.T_q, kQueryTile);
     tiles = p.B * p.H_kv * tiles_per_head;
 
     std::int64_t const heads = p.B * p.H_kv;
@@ -122,7 +122,7 @@ struct Workspace {
     take(has_nonfinite_v, base, 1);
     take(k_tree, base, heads * M * p.K * 2);
     take(v_tree, base, heads * M * p.V * 2);
-    list_room = std::min<std::int64_t>(p.T_q, kBlockQueries) * p.top_k;
+    list_room = std::min<std::int64_t>(p.T_q, kQueryTile) * p.top_k;
     std::int64_t const max_gathered = tiles_per_head * list_room;
     for (int l = 0; l <= last_entry_layer; ++l) {
       if (has_kind(p, LayerKind::kEntry, l)) {
@@ -153,7 +153,7 @@ struct Workspace {
     chunk_tiles = std::min(tiles, std::max<std::int64_t>(room, 1));
     if (chunk_tiles < tiles && chunk_tiles > wave) chunk_tiles -= chunk_tiles % wave;  // whole waves
     // What whole waves leave over comes first where a sequence starts: its first queries have the least to do.
-    if (tiles > wave && chunk_tiles >= wave && p.q_start < wave * kBlockQueries) lead_tiles = tiles % wave;
+    if (tiles > wave && chunk_tiles >= wave && p.q_start < wave * kQueryTile) lead_tiles = tiles % wave;
     bytes = tree_bytes;
     take_chunk(p, base);
   }
@@ -180,7 +180,7 @@ private:
   }
 
   void take_chunk(ForwardParams const& p, char* base) {
-    std::int64_t const rows = chunk_tiles * kBlockQueries;
+    std::int64_t const rows = chunk_tiles * kQueryTile;
     take(importance, base, rows * width);
     take(expanded, base, rows * (width / kSiblings));
     take(nodes[0], base, rows * p.top_k);

@@ -27,7 +27,7 @@ template <int kBlocks>
 struct Config {
   static_assert(kBlocks == 1 || kBlocks == 2 || kBlocks == 4);
   using Mask = std::conditional_t<kBlocks == 1, std::uint16_t, std::conditional_t<kBlocks == 2, std::uint32_t, std::uint64_t>>;
-  static constexpr int kQueries = kBlocks * kBlockQueries;
+  static constexpr int kQueries = kBlocks * kQueryTile;
   static constexpr int kWarps = kBlocks == 1 ? 16 : 32;
   static constexpr int kWarpQueries = (kQueries + kWarps - 1) / kWarps;  // query i belongs to warp i % kWarps
   static constexpr int kThreads = kWarps * 32;
@@ -57,9 +57,9 @@ __global__ void __launch_bounds__(Config<kBlocks>::kThreads) build_union_kernel(
   std::int32_t* const counts = next + Cfg::kWarps;                                                             // [kWarps]
   int const lane = threadIdx.x % 32;
   int const warp = threadIdx.x / 32;
-  BlockGroups const groups = args.groups.of_size(kBlocks);
+  TileSets const groups = args.groups.of_size(kBlocks);
   int const first = groups.block(args.blocks, blockIdx.x, 0);
-  std::int64_t const list = static_cast<std::int64_t>(first) * kBlockQueries * args.top_k;
+  std::int64_t const list = static_cast<std::int64_t>(first) * kQueryTile * args.top_k;
   auto* const masks = static_cast<Mask*>(args.union_masks) + list;
 
   Reader readers[Cfg::kWarpQueries];
@@ -67,17 +67,17 @@ __global__ void __launch_bounds__(Config<kBlocks>::kThreads) build_union_kernel(
 #pragma unroll
   for (int r = 0; r < Cfg::kWarpQueries; ++r) {
     int const query = r * Cfg::kWarps + warp;
-    int const own = query < Cfg::kQueries ? groups.block(args.blocks, blockIdx.x, query / kBlockQueries) : -1;
+    int const own = query < Cfg::kQueries ? groups.block(args.blocks, blockIdx.x, query / kQueryTile) : -1;
     if (own >= 0) {
-      QueryBlock const block(args.blocks, own);
-      std::int64_t const q = block.first + query % kBlockQueries;
+      QueryTile const block(args.blocks, own);
+      std::int64_t const q = block.first + query % kQueryTile;
       std::int64_t const t = args.blocks.q_start + q;
       if (q < args.blocks.T_q && args.layer < entry_layer(t, args.top_k)) {
         readers[r].count = candidates(t, args.layer, args.layers, args.top_k).parents;
       }
     }
     std::int32_t const* const from =
-        args.nodes + (static_cast<std::int64_t>(own) * kBlockQueries + query % kBlockQueries) * args.top_k;
+        args.nodes + (static_cast<std::int64_t>(own) * kQueryTile + query % kQueryTile) * args.top_k;
 #pragma unroll
     for (int i = 0; i < kMaxTopK / 32; ++i) loaded[r][i] = 32 * i + lane < readers[r].count ? from[32 * i + lane] : kNone;
   }

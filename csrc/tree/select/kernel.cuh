@@ -112,7 +112,7 @@ __device__ __forceinline__ uint32_t count(uint32_t const (&words)[kWords]) {
 // The parents of a row: in a selected layer the nodes that were selected in the layer above; null in an entry layer,
 // where parents are 0, 1, 2, ...
 __device__ __forceinline__ std::int32_t const* parents_of(Args const& args, int row) {
-  std::int64_t const query = QueryBlock(args.blocks, row / kBlockQueries).first + row % kBlockQueries;
+  std::int64_t const query = QueryTile(args.blocks, row / kQueryTile).first + row % kQueryTile;
   bool const first = args.layer >= entry_layer(args.blocks.q_start + query, args.top_k);
   return first ? nullptr : args.parents_in + static_cast<std::int64_t>(row) * args.top_k;
 }
@@ -122,7 +122,7 @@ __device__ __forceinline__ int first_child(std::int32_t const* parents, int j) {
 }
 
 // Where the selection of a row goes; null where the caller of the forward does not want it.
-__device__ __forceinline__ std::int32_t* selection_of(Args const& args, QueryBlock const& block, std::int64_t query) {
+__device__ __forceinline__ std::int32_t* selection_of(Args const& args, QueryTile const& block, std::int64_t query) {
   if (args.selection == nullptr) return nullptr;
   std::int64_t const b = block.bh / args.H_kv;
   std::int64_t const h = block.bh % args.H_kv;
@@ -132,9 +132,9 @@ __device__ __forceinline__ std::int32_t* selection_of(Args const& args, QueryBlo
 // Writes the nodes of a row from shared memory, behind a barrier.
 template <int kThreads>
 __device__ __forceinline__ void write_nodes(Args const& args, int row, std::int32_t const* nodes) {
-  QueryBlock const block(args.blocks, row / kBlockQueries);
+  QueryTile const block(args.blocks, row / kQueryTile);
   auto* const out = reinterpret_cast<int4*>(args.nodes + static_cast<std::int64_t>(row) * args.top_k);
-  auto* const selection = reinterpret_cast<int4*>(selection_of(args, block, block.first + row % kBlockQueries));
+  auto* const selection = reinterpret_cast<int4*>(selection_of(args, block, block.first + row % kQueryTile));
 #pragma unroll 1
   for (int i = threadIdx.x; i < args.top_k / 4; i += kThreads) {
     int4 const four = reinterpret_cast<int4 const*>(nodes)[i];
@@ -154,8 +154,8 @@ __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThre
   __shared__ Scratch scratch;
   __shared__ alignas(8) uint32_t marks[kWords * kThreads];
   int const row = blockIdx.x;
-  QueryBlock const block(args.blocks, row / kBlockQueries);
-  std::int64_t const query = block.first + row % kBlockQueries;
+  QueryTile const block(args.blocks, row / kQueryTile);
+  std::int64_t const query = block.first + row % kQueryTile;
   if (query >= args.blocks.T_q) return;
   Candidates const c = candidates(args.blocks.q_start + query, args.layer, args.layers, args.top_k);
 
