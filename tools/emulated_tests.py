@@ -3,8 +3,7 @@
 python tools/emulated_tests.py [FAMILY ...] [--all] [--list]
 
 A family is its kernel sources and what they include, comments apart, its tests and the emulator. For each of them
-tests/emulated_hashes.json
-holds a hash, written when its tests are green; commit it with the change. --list prints what
+tests/emulated_hashes.json holds a hash, written when its tests are green: commit it with the change. --list prints what
 is stale.
 """
 
