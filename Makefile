@@ -38,7 +38,7 @@ check-kernels: $(READY) ## compile every kernel for sm_90a and read the compiler
 	else echo "== the kernels are not compiled here"; fi
 
 test-all: $(READY) lint check-kernels ## all tests that this machine can run, every kernel on the emulator: hours
-	HTREE_CUDA_EMULATED=all $(PY) -m pytest -n $(JOBS) --dist worksteal -q
+	HTREE_CUDA_EMULATED=all HTREE_CUDA_THOROUGH=1 $(PY) -m pytest -n $(JOBS) --dist worksteal -q
 	$(PY) -m tools.update_docs --check
 
 lint: $(READY) ## ruff, and the rules of the house: includes, layout, words

@@ -13,7 +13,7 @@ from htree_cuda import definition
 from htree_cuda.torch_backend import chunks
 from htree_cuda.torch_backend import tree as torch_tree
 
-from ..inputs import Config, configs
+from ..inputs import Config, configs, examples
 
 TOLERANCE = 1e-10
 
@@ -32,7 +32,7 @@ def compare(config: Config) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=TOLERANCE)
 
 
-@settings(max_examples=320, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(320), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(config=configs())
 def test_equals_the_definition(config):
     compare(config)
