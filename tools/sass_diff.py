@@ -25,6 +25,7 @@ from pathlib import Path
 
 ELF = b"\x7fELF"
 FATBIN = bytes.fromhex("50ed55ba")
+ZSTD = bytes.fromhex("28b52ffd")
 EM_CUDA = 190
 INSTRUCTION_BYTES = 16  # since Volta
 # The low 12 bits of an instruction are its opcode. Local memory holds spills and arrays that are indexed at run time.
@@ -191,6 +192,10 @@ def images_of_fatbin(data: bytes, path: Path) -> list[bytes]:
             if entry_header == 0:
                 break
             payload = data[entry + entry_header : entry + entry_header + payload_size]
+            if kind == 2 and payload.startswith(ZSTD) and (tool := shutil.which("zstd")):
+                (compressed,) = struct.unpack_from("<I", data, entry + 16)  # without the padding of the payload
+                done = subprocess.run([tool, "-dc"], input=payload[:compressed], capture_output=True, check=True)
+                payload = done.stdout
             if kind == 2 and not payload.startswith(ELF):
                 return images_by_cuobjdump(path)
             if kind == 2:
@@ -204,7 +209,9 @@ def images_by_cuobjdump(path: Path) -> list[bytes]:
     """The device images of a file whose fatbins are compressed."""
     tool = shutil.which("cuobjdump")
     if tool is None:
-        raise ReadError(f"{path}: its device code is compressed, which needs cuobjdump of the CUDA toolkit on the PATH")
+        raise ReadError(
+            f"{path}: its device code is compressed: put zstd, or cuobjdump of the CUDA toolkit, on the PATH"
+        )
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([tool, "-xelf", "all", str(path.resolve())], cwd=folder, check=True, capture_output=True)
         return [cubin.read_bytes() for cubin in sorted(Path(folder).glob("*.cubin"))]

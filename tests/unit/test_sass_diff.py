@@ -92,6 +92,16 @@ def test_report_and_exit_status(objects, capsys, tmp_path):
     assert "text.o: no ELF file" in capsys.readouterr().err
 
 
+def test_compressed_code_is_the_same_code(objects):
+    if shutil.which("zstd") is None and shutil.which("cuobjdump") is None:
+        pytest.skip("neither zstd nor cuobjdump is here to read compressed device code")
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    arguments = ["-gencode", "arch=compute_90a,code=sm_90a", "-O3", "--compress-mode=size", "-c"]
+    subprocess.run([nvcc, *arguments, "old.cu", "-o", "small.o"], cwd=objects, check=True)
+    plain, small = (sass_diff.read_build(objects / name) for name in ("old.o", "small.o"))
+    assert {name: kernel.content for name, kernel in plain.items()} == {k: x.content for k, x in small.items()}
+
+
 def test_a_mapping_pairs_what_structure_does_not(objects):
     old, new = sass_diff.read_build(objects / "old.o"), sass_diff.read_build(objects / "new.o")
     pairs = states(sass_diff.match(old, new, [("before::gone", "after::come")]))
