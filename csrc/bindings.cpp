@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
@@ -200,6 +202,90 @@ void bind_backward(py::module_& module) {
       py::arg("params"), py::kw_only(), py::arg("processors"), "The kernels of a backward call, likewise.");
 }
 
+// Pointers of a cached tree: k, v, k_upper, v_upper, lengths, overflowed, reserved, block_table; 0 for none.
+using CachePointers = std::array<std::uintptr_t, 8>;
+
+TreeCacheParams cache_params(CachePointers const& pointers, std::vector<std::int64_t> const& layer_begin, std::int64_t rows,
+                             std::int64_t upper_rows, std::int64_t B, std::int64_t H_kv, std::int64_t K, std::int64_t V,
+                             std::int64_t max_tokens, std::int64_t page_size, std::int64_t paged_layers,
+                             std::int64_t num_pages, std::int64_t max_pages, DType dtype) {
+  TreeCacheParams params{};
+  params.k = as_pointer(pointers[0]);
+  params.v = as_pointer(pointers[1]);
+  params.k_upper = as_pointer(pointers[2]);
+  params.v_upper = as_pointer(pointers[3]);
+  params.lengths = static_cast<std::int32_t*>(as_pointer(pointers[4]));
+  params.overflowed = static_cast<std::int32_t*>(as_pointer(pointers[5]));
+  params.reserved = static_cast<std::int32_t const*>(as_pointer(pointers[6]));
+  params.block_table = static_cast<std::int32_t const*>(as_pointer(pointers[7]));
+  if (layer_begin.size() > static_cast<std::size_t>(kMaxCacheLayers)) throw std::invalid_argument("a cache has too many layers");
+  for (std::size_t l = 0; l < layer_begin.size(); ++l) params.layer_begin[l] = layer_begin[l];
+  params.rows = rows;
+  params.upper_rows = upper_rows;
+  params.B = B;
+  params.H_kv = H_kv;
+  params.K = K;
+  params.V = V;
+  params.max_tokens = max_tokens;
+  params.num_layers = static_cast<std::int64_t>(layer_begin.size());
+  params.page_size = page_size;
+  params.paged_layers = paged_layers;
+  params.num_pages = num_pages;
+  params.max_pages = max_pages;
+  params.dtype = dtype;
+  return params;
+}
+
+void bind_tree_cache(py::module_& module) {
+  py::class_<TreeCacheParams>(module, "TreeCacheParams", py::module_local(),
+                              "pointers: k, v, k_upper, v_upper, lengths, overflowed, reserved, block_table; 0 for none")
+      .def(py::init(&cache_params), py::kw_only(), py::arg("pointers"), py::arg("layer_begin"), py::arg("rows"),
+           py::arg("upper_rows"), py::arg("B"), py::arg("H_kv"), py::arg("K"), py::arg("V"), py::arg("max_tokens"),
+           py::arg("page_size"), py::arg("paged_layers"), py::arg("num_pages"), py::arg("max_pages"), py::arg("dtype"));
+  module.def(
+      "tree_append",
+      [](TreeCacheParams const& cache, Strided const& k, Strided const& v, std::uintptr_t seqused, std::int64_t T_new,
+         int device, std::uintptr_t stream) {
+        TreeAppendParams params{};
+        params.cache = cache;
+        std::tie(std::ignore, params.k_stride_b, params.k_stride_t, params.k_stride_h) = k;
+        std::tie(std::ignore, params.v_stride_b, params.v_stride_t, params.v_stride_h) = v;
+        params.k = as_pointer(std::get<0>(k));
+        params.v = as_pointer(std::get<0>(v));
+        params.seqused = static_cast<std::int32_t const*>(as_pointer(seqused));
+        params.T_new = T_new;
+        on_device(device, [&] { tree_append(params, as_pointer(stream)); });
+      },
+      py::arg("cache"), py::kw_only(), py::arg("k"), py::arg("v"), py::arg("seqused"), py::arg("T_new"),
+      py::arg("device"), py::arg("stream"),
+      "k, v: (pointer, stride_b, stride_t, stride_h) in elements; seqused: 0 for none; see csrc/params.h");
+  module.def(
+      "tree_decode",
+      [](TreeCacheParams const& cache, Strided const& q, std::uintptr_t seqused_q, std::uintptr_t rotations,
+         std::uintptr_t out, std::uintptr_t lse, std::uintptr_t selection, std::int64_t selection_layers, std::int64_t T_q,
+         std::int64_t G, std::int64_t top_k, double scale, int device, std::uintptr_t stream) {
+        TreeDecodeParams params{};
+        params.cache = cache;
+        std::tie(std::ignore, params.q_stride_b, params.q_stride_t, params.q_stride_h) = q;
+        params.q = as_pointer(std::get<0>(q));
+        params.seqused_q = static_cast<std::int32_t const*>(as_pointer(seqused_q));
+        params.rotations = static_cast<float const*>(as_pointer(rotations));
+        params.out = as_pointer(out);
+        params.lse = static_cast<float*>(as_pointer(lse));
+        params.selection = static_cast<std::int32_t*>(as_pointer(selection));
+        params.selection_layers = selection_layers;
+        params.T_q = T_q;
+        params.G = G;
+        params.top_k = top_k;
+        params.scale = scale;
+        on_device(device, [&] { tree_decode(params, as_pointer(stream)); });
+      },
+      py::arg("cache"), py::kw_only(), py::arg("q"), py::arg("seqused_q"), py::arg("rotations"), py::arg("out"),
+      py::arg("lse"), py::arg("selection"), py::arg("selection_layers"), py::arg("T_q"), py::arg("G"), py::arg("top_k"),
+      py::arg("scale"), py::arg("device"), py::arg("stream"),
+      "q: (pointer, stride_b, stride_t, stride_h) in elements; seqused_q, selection: 0 for none; see csrc/params.h");
+}
+
 using Starts = std::optional<std::vector<std::int64_t>>;
 
 struct ListSizes {
@@ -306,6 +392,7 @@ PYBIND11_MODULE(_C, module) {
   bind_tree_pool(module);
   bind_forward(module);
   bind_backward(module);
+  bind_tree_cache(module);
   bind_attn_dist(module);
   bind_sparse_attention(module);
 }

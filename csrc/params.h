@@ -165,6 +165,81 @@ HTREE_CUDA_API void backward(BackwardParams const& params, void* stream);
 // Calls `sink` for every kernel that `backward` would launch, as explain_forward does.
 HTREE_CUDA_API void explain_backward(ForwardParams const& params, int processors, LaunchSink sink, void* context);
 
+// ---- cached tree -------------------------------------------------------------------------------------------------
+
+inline constexpr int kMaxCacheLayers = 9;  // of 2^31 - 1 tokens at 16 children a node: 8, and room
+
+// A cached tree: tokens and complete nodes, contiguous or in pages.
+struct TreeCacheParams {
+  void* k;                           // [B, H_kv, rows, K] or, in pages, [num_pages, H_kv, rows, K], contiguous
+  void* v;                           // likewise, V
+  void* k_upper;                     // pages: [B, H_kv, upper_rows, K], the layers from paged_layers on; else null
+  void* v_upper;
+  std::int32_t* lengths;             // [B] tokens of each sequence
+  std::int32_t* overflowed;          // [B] 0 or 1
+  std::int32_t const* reserved;      // [B] tokens that a sequence has pages for, or null: max_tokens
+  std::int32_t const* block_table;   // [B, max_pages] contiguous, or null: contiguous storage
+  std::int64_t layer_begin[kMaxCacheLayers];  // first row of each layer, of `rows` or, from paged_layers on, of upper_rows
+  std::int64_t rows;                 // of a sequence and head, or of a page and head
+  std::int64_t upper_rows;
+  std::int64_t B;
+  std::int64_t H_kv;
+  std::int64_t K;                    // 64 or 128
+  std::int64_t V;                    // 64 or 128
+  std::int64_t max_tokens;           // of a sequence, below 2^31
+  std::int64_t num_layers;           // stored, tokens included
+  std::int64_t page_size;            // tokens of a page, a multiple of 256
+  std::int64_t paged_layers;         // layers whose nodes lie in pages; num_layers where all do
+  std::int64_t num_pages;
+  std::int64_t max_pages;
+  DType dtype;                       // bf16 or fp16
+};
+
+struct TreeAppendParams {
+  TreeCacheParams cache;
+  void const* k;                     // [B, T_new, H_kv, K], last dimension contiguous
+  std::int64_t k_stride_b;
+  std::int64_t k_stride_t;
+  std::int64_t k_stride_h;
+  void const* v;                     // [B, T_new, H_kv, V], likewise
+  std::int64_t v_stride_b;
+  std::int64_t v_stride_t;
+  std::int64_t v_stride_h;
+  std::int32_t const* seqused;       // [B] how many of T_new exist, or null: all
+  std::int64_t T_new;
+};
+
+// Appends tokens to each sequence, pools the nodes that become complete with the bits of tree_pool, and advances `lengths`.
+// A sequence that would pass its capacity gets `overflowed` and nothing else; one that has it gets nothing. One launch for
+// 16 tokens or fewer, two for more, on `stream` of the current device; no host synchronisation, no allocation. Lengths and
+// page numbers that no cache writes lead to unspecified content and to no access out of bounds. Throws
+// std::invalid_argument on a malformed request and std::runtime_error on a CUDA error.
+HTREE_CUDA_API void tree_append(TreeAppendParams const& params, void* stream);
+
+struct TreeDecodeParams {
+  TreeCacheParams cache;
+  void const* q;                     // [B, T_q, H_kv * G, K], last dimension contiguous
+  std::int64_t q_stride_b;
+  std::int64_t q_stride_t;
+  std::int64_t q_stride_h;
+  std::int32_t const* seqused_q;     // [B] how many of T_q exist, or null: all
+  float const* rotations;            // [16 * top_k, K / 2, 2] cos and sin of every position, contiguous, 16-byte aligned
+  void* out;                         // [B, T_q, H_kv * G, V] contiguous
+  float* lse;                        // [B, T_q, H_kv * G] contiguous
+  std::int32_t* selection;           // [selection_layers, B, T_q, H_kv, top_k] contiguous, or null
+  std::int64_t selection_layers;
+  std::int64_t T_q;
+  std::int64_t G;                    // 1 .. 16
+  std::int64_t top_k;                // a power of two in 16 .. 512; compression_rate is 16, max_top_nodes 16 * top_k
+  double scale;
+};
+
+// htree attention of the last queries of every sequence over a cached tree, strictly causal: query j stands at position
+// lengths - seqused_q + j. Queries that do not exist get 0 and minus infinity, those of an overflowed sequence NaN. One
+// launch on `stream` of the current device, which must be of capability 9.0; deterministic, and a query's bits depend on
+// neither T_q, B, pages nor neighbours. No host synchronisation, no allocation. Throws as tree_append does.
+HTREE_CUDA_API void tree_decode(TreeDecodeParams const& params, void* stream);
+
 // ---- attn_dist -------------------------------------------------------------------------------------------------
 
 struct AttnDistParams {

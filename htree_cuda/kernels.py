@@ -15,8 +15,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .checks import UnsupportedError
-
 _PACKAGE = Path(__file__).resolve().parent
 _LIBRARY = _PACKAGE / "libhtree_cuda.so"
 ALL_FAMILIES = ("htree", "decode", "dsa")
@@ -310,10 +308,43 @@ def sparse_attention(
     )
 
 
+def _cache_params(lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, layout):
+    paged = layout.page_size > 0
+    begin = list(layout.layer_begin)
+    begin[: layout.paged_layers] = layout.page_layer_begin
+    tensors = (k, v, k_upper, v_upper, lengths, overflowed)
+    return load().TreeCacheParams(
+        pointers=[
+            *(x.data_ptr() if x.numel() else 0 for x in tensors),
+            *(x.data_ptr() if paged else 0 for x in (reserved, block_table)),
+        ],
+        layer_begin=begin,
+        rows=layout.page_rows if paged else layout.sequence_rows,
+        upper_rows=layout.sequence_rows if paged else 0,
+        B=lengths.shape[0],
+        H_kv=k.shape[1],
+        K=k.shape[3],
+        V=v.shape[3],
+        max_tokens=layout.max_tokens,
+        page_size=layout.page_size,
+        paged_layers=layout.paged_layers,
+        num_pages=k.shape[0] if paged else 0,
+        max_pages=block_table.shape[1] if paged else 0,
+        dtype=_dtype(k),
+    )  # fmt: skip
+
+
 def tree_append(k_new, v_new, seqused, lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, *, layout):
     """Writes the first seqused [B] (None: all) of k_new, v_new [B, T_new, H_kv, D] (strided) behind lengths, then the
     nodes that they complete, then lengths; layout: layout.TreeLayout, which says where rows lie."""
-    raise UnsupportedError('append: no kernel appends to a cached tree yet; pass backend="torch"')
+    load().tree_append(
+        _cache_params(lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, layout),
+        k=_strided(k_new),
+        v=_strided(v_new),
+        seqused=0 if seqused is None else seqused.data_ptr(),
+        T_new=k_new.shape[1],
+        **_place(k_new),
+    )
 
 
 def tree_decode(
@@ -322,4 +353,18 @@ def tree_decode(
 ):  # fmt: skip
     """Fills out [B, T_q, H, V], lse [B, T_q, H] and, where given, selection [L-1, B, T_q, H_kv, top_k], contiguous,
     for T_q of 1 to 8; rope_table [positions, K/2, 2] float32; params: params.CachedParams."""
-    raise UnsupportedError('forward_cached: no kernel decodes from a cached tree yet; pass backend="torch"')
+    load().tree_decode(
+        _cache_params(lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, layout),
+        q=_strided(q),
+        seqused_q=0 if seqused_q is None else seqused_q.data_ptr(),
+        rotations=rope_table.data_ptr(),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        selection=0 if selection is None else selection.data_ptr(),
+        selection_layers=0 if selection is None else selection.shape[0],
+        T_q=q.shape[1],
+        G=q.shape[2] // k.shape[1],
+        top_k=params.top_k,
+        scale=params.scale,
+        **_place(q),
+    )

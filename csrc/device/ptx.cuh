@@ -191,6 +191,67 @@ __device__ __forceinline__ void store_global_8B_if(bool wanted, float* address, 
       : "memory");
 }
 
+// ---- clusters ----------------------------------------------------------------------------------------------------
+
+// The rank of this CTA in its cluster.
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// The address, in the shared memory of the cluster, of what lies at `shared` in the CTA of rank `rank`.
+__device__ __forceinline__ uint32_t map_to_rank(uint32_t shared, uint32_t rank) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(shared), "r"(rank));
+  return mapped;
+}
+
+__device__ __forceinline__ void store_cluster_8B(uint32_t address, float2 value) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
+}
+
+__device__ __forceinline__ void store_cluster_4B(uint32_t address, uint32_t value) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ float2 load_cluster_8B(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ float load_cluster_4B(uint32_t address) {
+  float value;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+
+// ---- global memory -----------------------------------------------------------------------------------------------
+
+// Where `wanted`, 16 bytes that no thread of the grid writes and that are read once, so that L1 keeps nothing of them; else
+// zeros, without a branch.
+__device__ __forceinline__ uint4 load_global_once_if(bool wanted, void const* address) {
+  uint4 value;
+  asm("{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %5, 0;\n"
+      "mov.u32 %0, 0;\n"
+      "mov.u32 %1, 0;\n"
+      "mov.u32 %2, 0;\n"
+      "mov.u32 %3, 0;\n"
+      "@wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "=&r"(value.x), "=&r"(value.y), "=&r"(value.z), "=&r"(value.w)
+      : "l"(address), "r"(static_cast<uint32_t>(wanted)));
+  return value;
+}
+
+// Brings the line that holds `address` to L2.
+__device__ __forceinline__ void prefetch_l2(void const* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // ---- asynchronous copies -----------------------------------------------------------------------------------------
 
 // Copies 16 bytes from global to shared memory, past L1. Where `sign` is negative nothing is read and zeros are
@@ -275,6 +336,20 @@ __device__ __forceinline__ void multiply_fp16(uint32_t& c0, uint32_t& c1, uint32
   asm("mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3}, {%4}, {%5, %5};"
       : "=r"(c0), "=r"(c1)
       : "r"(a0), "r"(a1), "r"(b), "r"(0));
+}
+
+// c += a b: m16n8k8, a row-major, b column-major, tf32 operands, whose 13 lowest bits do not count, float32 accumulators.
+__device__ __forceinline__ void mma_tf32(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// x rounded to tf32, ties away from zero.
+__device__ __forceinline__ uint32_t round_tf32(float x) {
+  uint32_t y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
 }
 
 // ---- arithmetic --------------------------------------------------------------------------------------------------

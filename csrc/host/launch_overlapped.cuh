@@ -26,25 +26,40 @@ inline unsigned grid_blocks(char const* op, std::int64_t items, int per_block = 
   return static_cast<unsigned>(blocks);
 }
 
-// Launches a kernel that calls wait_for_previous_grid.
+// Launches a kernel that calls wait_for_previous_grid, in clusters of `cluster` thread blocks.
 template <class... Params, class... Args>
-void launch_overlapped(void (*kernel)(Params...), unsigned blocks, unsigned threads, std::size_t shared_bytes,
-                       cudaStream_t stream, Args&&... args) {
+void launch_overlapped_clusters(void (*kernel)(Params...), unsigned cluster, unsigned blocks, unsigned threads,
+                                std::size_t shared_bytes, cudaStream_t stream, Args&&... args) {
   if (shared_bytes > 48 * 1024) {
     HTREE_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel),
                                           cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
   }
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  if (cluster > 8) {  // more than every GPU with clusters promises
+    HTREE_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel),
+                                          cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  }
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster;
+  attributes[1].val.clusterDim.y = 1;
+  attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = blocks;
   config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
   HTREE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
+}
+
+// The same without clusters.
+template <class... Params, class... Args>
+void launch_overlapped(void (*kernel)(Params...), unsigned blocks, unsigned threads, std::size_t shared_bytes,
+                       cudaStream_t stream, Args&&... args) {
+  launch_overlapped_clusters(kernel, 1, blocks, threads, shared_bytes, stream, std::forward<Args>(args)...);
 }
 
 // Every thread of the kernel calls this before its first access to global memory. Afterwards, what the grids before

@@ -15,7 +15,7 @@ from htree_cuda import kernels, ops
 
 from . import make
 
-_LAUNCHERS = ("tree_pool", "forward", "backward", "attn_dist", "sparse_attention")
+_LAUNCHERS = ("tree_pool", "forward", "backward", "attn_dist", "sparse_attention", "tree_append", "tree_decode")
 _WORKSPACES = ("forward_workspace", "backward_workspace")
 _ALIGNMENT = 256  # of a CUDA allocation, which the launchers rely on for the workspace
 

@@ -94,6 +94,11 @@ class Instructions:
             maker = "half" if target_type == "f16x2" else "bfloat"
             self.set(args[0], f"pair<{maker}>({low}, {high})", TYPES[target_type])
             return
+        if target_type == "tf32" or (source_type == "f32" and "tf32" in op):
+            if op[1:] != ["rna", "tf32", "f32"]:
+                raise self.unknown(args)
+            self.set(args[0], f"round_tf32({self.value('float', args[1])})", "uint32_t")
+            return
         if "sat" in op or any(m in op for m in ("rz", "rm", "rp", "rna")):
             raise self.unknown(args)
         source, target = TYPES[source_type], TYPES[target_type]
@@ -472,6 +477,16 @@ class Instructions:
         self.set(args[0], self.call(f"t.transpose_matrix({self.value('uint32_t', args[1])})"))
 
     def op_mma(self, op, args):
+        if op[3:] == ["m16n8k8", "row", "col", "f32", "tf32", "tf32", "f32"]:
+            d, a, b, c = (split_operands(x[1:-1]) for x in args)
+            for x in d:
+                self.register_type(x)
+            values = ", ".join(
+                f"{{{', '.join(self.value(k, x) for x in xs)}}}"
+                for k, xs in (("uint32_t", a), ("uint32_t", b), ("float", c))
+            )
+            self.run(f"t.mma_m16n8k8_tf32({{{', '.join('&' + identifier(x) for x in d)}}}, {values})")
+            return
         sums = {"f32": "float", "f16": "uint32_t"}.get(op[-1])
         short = "m16n8k8" in op and op[-3] == op[-1] == "f16"  # the first eight of sixteen products, the others zero
         if not (short or "m16n8k16" in op) or op[-4] != op[-1] or not sums:

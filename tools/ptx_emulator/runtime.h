@@ -28,6 +28,14 @@ struct half {
 struct bfloat {
   uint16_t bits;
 };
+// cvt.rna.tf32.f32: to 10 bits after the leading one, ties away from zero.
+inline uint32_t round_tf32(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  bool const finite = (bits & 0x7f800000u) != 0x7f800000u;
+  return (finite ? bits + 0x1000u : bits) & (finite || (bits & 0x7fffffu) == 0 ? 0xffffe000u : 0xffffffffu);
+}
+
 struct half2 {
   uint16_t low, high;
 };
@@ -595,6 +603,9 @@ struct Thread {
   template <class Element>  // sums in packed fp16
   void mma_m16n8k16(std::initializer_list<uint32_t*> d, std::initializer_list<uint32_t> a,
                     std::initializer_list<uint32_t> b, std::initializer_list<uint32_t> c);
+
+  void mma_m16n8k8_tf32(std::initializer_list<float*> d, std::initializer_list<uint32_t> a,
+                        std::initializer_list<uint32_t> b, std::initializer_list<float> c);
 
   // -- barriers
   void named_sync(uint32_t id, uint32_t count) { named(id, count, true, false); }

@@ -241,6 +241,49 @@ void Thread::multiply(float* const* d, uint32_t const* a, uint32_t const* b, flo
   }
 }
 
+// The tensor cores read the upper 19 bits of an operand.
+void Thread::mma_m16n8k8_tf32(std::initializer_list<float*> d, std::initializer_list<uint32_t> a,
+                              std::initializer_list<uint32_t> b, std::initializer_list<float> c) {
+  struct Item {
+    uint32_t a[4], b[2];
+    float c[4];
+  } item;
+  std::copy(a.begin(), a.end(), item.a);
+  std::copy(b.begin(), b.end(), item.b);
+  std::copy(c.begin(), c.end(), item.c);
+  meet(*this, kMma, 0xffffffffu, &item, [](Collective& all) {
+    auto const cut = [](uint32_t bits) {
+      float x;
+      bits &= 0xffffe000u;
+      std::memcpy(&x, &bits, sizeof(x));
+      return x;
+    };
+    float a[16][8], b[8][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      Item const& x = payload<Item>(all, lane);
+      for (int i = 0; i < 4; ++i) {
+        a[lane / 4 + i % 2 * 8][lane % 4 + i / 2 * 4] = cut(x.a[i]);
+      }
+      for (int i = 0; i < 2; ++i) {
+        b[lane % 4 + 4 * i][lane / 4] = cut(x.b[i]);
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      Item& x = payload<Item>(all, lane);
+      for (int i = 0; i < 4; ++i) {
+        float sum = 0;
+        for (int k = 0; k < 8; ++k) {
+          sum = std::fma(a[lane / 4 + i / 2 * 8][k], b[k][lane % 4 * 2 + i % 2], sum);
+        }
+        x.c[i] += sum;
+      }
+    }
+  });
+  for (int i = 0; i < 4; ++i) {
+    *d.begin()[i] = item.c[i];
+  }
+}
+
 half half_of_double(double x) {
   if (std::isnan(x)) {
     return {0x7fff};

@@ -1,0 +1,167 @@
+// The decode kernel: a cluster descends the tree for one query of one KV head, from its entry layer down to the tokens.
+//
+//   for every layer
+//     score_part     keys of the part -> scores in shared memory                                            score.cuh
+//     above the tokens
+//       sum_part, share_sums  (maximum, sum) of the part to all CTAs; a cluster barrier                            score.cuh
+//       score_importance     importances of the part                                                              score.cuh
+//       select_layer   rounds of counting, each with a cluster barrier; nodes to the CTAs that expand them  select.cuh
+//     attend_part    values of what is not expanded, from the stored scores                                 attend.cuh
+//   merge_warps, cluster barrier, write_output, cluster barrier                                             merge.cuh
+//
+// All layers run the same instructions: a query passes each loop a few times only, and what it waits for most where there are
+// two loops instead of one is instructions that the SM has to fetch.
+#pragma once
+
+#include "device/barriers.cuh"
+#include "host/launch_overlapped.cuh"
+#include "attend.cuh"
+#include "merge.cuh"
+#include "score.cuh"
+#include "select.cuh"
+
+namespace htree_cuda::sm90::htree_decode {
+
+
+// A layer of which the query expands all nodes: 0 .. count - 1.
+template <class Cfg>
+__device__ __forceinline__ void write_whole_layer(Args const& args, Smem<Cfg> const& smem, int layer, int count) {
+  if (layer > args.selection_layers) return;
+  std::int32_t* const to = smem.unit.selection(args, layer);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < args.top_k; i += Cfg::kThreads) to[i] = i < count ? i : -1;
+}
+
+// The part's share of a selected list.
+template <class Cfg>
+__device__ __forceinline__ void write_nodes(Args const& args, Smem<Cfg> const& smem, int layer, int part, std::int32_t const* nodes) {
+  if (layer > args.selection_layers) return;
+  int const share = args.top_k / parts_of(args.top_k);
+  std::int32_t* const to = smem.unit.selection(args, layer) + part * share;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < share; i += Cfg::kThreads) to[i] = nodes[i];
+}
+
+// A query that does not exist, or whose cache has overflowed.
+template <class Cfg>
+__device__ __forceinline__ void write_nothing(Args const& args, Smem<Cfg> const& smem, int part, int parts, bool overflowed) {
+  float const x = overflowed ? __int_as_float(0x7fffffff) : 0.0f;
+  std::int64_t const first_head = smem.unit.first_head(args);
+  auto* const out = static_cast<typename Cfg::Element*>(args.out) + first_head * Cfg::kV;
+#pragma unroll 1
+  for (int i = part * Cfg::kThreads + threadIdx.x; i < args.G * Cfg::kV; i += parts * Cfg::kThreads) {
+    out[i] = static_cast<typename Cfg::Element>(x);
+  }
+  if (part != 0) return;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < args.G; i += Cfg::kThreads) args.lse[first_head + i] = overflowed ? x : kMasked;
+#pragma unroll 1
+  for (int layer = 1; layer <= args.selection_layers; ++layer) write_whole_layer<Cfg>(args, smem, layer, 0);
+}
+
+// What every layer needs: rotations by positions 0 .. 15 and by a warp's step, and the query's heads as they are.
+template <class Cfg>
+__device__ __forceinline__ void load_constants(Args const& args, Smem<Cfg>& smem, Unit const& unit) {
+  constexpr int kRow = Cfg::kK / 4;  // float4 of a row
+  constexpr int kVectors = (kSiblings + 1) * kRow;
+  constexpr int kEach = (kVectors + Cfg::kThreads - 1) / Cfg::kThreads;
+  auto const row_of = [](int i) { return i / kRow < kSiblings ? i / kRow : kSiblings * Cfg::kWarps; };
+  float4 x[kEach];
+#pragma unroll
+  for (int n = 0; n < kEach; ++n) {
+    int const i = min(static_cast<int>(threadIdx.x) + n * Cfg::kThreads, kVectors - 1);
+    x[n] = __ldg(reinterpret_cast<float4 const*>(args.rotations) + row_of(i) * kRow + i % kRow);
+  }
+  auto const* const q = static_cast<typename Cfg::Element const*>(args.q) + unit.b * args.q_stride_b +
+                        unit.j * args.q_stride_t + static_cast<std::int64_t>(unit.h) * args.G * args.q_stride_h;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Cfg::kTileHeads * (Cfg::kK / 8); i += Cfg::kThreads) {
+    int const head = i / (Cfg::kK / 8);
+    smem.query[i] = head < args.G ? load_query_chunk(q + head * args.q_stride_h, i % (Cfg::kK / 8), args.q_vectors) : uint4{};
+  }
+#pragma unroll
+  for (int n = 0; n < kEach; ++n) {
+    int const i = min(static_cast<int>(threadIdx.x) + n * Cfg::kThreads, kVectors - 1);
+    // Four lanes that read what each has of a row find it side by side.
+    int const in_row = i % kRow;
+    int const place = (in_row / 16 * 4 + in_row % 4) * 4 + in_row / 4 % 4;
+    float const factor = i / kRow < kSiblings ? kUnbias<typename Cfg::Element> : 1.0f;
+    smem.rotations[i / kRow * (Cfg::kRotationStride / 2) + place] = {x[n].x * factor, x[n].y * factor, x[n].z * factor,
+                                                                     x[n].w * factor};
+  }
+}
+
+template <class Cfg>
+__global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
+    htree_decode_kernel(const __grid_constant__ Args args) {
+  extern __shared__ __align__(16) char shared_memory[];
+  auto& smem = *reinterpret_cast<Smem<Cfg>*>(shared_memory);
+  int const warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
+  wait_for_previous_grid();
+
+  {
+    uint32_t const unit_index = blockIdx.x / static_cast<uint32_t>(parts_of(args.top_k));
+    Unit unit;
+    unit.h = static_cast<int>(unit_index % static_cast<uint32_t>(args.cache.H_kv));
+    uint32_t const query = unit_index / static_cast<uint32_t>(args.cache.H_kv);
+    unit.j = static_cast<int>(query % static_cast<uint32_t>(args.T_q));
+    unit.b = static_cast<int>(query / static_cast<uint32_t>(args.T_q));
+    int const wanted = args.seqused_q == nullptr ? args.T_q : args.seqused_q[unit.b];
+    int const tokens = args.cache.lengths[unit.b];
+    bool const overflowed = args.cache.overflowed[unit.b] != 0;
+    load_constants(args, smem, unit);
+    int const queries = min(max(wanted, 0), args.T_q);
+    std::int64_t const t = min(max(tokens, 0), args.cache.max_tokens) - queries + unit.j;
+    unit.t = t;
+    if (threadIdx.x == 0) smem.unit = unit;
+    __syncthreads();
+    if (unit.j >= queries || t < 0 || overflowed) {  // the same in all CTAs of the cluster
+      write_nothing<Cfg>(args, smem, part_index(), parts_of(args.top_k), overflowed && unit.j < queries);
+      return;
+    }
+  }
+
+  if (part_index() == 0) {
+#pragma unroll 1
+    for (int layer = tree::entry_layer(smem.unit.t, args.top_k) + 1; layer <= args.selection_layers; ++layer) {
+      write_whole_layer<Cfg>(args, smem, layer, static_cast<int>(smem.unit.t >> (kLog2Siblings * layer)) + 1);
+    }
+  }
+  State<Cfg> state;
+  state.store_output(lane_outputs<Cfg>(smem, warp));
+#pragma unroll 1
+  for (int l = tree::entry_layer(smem.unit.t, args.top_k); l >= 0; --l) {
+    __syncthreads();  // who attended the layer above reads what it was
+    if (threadIdx.x == 0) {
+      smem.layer = Layer(args.cache, smem.unit, l, args.top_k, smem.nodes + (l + 1) % 2 * kMaxPartBlocks, part_index(),
+                         parts_of(args.top_k));
+    }
+    __syncthreads();
+    Layer const& layer = smem.layer;
+    prefetch_keys<Cfg>(args, layer, warp);
+    if (l == 0) prefetch_values<Cfg>(args, layer, warp);
+    {
+      Query<Cfg> q(smem.layers.queries, warp);
+      begin_query<Cfg>(args, layer, smem, warp, q);
+      score_part<Cfg>(args, layer, smem, q, warp);
+    }
+    if (l > 0) {
+      sum_part<Cfg>(args, layer, smem, warp);
+      share_sums<Cfg>(smem, part_index(), parts_of(args.top_k));
+      barriers::cluster_sync();
+      prefetch_values<Cfg>(args, layer, warp);
+      score_importance<Cfg>(args, layer, smem, parts_of(args.top_k), warp);
+      select_layer<Cfg>(layer, smem, args.top_k, part_index(), parts_of(args.top_k),
+                        smem.nodes + l % 2 * kMaxPartBlocks);
+      write_nodes<Cfg>(args, smem, l, part_index(), smem.nodes + l % 2 * kMaxPartBlocks);
+    }
+    attend_part<Cfg>(args, layer, smem, l > 0, warp, state);
+  }
+  state.load_output(lane_outputs<Cfg>(smem, warp));
+  merge_warps<Cfg>(smem, warp, state);
+  barriers::cluster_sync();
+  write_output<Cfg>(args, smem, part_index(), parts_of(args.top_k), smem.unit.first_head(args));
+  barriers::cluster_sync();
+}
+
+}  // namespace htree_cuda::sm90::htree_decode

@@ -1,0 +1,105 @@
+// One layer of a query's descent: its candidates in blocks of 16, and the part of a CTA.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "device/ptx.cuh"
+#include "tree/cache_view.cuh"
+#include "tree/geometry.cuh"
+#include "args.cuh"
+
+namespace htree_cuda::sm90::htree_decode {
+
+// Whom a cluster works for. It lies in shared memory, where it takes no registers.
+// The CTA's rank in its cluster: its part of every layer.
+__device__ __forceinline__ int part_index() { return static_cast<int>(ptx::cluster_rank()); }
+
+struct Unit {
+  int b;
+  int j;  // query of the call
+  int h;  // KV head
+  std::int64_t t;  // the query's position
+
+  // The first query head, of the outputs.
+  __device__ __forceinline__ std::int64_t first_head(Args const& args) const {
+    return ((static_cast<std::int64_t>(b) * args.T_q + j) * args.cache.H_kv + h) * args.G;
+  }
+  // The list of a layer's nodes, of the caller's.
+  __device__ __forceinline__ std::int32_t* selection(Args const& args, int layer) const {
+    return args.selection +
+           (((static_cast<std::int64_t>(layer - 1) * args.B + b) * args.T_q + j) * args.cache.H_kv + h) * args.top_k;
+  }
+};
+
+// It lies in shared memory, too: its fields are read where they are needed.
+struct Layer {
+  tree::LayerRows rows;
+  std::int32_t const* parents;  // of the part's blocks, in shared memory; null: the entry layer
+  int n;                        // candidates
+  int blocks;                   // ceil(n / 16)
+  int readable;                 // of the last block: candidates whose rows exist and count
+  int first;                    // blocks first .. last - 1 are the CTA's
+  int last;
+
+  Layer() = default;
+
+  // `selecting`: every layer but the tokens'. Its rightmost candidate may be incomplete, is expanded whatever its
+  // importance, and is not read.
+  __device__ Layer(tree::CacheView const& cache, Unit const& unit, int layer, int top_k,
+                   std::int32_t const* parents_of_part, int part, int parts)
+      : rows(cache, unit.b, unit.h, layer), parents(nullptr) {
+    std::int64_t const t = unit.t;
+    bool const entry = layer == tree::entry_layer(t, top_k);
+    if (!entry) parents = parents_of_part;
+    n = entry ? tree::candidates_in_entry(t, layer) : tree::candidates_in_selected(t, layer, top_k);
+    blocks = (n + kSiblings - 1) / kSiblings;
+    readable = n - kSiblings * (blocks - 1) - (layer > 0 ? 1 : 0);
+    first = part * blocks / parts;
+    last = (part + 1) * blocks / parts;
+  }
+
+  __device__ __forceinline__ int first_node(int block) const {
+    return (parents == nullptr ? block : parents[block - first]) * kSiblings;
+  }
+  // Candidates of the part that have an importance: the rightmost of all has none.
+  __device__ __forceinline__ int part_candidates() const { return min(kSiblings * last, n - 1) - kSiblings * first; }
+
+  // Of a block of the part.
+  __device__ __forceinline__ int readable_of(int block) const { return block == blocks - 1 ? readable : kSiblings; }
+};
+
+// Addresses of the 16 rows of a block, kDim elements of 16 bits each.
+template <int kDim>
+struct BlockAddress {
+  char const* base;
+  CacheView const& cache;
+  tree::LayerRows const& layer;
+  int node;  // the first
+
+  // Of some candidates of the block. One branch for all of them says whether siblings are neighbours.
+  template <int kRows>
+  __device__ __forceinline__ void rows(int const (&candidates)[kRows], char const* (&address)[kRows]) const {
+    if (layer.whole_blocks()) {
+      char const* const first = base + layer.row(cache, node) * (2 * kDim);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) address[i] = first + candidates[i] * (2 * kDim);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) address[i] = base + layer.row(cache, node + candidates[i]) * (2 * kDim);
+    }
+  }
+
+  // The first `count` rows to L2, a line of 128 bytes a lane.
+  __device__ __forceinline__ void prefetch(int count) const {
+    constexpr int kLinesOfRow = 2 * kDim / 128;
+    int const lane = threadIdx.x % 32;
+    int const candidate[1] = {lane / kLinesOfRow};
+    char const* address[1];
+    rows(candidate, address);
+    if (lane < count * kLinesOfRow) ptx::prefetch_l2(address[0] + lane % kLinesOfRow * 128);
+  }
+};
+
+}  // namespace htree_cuda::sm90::htree_decode

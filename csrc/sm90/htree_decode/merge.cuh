@@ -1,0 +1,99 @@
+// The end of a descent: states of the warps become one of the CTA, those of the parts the output. Both are added in a fixed
+// order.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "device/barriers.cuh"
+#include "device/ptx.cuh"
+#include "score.cuh"
+#include "softmax.cuh"
+
+namespace htree_cuda::sm90::htree_decode {
+
+// Of the CTA: merged_out [heads][V], relative to the maxima of merged_sums.
+template <class Cfg>
+__device__ __forceinline__ void merge_warps(Smem<Cfg>& smem, int warp, State<Cfg> const& state) {
+  int const lane = threadIdx.x % 32;
+  __syncthreads();  // scores and importances are not needed any more
+#pragma unroll
+  for (int i = 0; i < Cfg::kHeadTiles; ++i) {
+    float sum = state.sum[i];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if (lane % 4 == 0) smem.warp_sums[warp * kHeads + lane / 4 + 8 * i] = {state.max[i], sum};
+    float* const out = reinterpret_cast<float*>(smem.merge.out) + (warp * Cfg::kTileHeads + 8 * i + 2 * (lane % 4)) * Cfg::kV;
+#pragma unroll
+    for (int tile = 0; tile < Cfg::kDimTiles; ++tile) {
+      int const upper = Values<Cfg>::dimension(tile, lane / 4);
+      int const lower = Values<Cfg>::dimension(tile + Cfg::kDimTiles, lane / 4);
+      out[upper] = state.o[i][tile][0];
+      out[Cfg::kV + upper] = state.o[i][tile][1];
+      out[lower] = state.o[i][tile][2];
+      out[Cfg::kV + lower] = state.o[i][tile][3];
+    }
+  }
+  __syncthreads();
+  // The factor of each warp and head, in the place of its maximum.
+  if (threadIdx.x < Cfg::kTileHeads) {
+    float2* const of_head = smem.warp_sums + threadIdx.x;
+    float most = kNoScore;
+#pragma unroll
+    for (int w = 0; w < Cfg::kWarps; ++w) most = fmaxf(most, of_head[w * kHeads].x);
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < Cfg::kWarps; ++w) {
+      float const factor = ptx::exp2_movable(of_head[w * kHeads].x - most);
+      sum += of_head[w * kHeads].y * factor;
+      of_head[w * kHeads].x = factor;
+    }
+    smem.merged_sums[threadIdx.x] = {most, sum};
+  }
+  __syncthreads();
+  constexpr int kVectors = Cfg::kTileHeads * Cfg::kV / 4;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kVectors; i += Cfg::kThreads) {
+    int const head = i / (Cfg::kV / 4);
+    float4 out = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int w = 0; w < Cfg::kWarps; ++w) {
+      float const factor = smem.warp_sums[w * kHeads + head].x;
+      float4 const x = smem.merge.out[w * kVectors + i];
+      out.x += x.x * factor, out.y += x.y * factor, out.z += x.z * factor, out.w += x.w * factor;
+    }
+    smem.merge.merged[i] = out;
+  }
+}
+
+// out and lse of the query, each CTA its share of the dimensions. Between two cluster barriers: what others have merged is
+// read, and nobody leaves before it was.
+template <class Cfg>
+__device__ __forceinline__ void write_output(Args const& args, Smem<Cfg>& smem, int part, int parts, std::int64_t first_head) {
+  int const share = Cfg::kV / parts;
+  auto* const out = static_cast<typename Cfg::Element*>(args.out);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < args.G * share; i += Cfg::kThreads) {
+    int const head = i / share;
+    int const d = part * share + i % share;
+    uint32_t const sums = ptx::shared_address(&smem.merged_sums[head]);
+    uint32_t const outs = ptx::shared_address(smem.merge.merged) + (head * Cfg::kV + d) * 4;
+    float most = kNoScore;
+#pragma unroll 4
+    for (int p = 0; p < parts; ++p) most = fmaxf(most, ptx::load_cluster_8B(ptx::map_to_rank(sums, p)).x);
+    float x = 0.0f;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int p = 0; p < parts; ++p) {
+      float2 const of_part = ptx::load_cluster_8B(ptx::map_to_rank(sums, p));
+      float const factor = ptx::exp2_movable(of_part.x - most);
+      x += ptx::load_cluster_4B(ptx::map_to_rank(outs, p)) * factor;
+      sum += of_part.y * factor;
+    }
+    out[(first_head + head) * Cfg::kV + d] = static_cast<typename Cfg::Element>(x / sum);
+    if (part == 0 && i % share == 0) {
+      args.lse[first_head + head] = static_cast<float>((static_cast<double>(most) + log2(static_cast<double>(sum))) * 0.6931471805599453);
+    }
+  }
+}
+
+}  // namespace htree_cuda::sm90::htree_decode

@@ -1,0 +1,185 @@
+// The score pass of a selecting layer: scores of the CTA's part, kept in shared memory, then lse over all parts and the
+// importance of every candidate.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "device/barriers.cuh"
+#include "device/ptx.cuh"
+#include "args.cuh"
+#include "config.cuh"
+#include "fragments.cuh"
+#include "layer.cuh"
+#include "softmax.cuh"
+
+namespace htree_cuda::sm90::htree_decode {
+
+inline constexpr float kMasked = -__builtin_huge_valf();
+
+// A lane's part of the rows of the rotation table in shared memory: of the float4 of two pairs, every fourth.
+template <class Cfg>
+__device__ __forceinline__ float4 const* lane_rotations(Smem<Cfg> const& smem, int row) {
+  return smem.rotations + row * (Cfg::kRotationStride / 2) + threadIdx.x % 4;
+}
+
+template <class Cfg>
+__device__ __forceinline__ BlockAddress<Cfg::kK> key_address(Args const& args, Layer const& layer, int block) {
+  return {layer.rows.upper ? args.cache.k_upper : args.cache.k, args.cache, layer.rows, layer.first_node(block)};
+}
+
+template <class Cfg>
+__device__ __forceinline__ BlockAddress<Cfg::kV> value_address(Args const& args, Layer const& layer, int block) {
+  return {layer.rows.upper ? args.cache.v_upper : args.cache.v, args.cache, layer.rows, layer.first_node(block)};
+}
+
+// Brings the keys, or the values, of a warp's blocks to L2.
+template <class Cfg>
+__device__ __forceinline__ void prefetch_keys(Args const& args, Layer const& layer, int warp) {
+#pragma unroll 1
+  for (int block = layer.first + warp; block < layer.last; block += Cfg::kWarps) {
+    key_address<Cfg>(args, layer, block).prefetch(layer.readable_of(block));
+  }
+}
+
+template <class Cfg>
+__device__ __forceinline__ void prefetch_values(Args const& args, Layer const& layer, int warp) {
+#pragma unroll 1
+  for (int block = layer.first + warp; block < layer.last; block += Cfg::kWarps) {
+    value_address<Cfg>(args, layer, block).prefetch(layer.readable_of(block));
+  }
+}
+
+// Scores of a block in units of log2, masked where there is no candidate to read; where the lane's heads do not exist they
+// are zeros. The query rotates on to the warp's next block.
+template <class Cfg>
+__device__ __forceinline__ void score_keys(Args const& args, Smem<Cfg> const& smem, Keys<Cfg> const& keys, int readable,
+                                           Query<Cfg> const& q, float (&s)[2][4]) {
+  keys.multiply(q, lane_rotations<Cfg>(smem, threadIdx.x % 32 / 4), lane_rotations<Cfg>(smem, kSiblings), s);
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      int const candidate = 8 * tile + 2 * (threadIdx.x % 4) + e % 2;
+      s[tile][e] = candidate < readable ? s[tile][e] * args.scale_log2 : kMasked;
+    }
+  }
+}
+
+// The query rotated as a warp's first block of the layer needs it.
+template <class Cfg>
+__device__ __forceinline__ void begin_query(Args const& args, Layer const& layer, Smem<Cfg> const& smem, int warp, Query<Cfg>& q) {
+  int const block = min(layer.first + warp, layer.blocks - 1);
+  q.load(smem.query, args.rotations + static_cast<std::int64_t>(layer.n - 1 - kSiblings * block) * (Cfg::kK / 2));
+}
+
+template <class Cfg>
+__device__ __forceinline__ float4* stored_scores(Smem<Cfg>& smem, int G, int block_of_part) {
+  return smem.layers.scores + (block_of_part * score_lanes(G) + static_cast<int>(threadIdx.x % 32)) * Cfg::kHeadTiles;
+}
+
+// Stores the scores of the part.
+template <class Cfg>
+__device__ __forceinline__ void score_part(Args const& args, Layer const& layer, Smem<Cfg>& smem, Query<Cfg>& q, int warp) {
+  bool const stores = static_cast<int>(threadIdx.x % 32) < score_lanes(args.G);
+#pragma unroll 1
+  for (int block = layer.first + warp; block < layer.last; block += Cfg::kWarps) {
+    int const readable = layer.readable_of(block);
+    Keys<Cfg> keys;
+    keys.load(readable, key_address<Cfg>(args, layer, block));
+    float s[2][4];
+    score_keys<Cfg>(args, smem, keys, readable, q, s);
+    float4* const to = stored_scores<Cfg>(smem, args.G, block - layer.first);
+#pragma unroll
+    for (int i = 0; i < Cfg::kHeadTiles; ++i) {
+      if (stores) to[i] = {s[0][2 * i], s[0][2 * i + 1], s[1][2 * i], s[1][2 * i + 1]};
+    }
+  }
+}
+
+// (maximum, sum) of the scores of each head and warp, to warp_sums; each lane reads what it has stored.
+template <class Cfg>
+__device__ __forceinline__ void sum_part(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp) {
+  int const lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < Cfg::kHeadTiles; ++i) {
+    float2 sum = {kNoScore, 0.0f};
+    if (lane < score_lanes(args.G)) {
+#pragma unroll 1
+      for (int block = layer.first + warp; block < layer.last; block += Cfg::kWarps) {
+        float4 const x = stored_scores<Cfg>(smem, args.G, block - layer.first)[i];
+        float const most = fmaxf(fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), sum.x);
+        sum.y *= ptx::exp2_movable(sum.x - most);
+        sum.y += ptx::exp2_movable(x.x - most);
+        sum.y += ptx::exp2_movable(x.y - most);
+        sum.y += ptx::exp2_movable(x.z - most);
+        sum.y += ptx::exp2_movable(x.w - most);
+        sum.x = most;
+      }
+    }
+    __syncwarp();
+    sum = combine_quad(sum);
+    if (lane % 4 == 0) smem.warp_sums[warp * kHeads + lane / 4 + 8 * i] = sum;
+  }
+}
+
+// Hands the sums of the part to every CTA of the cluster. A cluster barrier is needed before they are read.
+template <class Cfg>
+__device__ __forceinline__ void share_sums(Smem<Cfg>& smem, int part, int parts) {
+  __syncthreads();  // warp_sums
+  // Number 16 c + head hands the head's sums to CTA c.
+#pragma unroll 1
+  for (int i = threadIdx.x; i < parts * kHeads; i += Cfg::kThreads) {
+    int const head = i % kHeads;
+    if (head >= Cfg::kTileHeads) continue;
+    float2 whole = smem.warp_sums[head];
+#pragma unroll
+    for (int w = 1; w < Cfg::kWarps; ++w) whole = combine(whole, smem.warp_sums[w * kHeads + head]);
+    ptx::store_cluster_8B(ptx::map_to_rank(ptx::shared_address(&smem.part_sums[part * kHeads + head]), i / kHeads), whole);
+  }
+}
+
+// Importances of the part, as bits that compare as they do; NaN counts as infinity. A barrier of the CTA is needed before
+// they are read.
+template <class Cfg>
+__device__ __forceinline__ void score_importance(Args const& args, Layer const& layer, Smem<Cfg>& smem, int parts, int warp) {
+  int const lane = threadIdx.x % 32;
+  float lse[Cfg::kHeadTiles];
+#pragma unroll
+  for (int i = 0; i < Cfg::kHeadTiles; ++i) {
+    int const head = lane / 4 + 8 * i;
+    float2 whole = smem.part_sums[lane % 4 * kHeads + head];
+#pragma unroll 1
+    for (int p = lane % 4 + 4; p < parts; p += 4) whole = combine(whole, smem.part_sums[p * kHeads + head]);
+    whole = combine_quad(whole);
+    // A head that does not exist adds nothing.
+    lse[i] = head < args.G ? whole.x + __log2f(whole.y) : __builtin_huge_valf();
+  }
+  bool const stored = lane < score_lanes(args.G);
+#pragma unroll 1
+  for (int block = layer.first + warp; block < layer.last; block += Cfg::kWarps) {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float4 const* const from = stored_scores<Cfg>(smem, args.G, block - layer.first);
+#pragma unroll
+    for (int i = 0; i < Cfg::kHeadTiles; ++i) {
+      float4 const x = stored ? from[i] : float4{kMasked, kMasked, kMasked, kMasked};
+      sum[0] += ptx::exp2_movable(x.x - lse[i]);
+      sum[1] += ptx::exp2_movable(x.y - lse[i]);
+      sum[2] += ptx::exp2_movable(x.z - lse[i]);
+      sum[3] += ptx::exp2_movable(x.w - lse[i]);
+    }
+#pragma unroll
+    for (int d = 4; d < 32; d *= 2) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[e] += __shfl_xor_sync(0xffffffffu, sum[e], d);
+    }
+    if (lane < 4) {
+      uint32_t* const to = smem.layers.importance + (block - layer.first) * kSiblings + 2 * lane;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) to[e / 2 * 8 + e % 2] = min(__float_as_uint(sum[e]) & 0x7fffffffu, 0x7f800000u);
+    }
+  }
+}
+
+}  // namespace htree_cuda::sm90::htree_decode
