@@ -12,6 +12,8 @@ namespace {
 
 constexpr char const* kKinds[kLayerKinds] = {"entry", "selected", "half-selected"};
 
+constexpr int kFirstOfChunk = 3;  // the first step that a chunk repeats
+
 // One kernel of the call, for one layer and layer kind.
 struct Row {
   char const* phase;
@@ -77,11 +79,15 @@ public:
     row.ctas += chunk.count * kQueryTile;
   }
 
-  // Rows in the order in which a call runs them: from the highest layer down.
+  // Rows in the order in which a call runs them: the packing of all layers, then for every chunk from the highest layer
+  // down.
   template <class Sink>
   void each(Sink const& sink) {
-    for (int layer = w_.layers; layer >= 0; --layer) {
-      for (int step = 0; step < 8; ++step) {
+    for (Row const& row : rows_) {
+      if (row.step < kFirstOfChunk) sink(row);
+    }
+    for (int layer = w_.layers - 1; layer >= 0; --layer) {
+      for (int step = kFirstOfChunk; step < 8; ++step) {
         for (Row const& row : rows_) {
           if (row.layer == layer && row.step == step) sink(row);
         }
