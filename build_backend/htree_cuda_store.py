@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -140,7 +141,7 @@ def run(jobs: Iterable[Job], ninja: str, parallel: int, build_dir: Path, cwd: Pa
     if not missing:
         return []
     seconds = expected_seconds()
-    unknown = max(seconds.values(), default=0.0)
+    unknown = statistics.median(seconds.values()) if seconds else 0.0
     waiting = sorted(missing.values(), key=lambda job: -seconds.get(job.name, unknown))
     python = os.path.realpath(sys.executable)
     lines = ["ninja_required_version = 1.8", f"builddir = {_ninja_path(build_dir)}", ""]

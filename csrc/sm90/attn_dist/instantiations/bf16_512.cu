@@ -3,5 +3,6 @@
 namespace htree_cuda::sm90::attn_dist {
 
 template void launch<cutlass::bfloat16_t, 512, Split::kHeads>(KernelParams const&, CUtensorMap const&, int, cudaStream_t);
+template void launch<cutlass::bfloat16_t, 512, Split::kKeys>(KernelParams const&, CUtensorMap const&, int, cudaStream_t);
 
 }  // namespace htree_cuda::sm90::attn_dist

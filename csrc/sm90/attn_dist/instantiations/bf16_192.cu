@@ -2,6 +2,7 @@
 
 namespace htree_cuda::sm90::attn_dist {
 
+template void launch<cutlass::bfloat16_t, 192, Split::kHeads>(KernelParams const&, CUtensorMap const&, int, cudaStream_t);
 template void launch<cutlass::bfloat16_t, 192, Split::kKeys>(KernelParams const&, CUtensorMap const&, int, cudaStream_t);
 
 }  // namespace htree_cuda::sm90::attn_dist

@@ -1,7 +1,0 @@
-#include "sm90/attn_dist/launch.cuh"
-
-namespace htree_cuda::sm90::attn_dist {
-
-template void launch<cutlass::half_t, 576, Split::kHeads>(KernelParams const&, CUtensorMap const&, int, cudaStream_t);
-
-}  // namespace htree_cuda::sm90::attn_dist
