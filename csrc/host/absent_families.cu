@@ -18,6 +18,7 @@ namespace {
 #if !HTREE_CUDA_FAMILY_HTREE
 #if !HTREE_CUDA_FAMILY_DECODE
 void tree_pool(TreePoolParams const&, void*) { absent("tree_pool", "htree"); }
+void tree_append(TreeAppendParams const&, void*) { absent("tree_append", "decode"); }
 #endif
 std::int64_t forward_workspace(ForwardParams const&) { absent("forward", "htree"); }
 void forward(ForwardParams const&, void*) { absent("forward", "htree"); }
@@ -25,6 +26,10 @@ void explain_forward(ForwardParams const&, int, LaunchSink, void*) { absent("exp
 std::int64_t backward_workspace(ForwardParams const&) { absent("backward", "htree"); }
 void backward(BackwardParams const&, void*) { absent("backward", "htree"); }
 void explain_backward(ForwardParams const&, int, LaunchSink, void*) { absent("explain_backward", "htree"); }
+#endif
+
+#if !HTREE_CUDA_FAMILY_DECODE
+void tree_decode(TreeDecodeParams const&, void*) { absent("tree_decode", "decode"); }
 #endif
 
 #if !HTREE_CUDA_FAMILY_DSA

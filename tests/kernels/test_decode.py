@@ -185,6 +185,7 @@ def test_scale_and_base(scale, rope_base):
 
 
 @pytest.mark.emulated
+@pytest.mark.sample
 def test_tables_of_rotations(monkeypatch):
     """Angles that are given: those of rope_base have its bits, zeros are no rotation, whatever the base."""
     lengths = (700, 290)
