@@ -35,7 +35,7 @@ def test_strided_views():
 
 
 def test_every_output_is_written():
-    _, (q, k, v) = inputs(3000, 50, B=2, H_kv=2, G=3, K=64, V=128)
+    _, (q, k, v) = inputs(3000, 50, B=2, H_kv=2, G=3, K=128, V=128)
     params = htree_cuda.checks.tree.forward(
         q, k, v, q_start=None, compression_rate=16, top_k_per_layer=16, max_top_nodes=None, scale=None,
         rope_base=10000.0, strict_causal=True, backend="auto",
@@ -150,7 +150,7 @@ def test_compile():
 
 
 @pytest.mark.parametrize("strict_causal", [True, False])
-@pytest.mark.parametrize(("T", "T_q", "K", "V", "dtype"), [(40, 40, 64, 64, BF16), (300, 14, 128, 64, FP16)])
+@pytest.mark.parametrize(("T", "T_q", "K", "V", "dtype"), [(40, 40, 64, 64, BF16), (300, 14, 128, 128, FP16)])
 def test_sanitizer_small_shapes(T, T_q, K, V, dtype, strict_causal):
     """One layer and two, a last block that is not full; every row of the outputs is read."""
     _, device = inputs(T, T_q, B=2, H_kv=2, G=3, K=K, V=V, dtype=dtype)

@@ -89,7 +89,9 @@ __device__ __forceinline__ void write_output(Args const& args, Smem<Cfg>& smem, 
       x += ptx::load_cluster_4B(ptx::map_to_rank(outs, p)) * factor;
       sum += of_part.y * factor;
     }
-    out[(first_head + head) * Cfg::kV + d] = static_cast<typename Cfg::Element>(x / sum);
+    x /= sum;
+    if (fabsf(x) == __builtin_huge_valf()) x = __int_as_float(0x7fffffff);  // an attended value that is not finite: NaN
+    out[(first_head + head) * Cfg::kV + d] = static_cast<typename Cfg::Element>(x);
     if (part == 0 && i % share == 0) {
       args.lse[first_head + head] = static_cast<float>((static_cast<double>(most) + log2(static_cast<double>(sum))) * 0.6931471805599453);
     }

@@ -51,11 +51,9 @@ struct Span {
 
   __device__ Span(Args const& args, int b) {
     int const wanted = args.seqused == nullptr ? args.T_new : min(max(args.seqused[b], 0), args.T_new);
-    int const length = args.cache.lengths[b];
-    int const capacity = args.cache.capacity(b);
-    bool const valid = length >= 0 && length <= capacity;
-    overflows = wanted > 0 && (!valid || wanted > capacity - length);
-    begin = valid ? length : min(max(length, 0), capacity);
+    // A length that no cache writes is brought into range, and stays so.
+    begin = min(max(args.cache.lengths[b], 0), args.cache.max_tokens);
+    overflows = wanted > 0 && wanted > args.cache.capacity(b) - begin;
     end = overflows || args.cache.overflowed[b] != 0 ? begin : begin + wanted;
   }
 };
@@ -137,11 +135,8 @@ __device__ __forceinline__ void copy_tokens(Args const& args, Span const& span, 
 
 __device__ __forceinline__ void advance_length(Args const& args, Span const& span, int b) {
   if (threadIdx.x != 0) return;
-  if (span.overflows) {
-    args.cache.overflowed[b] = 1;
-  } else {
-    args.cache.lengths[b] = span.end;
-  }
+  if (span.overflows) args.cache.overflowed[b] = 1;
+  args.cache.lengths[b] = span.end;
 }
 
 template <class Element>
