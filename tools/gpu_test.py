@@ -133,7 +133,9 @@ def run_sanitizer(tool: str, file: str) -> dict:
         state = "passed"
     if state.startswith("failed"):
         first = re.search(r"^=+ (?:Error|Warning|Invalid|Uninitialized|Race)", output, re.MULTILINE)
-        print(output[first.start() :][:4000] if first else output[-6000:])  # the first report, not the last one's frames
+        print(
+            output[first.start() :][:4000] if first else output[-6000:]
+        )  # the first report, not the last one's frames
     return {"outcome": state, "summary": summary, "tests_run": int(passed[1]) if passed else 0}
 
 
