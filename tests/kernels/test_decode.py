@@ -218,7 +218,8 @@ def test_ragged_queries(page_size):
     "G, T, top_k",
     [
         pytest.param(4, 700, 16, marks=pytest.mark.emulated),
-        pytest.param(16, 4200, 16, marks=pytest.mark.emulated),
+        pytest.param(16, 700, 16, marks=pytest.mark.emulated),
+        (16, 4200, 16),
         (4, 40000, 64), (16, 20000, 512), (1, 70000, 32),
     ],
 )  # fmt: skip

@@ -23,7 +23,8 @@ SAMPLE = [
 ]  # fmt: skip
 # What tests marked `emulated` need besides.
 MARKED = [
-    *SAMPLE, "attn_dist/instantiations/bf16_576", "htree_fwd/instantiations/attend_fp16_64_64",
+    *SAMPLE, "attn_dist/instantiations/bf16_576", "htree_decode/instantiations/fp16_64",
+    "htree_fwd/instantiations/attend_fp16_64_64",
     "sparse_attention/instantiations/fp16_512",
 ]  # fmt: skip
 LAUNCHERS = "tests/kernels/steps.cu"  # entry points for tests of what has no binding
