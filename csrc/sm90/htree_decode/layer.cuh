@@ -66,7 +66,7 @@ struct Layer {
   // Candidates of the part that have an importance: the rightmost of all has none.
   __device__ __forceinline__ int part_candidates() const { return min(kSiblings * last, n - 1) - kSiblings * first; }
 
-  // Of a block of the part.
+  // How many candidates of a block of the part can be read.
   __device__ __forceinline__ int readable_of(int block) const { return block == blocks - 1 ? readable : kSiblings; }
 };
 
@@ -78,7 +78,7 @@ struct BlockAddress {
   tree::LayerRows const& layer;
   int node;  // the first
 
-  // Of some candidates of the block. One branch for all of them says whether siblings are neighbours.
+  // Addresses of some candidates of the block. One branch for all of them says whether siblings are neighbours.
   template <int kRows>
   __device__ __forceinline__ void rows(int const (&candidates)[kRows], char const* (&address)[kRows]) const {
     if (layer.whole_blocks()) {

@@ -11,7 +11,7 @@
 
 namespace htree_cuda::sm90::htree_decode {
 
-// Of the CTA: merged_out [heads][V], relative to the maxima of merged_sums.
+// The CTA's output goes to merge.merged [heads][V], relative to the maxima of merged_sums.
 template <class Cfg>
 __device__ __forceinline__ void merge_warps(Smem<Cfg>& smem, int warp, State<Cfg> const& state) {
   int const lane = threadIdx.x % 32;

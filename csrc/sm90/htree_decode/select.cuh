@@ -141,7 +141,7 @@ __device__ __forceinline__ void select_layer(Layer const& layer, Smem<Cfg>& smem
     ++round;
   }
 
-  // Those above the bin, and of the bin all, or as many of the lowest positions as there is room for.
+  // Candidates above the bin are selected, and the bin's own: all of them, or as many of the lowest positions as fit.
   bool const ties = found.room != found.count;
   int const words = max(candidates / 32 + candidates % 32 / 16, 1);
   uint32_t room = 0;  // for equal ones of this part
