@@ -5,7 +5,7 @@
 //   part          an equal share of a layer's blocks of 16 candidates, by rank: what a CTA scores and attends. Parts follow
 //                 from the position and top_k alone, so a query has the same bits in every call
 //   warp          every eighth block of the part, from the warp's own number on; 16 rows of keys go
-//                 from global memory to registers, 16 bytes a lane, prefetched to L2 a few blocks ahead
+//                 from global memory to registers, 16 bytes a lane, prefetched to L2 when a layer begins
 //   products      mma.sync m16n8k8 in tf32: bf16 and fp16 are exact in it, and rotated operands keep 11 bits without a
 //                 scale. S = q K^T with heads as rows; O^T = V^T P^T with heads as columns, so that P is an operand where
 //                 it was computed

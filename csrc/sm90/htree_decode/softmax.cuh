@@ -38,7 +38,7 @@ struct State {
   float sum[Cfg::kHeadTiles];
   float o[Cfg::kHeadTiles][Cfg::kDimTiles][4];  // O^T: rows are dimensions, columns heads 2 t and 2 t + 1
 
-  // Of tile `tile` of head tile i, where `outputs` is the lane's first.
+  // Where the lane keeps tile `tile` of head tile i, counted from its first in `outputs`.
   static __device__ __forceinline__ int place(int i, int tile) { return (i * Cfg::kDimTiles + tile) * 32; }
 
   __device__ __forceinline__ void load_output(float4 const* outputs) {
