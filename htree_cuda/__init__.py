@@ -8,12 +8,18 @@
 `attn_dist`            head-summed attention distribution over an index list.
 `normalize_attn_dist`  that distribution over all heads and ranks, normalised.
 `indexer_loss`         KL divergence of an indexer from it (differentiable).
+`indexer_logits`       scores of the lightning indexer (differentiable).
+`topk_indices`         the best key rows of each query, exactly: an index list.
+`indexer_topk`         both, without the matrix of all logits.
+`quantize_fp8`         float8_e4m3fn values and their scales.
+`hadamard_transform`   spreads outliers before quantisation (differentiable).
 """
 
 from ._version import __version__
 from .api import attn_dist, forward, indexer_loss, normalize_attn_dist, sparse_attention
 from .cache import TreeCache, forward_cached
 from .checks import UnsupportedError
+from .dsa import hadamard_transform, indexer_logits, indexer_topk, quantize_fp8, topk_indices
 from .module import HTreeAttention
 
 __all__ = [
@@ -24,7 +30,12 @@ __all__ = [
     "attn_dist",
     "forward",
     "forward_cached",
+    "hadamard_transform",
+    "indexer_logits",
     "indexer_loss",
+    "indexer_topk",
     "normalize_attn_dist",
+    "quantize_fp8",
     "sparse_attention",
+    "topk_indices",
 ]

@@ -42,3 +42,12 @@ class ListParams:
     q_start: list[int] | None
     k_stride: int
     lse_base: float
+
+
+@dataclass(frozen=True)
+class IndexerParams:
+    """One call of indexer_logits, topk_indices or indexer_topk; q_start holds B numbers or is None."""
+
+    batched: bool
+    q_start: list[int] | None
+    k_stride: int

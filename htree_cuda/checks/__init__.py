@@ -4,6 +4,7 @@
 ``tree``     rules of forward, backward, tree_pool and `HTreeAttention`.
 ``cache``    rules of `TreeCache` and `forward_cached`, and what the kernels do of them.
 ``lists``    rules of attn_dist, sparse_attention and the indexer's loss.
+``dsa``      rules of the indexer, of its selector and of quantisation, and what the kernels do of them.
 ``support``  what the Hopper kernels do of what is valid.
 
 A message names the op, the argument, the rule and the value: ``attn_dist: indices must be int32, got torch.int64``.
@@ -11,7 +12,7 @@ TypeError: not a tensor / not a number. ValueError: dtype, shape, range, device.
 what the Hopper kernels do; it names the way out (``backend="torch"``). All are raised before any launch.
 """
 
-from . import cache, common, lists, support, tree
+from . import cache, common, dsa, lists, support, tree
 from .common import UnsupportedError
 
-__all__ = ["UnsupportedError", "cache", "common", "lists", "support", "tree"]
+__all__ = ["UnsupportedError", "cache", "common", "dsa", "lists", "support", "tree"]

@@ -42,6 +42,11 @@ def test_the_module_names_everything():
         ["forward_cached"],
         ["sparse_attention"],
         ["attn_dist", "normalize_attn_dist", "indexer_loss"],
+        ["indexer_logits"],
+        ["topk_indices"],
+        ["indexer_topk"],
+        ["quantize_fp8"],
+        ["hadamard_transform"],
     ],
     ids=lambda names: names[0],
 )
