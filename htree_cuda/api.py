@@ -39,13 +39,18 @@ def forward(
     top_k_per_layer: int = 512,
     max_top_nodes: int | None = None,
     scale: float | None = None,
-    rope_base: float = 10000.0,
+    rope_base: float | None = checks.rotation.DEFAULT_BASE,
     strict_causal: bool = True,
     return_lse: bool = False,
     return_selection: bool = False,
     backend: str = "auto",
     deterministic: bool | None = None,
     save_selection: bool | str = "auto",
+    rope_inv_freq: Tensor | None = None,
+    rope_dim: int | None = None,
+    rope_interleaved: bool = False,
+    attn_sink: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor | tuple[Tensor, ...]:
     """Hierarchical-tree sparse causal attention.
 
@@ -69,7 +74,7 @@ def forward(
         max_top_nodes: int, top_k .. top_k * compression_rate, upper bound on the nodes of the top layer;
             default top_k * compression_rate.
         scale: finite float, multiplies the scores; default K ** -0.5.
-        rope_base: finite float > 0; default 10000.
+        rope_base: finite float > 0; None: no rotation; default 10000.
         strict_causal: bool; True (default) keeps the node that contains the query's position out of the softmax
             denominator of the importance, so that no later token can influence the selection. False includes it: the
             formula of the design documents, with a denominator for each head. It is not bitwise what upstream's
@@ -84,6 +89,15 @@ def forward(
         save_selection: True keeps the selection for the backward; False has the backward run the forward once more,
             which selects the same nodes; "auto" (default) keeps it where it takes no more bytes than q and out
             together, ``4 (L-1) H_kv top_k <= H (K + V) * itemsize``, and never in a graph that torch.export makes.
+        rope_inv_freq: [rope_dim / 2] float32 or float64, finite, on the device of q: pair m of position p is rotated
+            by ``p * rope_inv_freq[m]``, in place of ``p * rope_base ** (-2 m / rope_dim)``; rope_base is then left
+            alone. YaRN and NTK are such tables (YaRN's attention factor, squared, belongs into scale); default: None.
+        rope_dim: int, even, 2 .. K, how many elements are rotated, the first ones; default K.
+        rope_interleaved: bool; pairs are (2m, 2m + 1) instead of (m, m + rope_dim / 2); default False.
+        attn_sink: [H] float32 (float64 for float64 inputs), natural units, any value: ``exp(attn_sink)`` is added to
+            the softmax denominator of out, and neither to lse nor to the importance. -inf has no effect, +inf gives
+            zeros, NaN gives NaN; default: None.
+        softcap: must be 0. It is named only so that a model with soft-capped scores fails here and not in silence.
 
     Returns:
         out [B, T_q, H, V] in the dtype of q; or a tuple (out[, lse][, selection]).
@@ -99,7 +113,8 @@ def forward(
             and the way out.
 
     Notes:
-        Gradients: out and lse are differentiable with respect to q, k, v (the selection is a constant). The backward
+        Gradients: out and lse are differentiable with respect to q, k, v and attn_sink (the selection is a constant;
+        rope_inv_freq has none). The backward
         descends again from the selection, 4 (L-1) B T_q H_kv top_k bytes, kept or selected again as save_selection
         says; the gradients are bitwise identical. With return_selection it is kept in any case: it is an output.
         Second derivatives raise.
@@ -110,7 +125,10 @@ def forward(
         Memory: the PyTorch backend holds the tree (1 + 1/r + ... times k and v), plus a bounded chunk of temporaries;
         the kernels hold the tree, packed, and at most 384 MiB forward; backward see docs/kernels/htree_bwd.md.
         Support: what the kernels cover is the table in the README.
-        Autocast: q, k, v are cast to the autocast dtype.
+        Autocast: q, k, v are cast to the autocast dtype; attn_sink is not.
+        Rotation: a float64 rope_inv_freq of ``rope_base ** (-2 * torch.arange(R // 2, dtype=torch.float64) / R)`` gives
+        the bits of rope_base; a table on a GPU is not read by the host, so that what is not finite there gives NaN.
+        The kernels rotate all of K by rope_base and take no sinks; the PyTorch backend has every option.
         A NaN or infinity reaches the output only where it is attended; later tokens never matter.
         Dropout, masks and packed (varlen) sequences are not supported. For decoding, `TreeCache` keeps the tree.
 
@@ -124,7 +142,8 @@ def forward(
     options = {
         "compression_rate": compression_rate, "top_k_per_layer": top_k_per_layer, "max_top_nodes": max_top_nodes,
         "scale": scale, "rope_base": rope_base, "strict_causal": strict_causal, "backend": backend,
-        "deterministic": deterministic, "save_selection": save_selection,
+        "deterministic": deterministic, "save_selection": save_selection, "rope_inv_freq": rope_inv_freq,
+        "rope_dim": rope_dim, "rope_interleaved": rope_interleaved, "attn_sink": attn_sink, "softcap": softcap,
     }  # fmt: skip
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.common.tensor(op, name, x)
@@ -133,7 +152,8 @@ def forward(
     for name, flag in (("return_lse", return_lse), ("return_selection", return_selection)):
         checks.common.boolean(op, name, flag)
     q, k, v = _autocast(q, k, v)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    differentiable = [q, k, v] if attn_sink is None else [q, k, v, attn_sink]
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in differentiable)
     tree = {name: x for name, x in options.items() if name not in ("deterministic", "save_selection")}
     tree["q_start"] = q_start
     if deterministic is None:
@@ -144,8 +164,9 @@ def forward(
         save_selection = False
     save_mode = checks.common.SAVE_SELECTION[save_selection if needs_grad else False]
     out, lse, selection = torch.ops.htree_cuda.forward(
-        q, k, v, need_selection=return_selection, **tree, deterministic=deterministic, save_selection=save_mode
-    )
+        q, k, v, attn_sink, rope_inv_freq, need_selection=return_selection, **tree, deterministic=deterministic,
+        save_selection=save_mode,
+    )  # fmt: skip
     extra = ([lse] if return_lse else []) + ([selection] if return_selection else [])
     return (out, *extra) if extra else out
 

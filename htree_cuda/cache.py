@@ -19,7 +19,6 @@ from .torch_backend.decode import CacheTensors
 # Up to here a table of rotations holds top_k * compression_rate positions, as the kernels ask; beyond it as many as a
 # cache of this size can need.
 WHOLE_TABLE = 16384
-DEFAULT_BASE = 10000.0
 
 
 def _checks_always() -> bool:
@@ -522,11 +521,12 @@ def forward_cached(
     top_k_per_layer: int = 512,
     max_top_nodes: int | None = None,
     scale: float | None = None,
-    rope_base: float | None = DEFAULT_BASE,
+    rope_base: float | None = checks.rotation.DEFAULT_BASE,
     rope_inv_freq: Tensor | None = None,
     rope_dim: int | None = None,
     rope_interleaved: bool = False,
     attn_sink: Tensor | None = None,
+    softcap: float = 0.0,
     return_lse: bool = False,
     return_selection: bool = False,
     backend: str = "auto",
@@ -549,6 +549,7 @@ def forward_cached(
         rope_interleaved: bool; pairs are (2m, 2m + 1) instead of (m, m + rope_dim / 2).
         attn_sink: [H] float32 (float64 for float64), natural: exp(attn_sink) joins the denominator of out, neither lse
             nor the selection; default: none.
+        softcap: must be 0, as in `htree_cuda.forward`.
         return_lse: bool; also return lse.
         return_selection: bool; also return the selected nodes.
         backend: "auto" or "torch", as in `htree_cuda.forward`.
@@ -572,8 +573,8 @@ def forward_cached(
         in a CUDA graph once it has run before with its options (a table of rotations is made then and kept). More rows
         are a prefill: each sequence is a call of `forward` on its tokens, with its bits, and lengths are read on the
         host.
-        rope_inv_freq, rope_base None and, on the torch backend alone, rope_dim, rope_interleaved and attn_sink run
-        without `forward`, which does not have them: more than 8 rows then work as up to 8 do, in chunks.
+        The kernels take rope_inv_freq and rope_base None up to 8 rows; rope_dim, rope_interleaved and attn_sink run on
+        the torch backend alone.
         Work of a call of up to 8 rows grows with the number of layers alone.
 
     Example:
@@ -592,27 +593,25 @@ def forward_cached(
         checks.common.tensor(op, "seqused_q", seqused_q)
     tree = checks.cache.option_types(
         op, top_k_per_layer=top_k_per_layer, max_top_nodes=max_top_nodes, scale=scale, rope_base=rope_base,
-        rope_interleaved=rope_interleaved, return_lse=return_lse, return_selection=return_selection,
+        rope_inv_freq=rope_inv_freq, rope_dim=rope_dim, rope_interleaved=rope_interleaved, attn_sink=attn_sink,
+        softcap=softcap, return_lse=return_lse, return_selection=return_selection,
     )  # fmt: skip
     rope_base = tree["rope_base"]
     checks.tree.tree_options(
         op, dtype=cache.dtype, head_dim=cache.head_dim, compression_rate=cache.compression_rate,
         top_k_per_layer=tree["top_k_per_layer"], max_top_nodes=tree["max_top_nodes"], scale=tree["scale"],
-        rope_base=1.0 if rope_base is None else rope_base,
+        rope_base=rope_base,
     )  # fmt: skip
-    rope_dim = checks.cache.rotation(rope_base, DEFAULT_BASE, rope_inv_freq, rope_dim, cache.head_dim)
-    if attn_sink is not None:
-        checks.common.tensor(op, "attn_sink", attn_sink)
+    rope_dim = checks.rotation.rotation(op, cache.head_dim, None, rope_base, rope_inv_freq, tree["rope_dim"])
     checks.cache.no_gradient(op, q)
     if torch.is_autocast_enabled(q.device.type) and q.is_floating_point():
         q = q.to(cache.dtype)
     t = cache._tensors()
-    base = None if rope_inv_freq is not None else rope_base
-    table = cache._rope_table(tree["top_k_per_layer"], tree["max_top_nodes"], base, rope_inv_freq, rope_dim)
-    tree["rope_base"] = base if rope_dim == cache.head_dim else None  # what forward knows
+    table = cache._rope_table(tree["top_k_per_layer"], tree["max_top_nodes"], rope_base, rope_inv_freq, rope_dim)
     out, lse, selection = torch.ops.htree_cuda.forward_cached(
-        q, seqused_q, *t, table, attn_sink, **cache._numbers(), **tree, need_selection=return_selection, backend=backend
-    )
+        q, seqused_q, *t, table, attn_sink, rope_inv_freq, **cache._numbers(), **tree, need_selection=return_selection,
+        backend=backend,
+    )  # fmt: skip
     if _checks_always():
         cache.check()
     extra = ([lse] if return_lse else []) + ([selection] if return_selection else [])

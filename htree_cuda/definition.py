@@ -81,21 +81,43 @@ def build_tree(x: Tensor, compression_rate: int, max_top_nodes: int) -> list[Ten
     return layers
 
 
-def rope(x: Tensor, positions: Tensor, rope_base: float, inverse: bool = False) -> Tensor:
-    """Rotate-half RoPE. x: [..., n, K], positions: [n]; pair m = (x[m], x[m + K/2]) rotates by p * base^(-2m/K)."""
-    half = x.shape[-1] // 2
-    m = torch.arange(half, dtype=torch.float64, device=x.device)
-    angle = positions.to(torch.float64)[:, None] * rope_base ** (-2.0 * m / x.shape[-1])
+def rope(
+    x: Tensor,
+    positions: Tensor,
+    rope_base: float | None,
+    inverse: bool = False,
+    *,
+    rope_inv_freq: Tensor | None = None,
+    rope_dim: int | None = None,
+    rope_interleaved: bool = False,
+) -> Tensor:
+    """RoPE of x [..., n, K] at positions [n]. The first R = rope_dim elements (default K) are pairs m = (x[m],
+    x[m + R/2]), with rope_interleaved (x[2m], x[2m + 1]), and pair m rotates by p * base^(-2m/R), or by
+    p * rope_inv_freq[m]. The elements behind R stay, and all do where there is neither a base nor a table."""
+    R = x.shape[-1] if rope_dim is None else rope_dim
+    if rope_inv_freq is None:
+        if rope_base is None:
+            return x
+        m = torch.arange(R // 2, dtype=torch.float64, device=x.device)
+        rope_inv_freq = rope_base ** (-2.0 * m / R)
+    angle = positions.to(torch.float64)[:, None] * rope_inv_freq.to(torch.float64)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     if inverse:
         sin = -sin
-    lo, hi = x[..., :half], x[..., half:]
-    return torch.cat([lo * cos - hi * sin, lo * sin + hi * cos], dim=-1)
+    lo, hi = (x[..., 0:R:2], x[..., 1:R:2]) if rope_interleaved else (x[..., : R // 2], x[..., R // 2 : R])
+    pair = (lo * cos - hi * sin, lo * sin + hi * cos)
+    rotated = torch.stack(pair, dim=-1).flatten(-2) if rope_interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([rotated, x[..., R:]], dim=-1)
 
 
 def infinite_to_nan(x: Tensor) -> Tensor:
     """What an infinite input reached is NaN, whatever its sign and weight."""
     return torch.where(x.isinf(), math.nan, x)
+
+
+def denominator(lse: Tensor, sink: Tensor | None) -> Tensor:
+    """Log of what out is divided by: an attention sink joins it, as a score that has no value."""
+    return lse if sink is None else torch.logaddexp(lse, sink)
 
 
 def candidate_list(parents: Tensor | None, rightmost: int, compression_rate: int, device: torch.device) -> Tensor:
@@ -142,14 +164,16 @@ def walk(
     compression_rate: int,
     top_k: int,
     scale: float,
-    rope_base: float,
+    rope_base: float | None,
     strict_causal: bool,
     selection: list[Tensor] | None = None,
+    **rotation,
 ) -> list[tuple[LayerTrace, Tensor]]:
     """Top-down walk of one query. q: [G, K]; tree_k[l]: [N_l, K], both in the compute dtype.
 
     Returns, top-down, each layer's trace and its selected nodes (ascending; empty at the bottom). ``selection[l-1]``,
     where given, replaces the selection of layer l: the oracle then answers for somebody else's selection.
+    ``rotation``: the options of `rope`.
     """
     steps = []
     parents = None
@@ -157,8 +181,8 @@ def walk(
         rightmost = t // compression_rate**layer
         candidates = candidate_list(parents, rightmost, compression_rate, q.device)
         n = candidates.shape[0]
-        q_rot = rope(q[:, None], torch.tensor([n - 1], device=q.device), rope_base)[:, 0]
-        k_rot = rope(tree_k[layer][candidates], torch.arange(n, device=q.device), rope_base)
+        q_rot = rope(q[:, None], torch.tensor([n - 1], device=q.device), rope_base, **rotation)[:, 0]
+        k_rot = rope(tree_k[layer][candidates], torch.arange(n, device=q.device), rope_base, **rotation)
         scores = scale * (q_rot @ k_rot.T)
         leaves = torch.ones(n, dtype=torch.bool, device=q.device)
         log_imp, margin, parents = None, math.inf, candidates[:0]
@@ -184,16 +208,19 @@ def forward(
     top_k_per_layer: int = 512,
     max_top_nodes: int | None = None,
     scale: float | None = None,
-    rope_base: float = 10000.0,
+    rope_base: float | None = 10000.0,
     strict_causal: bool = True,
     selection: Tensor | None = None,
+    attn_sink: Tensor | None = None,
     traces: bool = False,
     compute_dtype: torch.dtype = torch.float64,
+    **rotation,
 ) -> Result:
     """htree attention. q: [B, T_q, H, K], k: [B, T, H_kv, K], v: [B, T, H_kv, V]; results in ``compute_dtype``.
 
     ``selection`` (in the form of ``Result.selection``) replaces the walk's own selection; ``traces=True`` keeps every
-    query's candidates, scores, importance and margins.
+    query's candidates, scores, importance and margins. ``attn_sink`` [H] joins the denominator of out alone;
+    ``rotation``: the options of `rope`.
     """
     B, T_q, H, K = q.shape
     T, H_kv, V = k.shape[1], k.shape[2], v.shape[3]
@@ -221,12 +248,14 @@ def forward(
                     rope_base=rope_base,
                     strict_causal=strict_causal,
                     selection=None if selection is None else [selection[j, b, i, h_kv] for j in range(L - 1)],
+                    **rotation,
                 )
                 s = torch.cat([step.scores[:, step.leaves] for step, _ in steps], dim=1)
                 values = torch.cat([tree_v[step.layer][b, step.candidates[step.leaves], h_kv] for step, _ in steps])
                 lse = torch.logsumexp(s, dim=1)
                 lse_rows.append(lse)
-                out_rows.append(torch.exp(s - lse[:, None]) @ values)
+                sink = None if attn_sink is None else attn_sink[h_kv * G : (h_kv + 1) * G].to(compute_dtype)
+                out_rows.append(torch.exp(s - denominator(lse, sink)[:, None]) @ values)
                 for step, parents in steps:
                     if step.layer > 0:
                         chosen[step.layer - 1, b, i, h_kv, : parents.shape[0]] = parents.to(torch.int32)
@@ -252,10 +281,13 @@ def backward(
     top_k_per_layer: int = 512,
     max_top_nodes: int | None = None,
     scale: float | None = None,
-    rope_base: float = 10000.0,
+    rope_base: float | None = 10000.0,
+    attn_sink: Tensor | None = None,
     compute_dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv) in ``compute_dtype`` by the backward formula, the selection being a constant."""
+    **rotation,
+) -> tuple[Tensor, ...]:
+    """Gradients (dq, dk, dv), with attn_sink (dq, dk, dv, dsink), in ``compute_dtype`` by the backward formula, the
+    selection being a constant."""
     B, T_q, H, K = q.shape
     T, H_kv = k.shape[1], k.shape[2]
     G = H // H_kv
@@ -269,6 +301,7 @@ def backward(
     dq = torch.zeros_like(q)
     dtree_k = [torch.zeros_like(x) for x in tree_k]
     dtree_v = [torch.zeros_like(x) for x in tree_v]
+    dsink = None if attn_sink is None else q.new_zeros(H)
 
     for b in range(B):
         for i in range(T_q):
@@ -285,13 +318,19 @@ def backward(
                     rope_base=rope_base,
                     strict_causal=True,
                     selection=[selection[j, b, i, h_kv] for j in range(len(tree_k) - 1)],
+                    **rotation,
                 )
                 s = torch.cat([step.scores[:, step.leaves] for step, _ in steps], dim=1)
                 values = torch.cat([tree_v[step.layer][b, step.candidates[step.leaves], h_kv] for step, _ in steps])
-                lse = torch.logsumexp(s, dim=1, keepdim=True)
-                P = torch.exp(s - lse)
+                lse = torch.logsumexp(s, dim=1)
+                sink = None if attn_sink is None else attn_sink[heads].to(compute_dtype)
+                P = torch.exp(s - denominator(lse, sink)[:, None])
                 delta = (do * (P @ values)).sum(1, keepdim=True)
-                dS = P * (do @ values.T - delta + (0.0 if dlse is None else dlse[b, i, heads, None].to(compute_dtype)))
+                dS = P * (do @ values.T - delta)
+                if dlse is not None:
+                    dS = dS + torch.exp(s - lse[:, None]) * dlse[b, i, heads, None].to(compute_dtype)
+                if dsink is not None:
+                    dsink[heads] -= delta[:, 0] * torch.sigmoid(sink - lse)
                 first = 0
                 for step, _ in steps:
                     n = step.candidates.shape[0]
@@ -300,12 +339,12 @@ def backward(
                     columns = slice(first, first + node.shape[0])
                     first += node.shape[0]
                     last = torch.tensor([n - 1], device=q.device)
-                    k_rot = rope(tree_k[step.layer][b, node, h_kv], position, rope_base)
-                    q_rot = rope(q_row[:, None], last, rope_base)[:, 0]
-                    dq_row = rope((dS[:, columns] @ k_rot)[:, None], last, rope_base, inverse=True)[:, 0]
+                    k_rot = rope(tree_k[step.layer][b, node, h_kv], position, rope_base, **rotation)
+                    q_rot = rope(q_row[:, None], last, rope_base, **rotation)[:, 0]
+                    dq_row = rope((dS[:, columns] @ k_rot)[:, None], last, rope_base, True, **rotation)[:, 0]
                     dq[b, i, heads] += scale * dq_row
                     dk_rot = scale * (dS[:, columns].T @ q_rot)
-                    dtree_k[step.layer][b, node, h_kv] += rope(dk_rot, position, rope_base, inverse=True)
+                    dtree_k[step.layer][b, node, h_kv] += rope(dk_rot, position, rope_base, True, **rotation)
                     dtree_v[step.layer][b, node, h_kv] += P[:, columns].T @ do
 
     for dtree in (dtree_k, dtree_v):
@@ -313,7 +352,7 @@ def backward(
             for node in range(dtree[layer].shape[1]):
                 children = slice(node * r, min((node + 1) * r, dtree[layer - 1].shape[1]))
                 dtree[layer - 1][:, children] += dtree[layer][:, node : node + 1] / (children.stop - children.start)
-    return dq, dtree_k[0], dtree_v[0]
+    return (dq, dtree_k[0], dtree_v[0]) if dsink is None else (dq, dtree_k[0], dtree_v[0], dsink)
 
 
 def valid_slots(
@@ -422,8 +461,8 @@ def sparse_attention(
         keys = kv[rows, 0].to(compute_dtype)
         scores = infinite_to_nan(q[s].to(compute_dtype) @ keys.T * sm_scale)
         lse = torch.logsumexp(scores, dim=1)
-        denominator = lse if attn_sink is None else torch.logaddexp(lse, attn_sink.to(compute_dtype))
-        out_rows.append(torch.exp(scores - denominator[:, None]) @ keys[:, :d_v])
+        sink = None if attn_sink is None else attn_sink.to(compute_dtype)
+        out_rows.append(torch.exp(scores - denominator(lse, sink)[:, None]) @ keys[:, :d_v])
         lse_rows.append(lse / math.log(lse_base))
     if not out_rows:
         out = q.new_zeros(0, h_q, d_v, dtype=compute_dtype)

@@ -17,12 +17,16 @@ from . import checks
 from .definition import accumulation_dtype, layer_sizes
 from .params import ListParams
 from .torch_backend import lists as torch_lists
+from .torch_backend import sinks
 from .torch_backend import tree as torch_tree
 
 _TREE_SCHEMA = (
     "SymInt? q_start, SymInt compression_rate, SymInt top_k_per_layer, SymInt? max_top_nodes, float? scale, "
-    "float rope_base, bool strict_causal"
+    "float? rope_base, bool strict_causal"
 )
+# What was appended, each with its default: tensors behind the others, numbers at the end.
+_TREE_TENSORS = "Tensor? attn_sink=None, Tensor? rope_inv_freq=None"
+_ROTATION_SCHEMA = "SymInt? rope_dim=None, bool rope_interleaved=False"
 
 
 def _use_torch(op: str, x: Tensor, backend: str) -> bool:
@@ -110,13 +114,13 @@ def _empty_results(q: Tensor, k: Tensor, v: Tensor, params, need_selection: bool
 @torch.library.custom_op(
     "htree_cuda::forward",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, *, {_TREE_SCHEMA}, bool need_selection, str backend, "
-    'bool deterministic=False, str save_selection="never") -> (Tensor, Tensor, Tensor)',
+    schema=f"(Tensor q, Tensor k, Tensor v, {_TREE_TENSORS}, *, {_TREE_SCHEMA}, bool need_selection, str backend, "
+    f'bool deterministic=False, str save_selection="never", {_ROTATION_SCHEMA}) -> (Tensor, Tensor, Tensor)',
 )
 @_without_autocast
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, need_selection: bool, backend: str, deterministic: bool = False,
-    save_selection: str = "never", **tree,
+    q: Tensor, k: Tensor, v: Tensor, attn_sink: Tensor | None = None, rope_inv_freq: Tensor | None = None, *,
+    need_selection: bool, backend: str, deterministic: bool = False, save_selection: str = "never", **tree,
 ):  # fmt: skip
     """(out, lse, selection); selection has size 0 in its first dimension unless kept. See `api.forward`.
 
@@ -124,7 +128,9 @@ def forward(
     (`_keeps_selection`). The gradients are the same: a backward without it runs this op again. deterministic is the
     backward's; the forward always is.
     """
+    tree = {**tree, "attn_sink": attn_sink, "rope_inv_freq": rope_inv_freq}
     params = checks.tree.forward(q, k, v, backend=backend, **tree)
+    checks.rotation.finite("forward", rope_inv_freq)
     need_selection = _keeps_selection(q, k, v, params, save_selection) or need_selection
     if _use_torch("forward", q, backend):
         return torch_tree.forward(q, k, v, params, need_selection=need_selection)
@@ -139,7 +145,11 @@ def forward(
 
 
 @forward.register_fake
-def _(q, k, v, *, need_selection, backend, deterministic=False, save_selection="never", **tree):
+def _(
+    q, k, v, attn_sink=None, rope_inv_freq=None, *, need_selection, backend, deterministic=False,
+    save_selection="never", **tree,
+):  # fmt: skip
+    tree = {**tree, "attn_sink": attn_sink, "rope_inv_freq": rope_inv_freq}
     params = checks.tree.forward(q, k, v, backend=backend, **tree)
     return _empty_results(q, k, v, params, _keeps_selection(q, k, v, params, save_selection) or need_selection)
 
@@ -151,12 +161,18 @@ def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 @torch.library.custom_op(
     "htree_cuda::backward",
     mutates_args=(),
-    schema="(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor selection, *, "
-    f"{_TREE_SCHEMA}, str backend, bool deterministic=False) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor selection, "
+    f"{_TREE_TENSORS}, *, {_TREE_SCHEMA}, str backend, bool deterministic=False, {_ROTATION_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 @_without_autocast
-def backward(dout, dlse, q, k, v, out, lse, selection, *, backend: str, deterministic: bool = False, **tree):
-    """(dq, dk, dv) of `forward`, walked again from the selection chunk by chunk: nothing is taped."""
+def backward(
+    dout, dlse, q, k, v, out, lse, selection, attn_sink=None, rope_inv_freq=None, *, backend: str,
+    deterministic: bool = False, **tree,
+):  # fmt: skip
+    """(dq, dk, dv) of `forward`, walked again from the selection chunk by chunk: nothing is taped. The gradient of
+    attn_sink is `sink_gradient`."""
+    tree = {**tree, "attn_sink": attn_sink, "rope_inv_freq": rope_inv_freq}
     params = checks.tree.forward(q, k, v, backend=backend, op="backward", **tree)
     checks.tree.backward(dout, dlse, q, k, v, out, lse, selection, params)
     if _use_torch("backward", q, backend):
@@ -167,14 +183,37 @@ def backward(dout, dlse, q, k, v, out, lse, selection, *, backend: str, determin
     dq, dk, dv = _empty_gradients(q, k, v)
     if dk.numel():
         workspace = q.new_empty(kernels.backward_workspace(q, k, v, params), dtype=torch.uint8)
+        if attn_sink is not None:
+            lse, dlse = sinks.folded(lse, dlse, attn_sink)
         kernels.backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, workspace, params)
     return dq, dk, dv
 
 
 @backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, selection, *, backend, deterministic=False, **tree):
+def _(
+    dout, dlse, q, k, v, out, lse, selection, attn_sink=None, rope_inv_freq=None, *, backend, deterministic=False,
+    **tree,
+):  # fmt: skip
+    tree = {**tree, "attn_sink": attn_sink, "rope_inv_freq": rope_inv_freq}
     checks.tree.forward(q, k, v, backend=backend, op="backward", **tree)
     return _empty_gradients(q, k, v)
+
+
+@torch.library.custom_op(
+    "htree_cuda::sink_gradient",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor out, Tensor lse, Tensor attn_sink) -> Tensor",
+)
+@_without_autocast
+def sink_gradient(dout, out, lse, attn_sink):
+    """The gradient [H] of attn_sink, from what a forward returned: out [..., T, H, V], lse [..., T, H]. PyTorch
+    operations on every device."""
+    return sinks.gradient(dout, out, lse, attn_sink)
+
+
+@sink_gradient.register_fake
+def _(dout, out, lse, attn_sink):
+    return torch.empty_like(attn_sink)
 
 
 def _save_for_backward(ctx, inputs, keyword_only_inputs, output):
@@ -186,12 +225,16 @@ def _save_for_backward(ctx, inputs, keyword_only_inputs, output):
 
 
 def _run_backward(ctx, dout, dlse, _dselection):
-    q, k, v, out, lse, selection = ctx.saved_tensors
+    q, k, v, attn_sink, rope_inv_freq, out, lse, selection = ctx.saved_tensors
     dout, dlse = (x.new_zeros(()).expand_as(x) if dx is None else dx for x, dx in ((out, dout), (lse, dlse)))
+    tensors = (attn_sink, rope_inv_freq)
     tree = {name: x for name, x in ctx.options.items() if name != "deterministic"}
+    tree |= {"rope_inv_freq": rope_inv_freq}
     if selection.shape[0] != _layers(k, checks.tree.forward(q, k, v, **tree)) - 1:
-        selection = torch.ops.htree_cuda.forward(q, k, v, need_selection=True, **ctx.options)[2]
-    return torch.ops.htree_cuda.backward(dout, dlse, q, k, v, out, lse, selection, **ctx.options)
+        selection = torch.ops.htree_cuda.forward(q, k, v, *tensors, need_selection=True, **ctx.options)[2]
+    grads = torch.ops.htree_cuda.backward(dout, dlse, q, k, v, out, lse, selection, *tensors, **ctx.options)
+    needs_sink = attn_sink is not None and ctx.needs_input_grad[3]
+    return *grads, torch.ops.htree_cuda.sink_gradient(dout, out, lse, attn_sink) if needs_sink else None, None
 
 
 def _no_double_backward(op: str) -> Callable:

@@ -19,7 +19,7 @@ from .layout import TreeLayout
 from .params import CachedParams
 from .torch_backend import decode
 from .torch_backend.decode import CacheTensors
-from .torch_backend.tree import rope_tables
+from .torch_backend.rotation import rope_tables
 
 _LAYOUT_SCHEMA = "int compression_rate, int max_tokens, int num_layers, int page_size"
 
@@ -86,32 +86,32 @@ def _(lengths, overflowed, reserved, shared, new_lengths) -> None:
     "htree_cuda::forward_cached",
     mutates_args=(),
     schema="(Tensor q, Tensor? seqused_q, Tensor lengths, Tensor overflowed, Tensor k, Tensor v, Tensor k_upper, "
-    f"Tensor v_upper, Tensor block_table, Tensor reserved, Tensor rope_table, Tensor? attn_sink, *, {_LAYOUT_SCHEMA}, "
-    "SymInt top_k_per_layer, SymInt? max_top_nodes, float? scale, float? rope_base, bool rope_interleaved, "
-    "bool need_selection, str backend) "
+    "Tensor v_upper, Tensor block_table, Tensor reserved, Tensor rope_table, Tensor? attn_sink, "
+    f"Tensor? rope_inv_freq=None, *, {_LAYOUT_SCHEMA}, SymInt top_k_per_layer, SymInt? max_top_nodes, float? scale, "
+    "float? rope_base, bool rope_interleaved, bool need_selection, str backend, SymInt? rope_dim=None) "
     "-> (Tensor, Tensor, Tensor)",
 )
 @ops._without_autocast
 def forward_cached(
     q, seqused_q, lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, rope_table, attn_sink,
-    *, compression_rate, max_tokens, num_layers, page_size, need_selection: bool, backend: str, **tree,
+    rope_inv_freq=None, *, compression_rate, max_tokens, num_layers, page_size, need_selection: bool, backend: str,
+    **tree,
 ):  # fmt: skip
     """(out, lse, selection) of the last T_q tokens of each sequence; selection has size 0 in its first dimension
     unless needed. rope_table [positions, R/2, 2] holds cos and sin of each position in a candidate list, in float32
-    (float64 for float64); rope_base says that it is that of rope_base over all of K, None that it is another. See
+    (float64 for float64), as `rope_table` makes it of rope_base, rope_inv_freq and rope_dim. See
     `cache.forward_cached`."""
     cache = CacheTensors(lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved)
     layout = TreeLayout(compression_rate, max_tokens, num_layers, page_size)
+    tree = {**tree, "rope_inv_freq": rope_inv_freq}
     params = checks.cache.forward_cached(q, seqused_q, cache, layout, rope_table, attn_sink, backend=backend, **tree)
     torch_backend = ops._use_torch("forward_cached", q, backend)
     if not torch_backend:
-        checks.cache.forward_cached_kernel(q, cache, rope_table, attn_sink, params)
-    plain = params.rope_base is not None and not params.rope_interleaved and attn_sink is None
-    if q.shape[1] > FEW_QUERIES and q.shape[0] and plain:
+        checks.cache.forward_cached_kernel(q, cache, params)
+    if q.shape[1] > FEW_QUERIES and q.shape[0]:
         return _prefill(q, seqused_q, cache, layout, params, need_selection, backend)
     if torch_backend and q.shape[0] and q.shape[1]:
-        options = {"attn_sink": attn_sink, "need_selection": need_selection}
-        return decode.forward_cached(q, seqused_q, cache, layout, rope_table, params, **options)
+        return decode.forward_cached(q, seqused_q, cache, layout, rope_table, params, need_selection=need_selection)
     out, lse, selection = _empty_results(q, cache, layout, params, need_selection)
     if out.numel():
         from . import kernels
@@ -124,10 +124,11 @@ def forward_cached(
 @forward_cached.register_fake
 def _(
     q, seqused_q, lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, rope_table, attn_sink,
-    *, compression_rate, max_tokens, num_layers, page_size, need_selection, backend, **tree,
+    rope_inv_freq=None, *, compression_rate, max_tokens, num_layers, page_size, need_selection, backend, **tree,
 ):  # fmt: skip
     cache = CacheTensors(lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved)
     layout = TreeLayout(compression_rate, max_tokens, num_layers, page_size)
+    tree = {**tree, "rope_inv_freq": rope_inv_freq}
     params = checks.cache.forward_cached(q, seqused_q, cache, layout, rope_table, attn_sink, backend=backend, **tree)
     return _empty_results(q, cache, layout, params, need_selection)
 
@@ -158,8 +159,10 @@ def _prefill(
     options = {
         "compression_rate": params.compression_rate, "top_k_per_layer": params.top_k, "scale": params.scale,
         "max_top_nodes": params.max_top_nodes, "rope_base": params.rope_base, "strict_causal": True,
-        "need_selection": need_selection, "backend": backend,
+        "need_selection": need_selection, "backend": backend, "rope_dim": params.rope_dim,
+        "rope_interleaved": params.rope_interleaved,
     }  # fmt: skip
+    tables = (params.attn_sink, None if params.rope_inv_freq is None else params.rope_inv_freq.to(q.device))
     for b, failed in enumerate(cache.overflowed.tolist()):
         if failed:
             out[b, : used[b]], lse[b, : used[b]] = math.nan, math.nan
@@ -175,7 +178,8 @@ def _prefill(
             mine = mine.expand(1, 2, *mine.shape[2:])
             if lengths[b] == 1:
                 k, v = (x.expand(1, 2, *x.shape[2:]) for x in (k, v))
-        results = torch.ops.htree_cuda.forward(mine, k, v, q_start=max(0, start - (mine.shape[1] - count)), **options)
+        options["q_start"] = max(0, start - (mine.shape[1] - count))
+        results = torch.ops.htree_cuda.forward(mine, k, v, *tables, **options)
         keep = slice(0, 1) if lengths[b] == 1 else slice(mine.shape[1] - count, None)
         out[b, rows], lse[b, rows] = results[0][0, keep], results[1][0, keep]
         if need_selection:
@@ -207,15 +211,13 @@ def rope_table(
             "captured in a CUDA graph; call forward_cached once before the capture"
         )
     place = {"dtype": accumulation_dtype(like.dtype), "device": like.device}
-    if rope_base is not None:
-        return torch.stack(rope_tables(positions, rope_dim, rope_base, **place), dim=2)
-    inv_freq = torch.zeros(rope_dim // 2) if inv_freq is None else inv_freq
-    if not bool(inv_freq.isfinite().all()):
-        checks.common.fail("forward_cached", "rope_inv_freq must be finite", inv_freq.tolist())
-    angle = (
-        torch.arange(positions, dtype=torch.float64, device=like.device)[:, None] * inv_freq.to(like.device).double()
-    )
-    return torch.stack((angle.cos(), angle.sin()), dim=2).to(**place)
+    if rope_base is None and inv_freq is None:
+        inv_freq = torch.zeros(rope_dim // 2)
+    if inv_freq is not None:
+        inv_freq = inv_freq.cpu()
+        checks.rotation.finite("forward_cached", inv_freq)
+        inv_freq = inv_freq.to(like.device)
+    return torch.stack(rope_tables(positions, rope_dim, rope_base, **place, inv_freq=inv_freq), dim=2)
 
 
 @rope_table.register_fake

@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class TreeParams:
-    """One call of forward or backward."""
+    """One call of forward or backward.
+
+    rope_base is None where rope_inv_freq stands in its place, or where nothing is rotated; rope_dim None is K. The
+    tensors are small, and belong to the definition of the call as the numbers do."""
 
     q_start: int
     compression_rate: int
     top_k: int
     max_top_nodes: int
     scale: float
-    rope_base: float
+    rope_base: float | None
     strict_causal: bool
+    rope_dim: int | None = None
+    rope_interleaved: bool = False
+    rope_inv_freq: Tensor | None = field(default=None, compare=False)  # [R/2] float32 or float64
+    attn_sink: Tensor | None = field(default=None, compare=False)  # [H] in the accumulation dtype
 
 
 @dataclass(frozen=True)
 class CachedParams:
     """One call of forward_cached, which is strictly causal and whose positions follow from the cache's lengths.
 
-    The table of rotations is an argument of its own; rope_base is None where it is another than rope_base's, and the
-    table then may hold fewer than K / 2 pairs."""
+    The table of rotations is an argument of its own, made of the same options, which a prefill hands on."""
 
     compression_rate: int
     top_k: int
     max_top_nodes: int
     scale: float
     rope_base: float | None
+    rope_dim: int
     rope_interleaved: bool
+    rope_inv_freq: Tensor | None = field(default=None, compare=False)
+    attn_sink: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

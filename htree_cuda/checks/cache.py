@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..definition import accumulation_dtype
 from ..layout import TreeLayout, default_layers
 from ..params import CachedParams
-from . import support
+from . import rotation, support
 from .common import (
     FLOAT_DTYPES,
     MAX_INT32,
@@ -176,6 +175,8 @@ def forward_cached(
     rope_base: float | None,
     rope_interleaved: bool,
     backend: str,
+    rope_inv_freq: Tensor | None = None,
+    rope_dim: int | None = None,
 ) -> CachedParams:
     """Rules of ``htree_cuda::forward_cached``; returns the numbers with every default resolved."""
     op = "forward_cached"
@@ -194,41 +195,31 @@ def forward_cached(
     _seqused(op, "seqused_q", seqused_q, "q", q)
     max_top_nodes, scale = tree_options(
         op, dtype=q.dtype, head_dim=K, compression_rate=layout.compression_rate, top_k_per_layer=top_k_per_layer,
-        max_top_nodes=max_top_nodes, scale=scale, rope_base=1.0 if rope_base is None else rope_base,
+        max_top_nodes=max_top_nodes, scale=scale, rope_base=rope_base,
     )  # fmt: skip
+    rope_dim = rotation.rotation(op, K, None, rope_base, rope_inv_freq, rope_dim)
     dimensions(op, "rope_table", rope_table, ("positions", "R/2", "2"))
     same_device(op, "q", q, rope_table=rope_table)
-    if rope_base is not None:
-        equal(op, "dimension 1 of rope_table", rope_table.shape[1], "K / 2", K // 2)
-    if attn_sink is not None:
-        dimensions(op, "attn_sink", attn_sink, ("H",))
-        equal(op, "dimension 0 of attn_sink", attn_sink.shape[0], "H of q", H)
-        wanted = accumulation_dtype(q.dtype)
-        if attn_sink.dtype != wanted:
-            fail(op, f"attn_sink must be {str(wanted).removeprefix('torch.')} where q is {q.dtype}", attn_sink.dtype)
-        same_device(op, "q", q, attn_sink=attn_sink)
+    equal(op, "dimension 1 of rope_table", rope_table.shape[1], "rope_dim / 2", rope_dim // 2)
+    rotation.sink(op, q, attn_sink)
     top = -(-layout.max_tokens // layout.compression_rate ** (layout.num_layers - 1))
     if top > max_top_nodes:
         fail(
             op, f"max_top_nodes must be at least {top}, the nodes of the highest of the {layout.num_layers} layers "
             f"that the cache stores of {layout.max_tokens} tokens (more num_layers need fewer)", max_top_nodes,
         )  # fmt: skip
-    return CachedParams(layout.compression_rate, top_k_per_layer, max_top_nodes, scale, rope_base, rope_interleaved)
+    return CachedParams(
+        layout.compression_rate, top_k_per_layer, max_top_nodes, scale, rope_base, rope_dim, rope_interleaved,
+        rope_inv_freq, attn_sink,
+    )  # fmt: skip
 
 
-def forward_cached_kernel(q: Tensor, cache, rope_table: Tensor, attn_sink: Tensor | None, params: CachedParams) -> None:
+def forward_cached_kernel(q: Tensor, cache, params: CachedParams) -> None:
     """What the decoding kernels support of a valid call: what the forward's do, and any table of K / 2 pairs of halves
     for up to 8 queries."""
     op = "forward_cached"
-    support.forward(q, cache.k.transpose(1, 2), cache.v.transpose(1, 2), params, op)
-    if attn_sink is not None:
-        support._way_out(op, "the kernels take no attn_sink")
-    if params.rope_interleaved:
-        support._way_out(op, "the kernels rotate halves, not neighbours (rope_interleaved)")
-    if rope_table.shape[1] != q.shape[3] // 2:
-        support._way_out(op, f"the kernels need rope_dim = K ({q.shape[3]}), got {2 * rope_table.shape[1]}")
-    if params.rope_base is None and q.shape[1] > FEW_QUERIES:
-        support._way_out(op, f"the kernels take rope_base alone for more than {FEW_QUERIES} queries, got {q.shape[1]}")
+    support.tree_shapes(op, q, cache.k.transpose(1, 2), cache.v.transpose(1, 2), params)
+    support.tree_options(op, params, q.shape[3], any_table=q.shape[1] <= FEW_QUERIES)
 
 
 def module_cache(cache: Any, past: Any, return_kv: bool, *, compression_rate: int, strict_causal: bool) -> None:
@@ -247,14 +238,12 @@ def option_types(op: str, *, return_lse: bool, return_selection: bool, **tree: A
     """Python types of `forward_cached`'s options that are no tensors; returns the numbers as the op takes them."""
     boolean(op, "return_lse", return_lse)
     boolean(op, "return_selection", return_selection)
-    boolean(op, "rope_interleaved", tree["rope_interleaved"])
-    rope_base = number(op, "rope_base", tree["rope_base"], optional=True)
+    names = ("rope_base", "rope_inv_freq", "rope_dim", "rope_interleaved", "attn_sink", "softcap")
     return {
         "top_k_per_layer": integer(op, "top_k_per_layer", tree["top_k_per_layer"]),
         "max_top_nodes": integer(op, "max_top_nodes", tree["max_top_nodes"], optional=True),
         "scale": number(op, "scale", tree["scale"], optional=True),
-        "rope_base": None if rope_base is None else float(rope_base),
-        "rope_interleaved": tree["rope_interleaved"],
+        **rotation.option_types(op, **{name: tree[name] for name in names}),
     }
 
 
@@ -265,26 +254,6 @@ def no_gradient(op: str, q: Tensor) -> None:
             f"{op}: a cached call has no gradient; run it under torch.no_grad() or torch.inference_mode(), or train "
             "with htree_cuda.forward"
         )
-
-
-def rotation(
-    rope_base: float | None, default_base: float, rope_inv_freq: Tensor | None, rope_dim: int | None, K: int
-) -> int:
-    """Rules of the options that make the table of rotations; returns rope_dim."""
-    op = "forward_cached"
-    rope_dim = integer(op, "rope_dim", rope_dim, optional=True)
-    rope_dim = K if rope_dim is None else rope_dim
-    if rope_dim % 2 or not 0 < rope_dim <= K:
-        fail(op, f"rope_dim must be even, 2 .. K ({K})", rope_dim)
-    if rope_inv_freq is not None:
-        tensor(op, "rope_inv_freq", rope_inv_freq)
-        dimensions(op, "rope_inv_freq", rope_inv_freq, ("R/2",))
-        if rope_inv_freq.dtype not in (torch.float32, torch.float64):
-            fail(op, "rope_inv_freq must be float32 or float64", rope_inv_freq.dtype)
-        equal(op, "dimension 0 of rope_inv_freq", rope_inv_freq.shape[0], "rope_dim / 2", rope_dim // 2)
-        if rope_base != default_base:
-            fail(op, "rope_inv_freq takes the place of rope_base, which must be left alone", rope_base)
-    return rope_dim
 
 
 def lengths(op: str, value: Any, batch_size: int) -> None:

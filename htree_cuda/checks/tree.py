@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..definition import accumulation_dtype, layer_sizes
 from ..params import TreeParams
+from . import rotation
 from .common import (
     FLOAT_DTYPES,
     MAX_INT32,
@@ -83,7 +84,7 @@ def tree_options(
     top_k_per_layer: int,
     max_top_nodes: int | None,
     scale: float | None,
-    rope_base: float,
+    rope_base: float | None,
 ) -> tuple[int, float]:
     """Rules of the numbers that belong to no tensor; returns (max_top_nodes, scale) with their defaults resolved."""
     power_of_two(op, "compression_rate", compression_rate, 2)
@@ -97,21 +98,26 @@ def tree_options(
         scale = float(head_dim) ** -0.5
     else:
         scale_number(op, "scale", scale, dtype)
-    if not (math.isfinite(rope_base) and rope_base > 0):
+    if rope_base is not None and not (math.isfinite(rope_base) and rope_base > 0):
         fail(op, "rope_base must be finite and greater than 0", rope_base)
     return max_top_nodes, scale
 
 
 def tree_option_types(op: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Python types of `forward`'s options that are no tensors and no return flags; returns them as the ops take them,
+    """Python types of `forward`'s options but the return flags; returns those that are no tensors as the ops take them,
     NumPy's numbers as Python's."""
     typed = {
         "compression_rate": integer(op, "compression_rate", options["compression_rate"]),
         "top_k_per_layer": integer(op, "top_k_per_layer", options["top_k_per_layer"]),
         "max_top_nodes": integer(op, "max_top_nodes", options["max_top_nodes"], optional=True),
         "scale": number(op, "scale", options["scale"], optional=True),
-        "rope_base": number(op, "rope_base", options["rope_base"]),
     }
+    rotation_options = ("rope_base", "rope_inv_freq", "rope_dim", "rope_interleaved", "attn_sink", "softcap")
+    if "softcap" in options:
+        typed |= rotation.option_types(op, **{name: options[name] for name in rotation_options})
+        options = {name: x for name, x in options.items() if name not in rotation_options}
+    else:  # a module, which rotates by a base alone
+        typed["rope_base"] = number(op, "rope_base", options["rope_base"])
     boolean(op, "strict_causal", options["strict_causal"])
     backend_name(op, options["backend"])
     if options["deterministic"] is not None:
@@ -196,9 +202,13 @@ def forward(
     top_k_per_layer: int,
     max_top_nodes: int | None,
     scale: float | None,
-    rope_base: float,
+    rope_base: float | None,
     strict_causal: bool,
     backend: str,
+    attn_sink: Tensor | None = None,
+    rope_inv_freq: Tensor | None = None,
+    rope_dim: int | None = None,
+    rope_interleaved: bool = False,
     op: str = "forward",
 ) -> TreeParams:
     """Rules of ``htree_cuda::forward`` (and its backward); returns the numbers with every default resolved."""
@@ -224,7 +234,12 @@ def forward(
         op, dtype=q.dtype, head_dim=K, compression_rate=compression_rate, top_k_per_layer=top_k_per_layer,
         max_top_nodes=max_top_nodes, scale=scale, rope_base=rope_base,
     )  # fmt: skip
-    return TreeParams(q_start, compression_rate, top_k_per_layer, max_top_nodes, scale, rope_base, strict_causal)
+    rope_dim = rotation.rotation(op, K, q.device, rope_base, rope_inv_freq, rope_dim)
+    rotation.sink(op, q, attn_sink)
+    return TreeParams(
+        q_start, compression_rate, top_k_per_layer, max_top_nodes, scale, rope_base, strict_causal, rope_dim,
+        rope_interleaved, rope_inv_freq, attn_sink,
+    )  # fmt: skip
 
 
 def backward(

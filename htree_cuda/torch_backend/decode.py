@@ -20,8 +20,10 @@ from torch import Tensor
 from ..definition import accumulation_dtype, infinite_to_nan, layer_sizes
 from ..layout import TreeLayout
 from ..params import CachedParams
+from . import sinks
 from .chunks import budget
-from .tree import _Layer, _log_importance, _rotate, _select
+from .rotation import rotate
+from .tree import _Layer, _log_importance, _select
 
 
 class CacheTensors(NamedTuple):
@@ -154,20 +156,6 @@ def _gather(cache: CacheTensors, layout: TreeLayout, layer: int, rows: _Rows, no
     return tuple(x.index_select(0, place).view(*node.shape, -1).to(dtype) for x in _buffers(cache, upper))
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """RoPE of the first elements of x [..., K], two for each column of the tables: halves, or neighbours."""
-    rotated = 2 * cos.shape[-1]
-    if rotated == x.shape[-1] and not interleaved:
-        return _rotate(x, cos, sin)
-    part = x[..., :rotated]
-    if interleaved:
-        part = torch.cat((part[..., 0::2], part[..., 1::2]), -1)
-    part = _rotate(part.contiguous(), cos, sin)
-    if interleaved:
-        part = torch.stack(part.chunk(2, -1), -1).flatten(-2)
-    return torch.cat((part, x[..., rotated:].expand(*part.shape[:-1], -1)), -1)
-
-
 def _attend(rows: _Rows, cache: CacheTensors, layout: TreeLayout, table: Tensor, params: CachedParams, longest: int):
     """out [rows, G, V], lse [rows, G] and, top layer first, the nodes [rows, at most top_k] chosen of each layer."""
     # With more children than tokens there is one node anyway: gathers need not be wider.
@@ -187,8 +175,8 @@ def _attend(rows: _Rows, cache: CacheTensors, layout: TreeLayout, table: Tensor,
         candidates = _Candidates(layer, n, node)
         keys, layer_values = _gather(cache, layout, layer, rows, node.masked_fill(~candidates.readable, 0), acc)
         width = node.shape[1]
-        keys = _rotated(keys, cos[:width], sin[:width], params.rope_interleaved)
-        query = _rotated(rows.q, cos[n - 1][:, None], sin[n - 1][:, None], params.rope_interleaved)
+        keys = rotate(keys, cos[:width], sin[:width], interleaved=params.rope_interleaved)
+        query = rotate(rows.q, cos[n - 1][:, None], sin[n - 1][:, None], interleaved=params.rope_interleaved)
         s = torch.bmm(query, keys.transpose(1, 2)).mul_(params.scale)
         s.masked_fill_(~candidates.readable[:, None], -math.inf)
         leaves = candidates.readable
@@ -223,7 +211,7 @@ def whole_layers(t: Tensor, compression_rate: int, layer: int, top_k: int) -> Te
 
 def forward_cached(
     q: Tensor, seqused_q: Tensor | None, cache: CacheTensors, layout: TreeLayout, table: Tensor, params: CachedParams,
-    *, attn_sink: Tensor | None = None, need_selection: bool,
+    *, need_selection: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q [B, T_q, H, K], the last tokens of each sequence -> out, lse, selection, as the op returns them."""
     B, T_q, H, K = q.shape
@@ -268,9 +256,8 @@ def forward_cached(
     failed = used & (cache.overflowed != 0)[:, None]
     lse = back(lse, G).reshape(B, T_q, H)
     out = back(out, G, V).reshape(B, T_q, H, V)
-    if attn_sink is not None:
-        # exp(sink) in the denominator: exp(lse) / (exp(lse) + exp(sink)) times what is without it.
-        out *= torch.sigmoid(lse - attn_sink)[..., None]
+    if params.attn_sink is not None:
+        out *= sinks.share(lse, params.attn_sink)[..., None]
     out.masked_fill_(missing[..., None, None], 0.0).masked_fill_(failed[..., None, None], math.nan)
     lse.masked_fill_(missing[..., None], -math.inf)
     lse.masked_fill_(failed[..., None], math.nan)

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from ..definition import accumulation_dtype, infinite_to_nan, layer_sizes
 from ..params import TreeParams
+from . import sinks
 from .chunks import Scratch, budget
+from .rotation import rope_tables, rotate
 
 # --------------------------------------------------------------------------------------------------------------- tree
 
@@ -70,30 +72,6 @@ def _unpool(grad: Tensor, below: int, r: int) -> Tensor:
     return (grad / count).repeat_interleave(r, dim=1)[:, :below]
 
 
-# --------------------------------------------------------------------------------------------------------------- RoPE
-
-
-def rope_tables(n: int, K: int, rope_base: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos, sin of p * base^(-2m/K): [n, K/2]. Angles in float64 (a float32 angle at p = 8191 is off by 5e-4)."""
-    inv_freq = rope_base ** (-2.0 * torch.arange(K // 2, dtype=torch.float64, device=device) / K)
-    angle = torch.arange(n, dtype=torch.float64, device=device)[:, None] * inv_freq
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int = 1, out: Tensor | None = None) -> Tensor:
-    """Rotate-half RoPE of x [..., K] by tables that broadcast against [..., K/2]; sign -1 is the inverse."""
-    half = x.shape[-1] // 2
-    lo, hi = x[..., :half], x[..., half:]
-    if out is None:
-        shape = torch.broadcast_shapes(x.shape, cos.shape[:-1] + x.shape[-1:])
-        out = torch.empty(shape, dtype=cos.dtype, device=x.device)
-    torch.mul(lo, cos, out=out[..., :half])
-    out[..., :half].addcmul_(hi, sin, value=-sign)
-    torch.mul(hi, cos, out=out[..., half:])
-    out[..., half:].addcmul_(lo, sin, value=sign)
-    return out
-
-
 # ------------------------------------------------------------------------------------------------------------- layers
 
 
@@ -118,9 +96,9 @@ class _TopLayer(_Layer):
     (None where there is none): they are taken out of the products and put back as NaN only where a leaf holds them.
     """
 
-    def __init__(self, layer: int, n: Tensor, keys_rot: Tensor, values: Tensor, bad_keys, bad_values, cos, sin):
+    def __init__(self, layer: int, n: Tensor, keys_rot: Tensor, values: Tensor, bad_keys, bad_values, rotate_by):
         super().__init__(layer, n, values.shape[1])
-        self.keys_rot, self.values, self.cos, self.sin = keys_rot, values, cos, sin
+        self.keys_rot, self.values, self.rotate_by = keys_rot, values, rotate_by
         self.bad_keys, self.bad_values = bad_keys, bad_values
 
     def _per_bh(self, x: Tensor) -> Tensor:
@@ -165,7 +143,7 @@ class _TopLayer(_Layer):
     def add_gradients(self, dk: Tensor, dv: Tensor, dS: Tensor, P: Tensor, q_rot: Tensor, dout: Tensor, leaves, finite):
         width = self.values.shape[1]
         dk_rot = self._transposed_product(dS, leaves, q_rot, finite)
-        dk[:, :width] += _rotate(dk_rot, self.cos[:width], self.sin[:width], sign=-1)
+        dk[:, :width] += self.rotate_by(slice(width), dk_rot, sign=-1)
         dv[:, :width] += self._transposed_product(P, leaves, dout, finite)
 
 
@@ -176,11 +154,11 @@ class _LowerLayer(_Layer):
     """
 
     def __init__(
-        self, layer: int, n: Tensor, t: Tensor, parents: Tensor, keys, values, cos, sin, r: int, scratch, deterministic
+        self, layer: int, n: Tensor, t: Tensor, parents: Tensor, keys, values, rotate_by, r: int, scratch, deterministic
     ):
         width = parents.shape[1] * r
         super().__init__(layer, n, width)
-        self.cos, self.sin = cos[:width], sin[:width]
+        self.rotate_by = rotate_by
         children = (parents[:, :, None] * r + torch.arange(r, device=n.device)).flatten(1)
         self.node = torch.where(self.valid, children, (t // r**layer)[:, None])
         BH, N, _ = keys.shape
@@ -189,7 +167,7 @@ class _LowerLayer(_Layer):
         self.flat = (self.node + first[:, None]).flatten()
         self.scratch, self.acc, self.deterministic = scratch, accumulation_dtype(keys.dtype), deterministic
         gathered = self._gather(keys, "gathered")
-        self.keys_rot = _rotate(gathered, self.cos, self.sin, out=self._buffer("keys", gathered.shape[2]))
+        self.keys_rot = rotate_by(slice(width), gathered, out=self._buffer("keys", gathered.shape[2]))
         self.values = self._gather(values, "values")
         if self.values.dtype != self.acc:
             self.values = self._buffer("values", values.shape[2]).copy_(self.values)
@@ -230,7 +208,7 @@ class _LowerLayer(_Layer):
         not_leaf = ~leaves[:, :, None]
         dk_rot = torch.bmm(dS.transpose(1, 2), q_rot, out=self._buffer("products", q_rot.shape[2]))
         dk_rot.masked_fill_(not_leaf, 0.0)
-        rows = _rotate(dk_rot, self.cos, self.sin, sign=-1, out=self._buffer("rotated", q_rot.shape[2]))
+        rows = self.rotate_by(slice(dk_rot.shape[1]), dk_rot, sign=-1, out=self._buffer("rotated", q_rot.shape[2]))
         self._add_rows(dk, rows)
         rows = torch.bmm(P.transpose(1, 2), dout, out=self._buffer("products", dout.shape[2]))
         rows.masked_fill_(not_leaf, 0.0)
@@ -267,9 +245,10 @@ class _Walk:
         widest = self.tree_k[-1].shape[1]
         if self.L > 1:
             widest = max(widest, min(params.top_k, self.tree_k[1].shape[1]) * r)
-        self.cos, self.sin = rope_tables(widest, self.K, params.rope_base, self.acc, q.device)
-        top = self.tree_k[-1].shape[1]
-        self.top_keys_rot = _rotate(self.tree_k[-1], self.cos[:top], self.sin[:top])
+        R = self.K if params.rope_dim is None else params.rope_dim
+        self.widest = widest
+        self.cos, self.sin = rope_tables(widest, R, params.rope_base, self.acc, q.device, params.rope_inv_freq)
+        self.top_keys_rot = self.rotate_by(slice(self.tree_k[-1].shape[1]), self.tree_k[-1])
         self.top_values = self.tree_v[-1].to(self.acc)
         self.bad_keys, self.bad_values = _bad(self.top_keys_rot), _bad(self.top_values)
 
@@ -277,8 +256,7 @@ class _Walk:
         """(slice of b*H_kv + h_kv, slice of queries). Their sizes follow from shapes alone."""
         if self.BH == 0 or self.T_q == 0:
             return
-        width = self.cos.shape[0]
-        row_bytes = width * self.top_values.element_size() * (3 * self.K + 3 * self.V + 6 * self.G + 8)
+        row_bytes = self.widest * self.top_values.element_size() * (3 * self.K + 3 * self.V + 6 * self.G + 8)
         rows = max(1, budget(self.q.device) // row_bytes)
         bh_step = min(self.BH, rows)
         q_step = max(1, rows // bh_step)
@@ -312,17 +290,26 @@ class _Walk:
         bad_keys = None if self.bad_keys is None else self.bad_keys[bh, :width]
         bad_values = None if self.bad_values is None else self.bad_values[bh, :width]
         keys_rot, values = self.top_keys_rot[bh, :width], self.top_values[bh, :width]
-        return _TopLayer(layer, t // stride + 1, keys_rot, values, bad_keys, bad_values, self.cos, self.sin)
+        return _TopLayer(layer, t // stride + 1, keys_rot, values, bad_keys, bad_values, self.rotate_by)
 
     def lower_layer(self, above: _Layer, t: Tensor, parents: Tensor, bh: slice) -> _LowerLayer:
         r, layer = self.params.compression_rate, above.layer - 1
         n = (above.n.clamp(max=self.params.top_k) - 1) * r + t // r**layer % r + 1
         keys, values = self.tree_k[layer][bh], self.tree_v[layer][bh]
-        return _LowerLayer(layer, n, t, parents, keys, values, self.cos, self.sin, r, self.scratch, self.deterministic)
+        return _LowerLayer(layer, n, t, parents, keys, values, self.rotate_by, r, self.scratch, self.deterministic)
 
     def query_at(self, q: Tensor, layer: _Layer, sign: int = 1) -> Tensor:
         """q [rows, G, K] rotated to each query's own position n - 1 (sign -1: rotated back)."""
-        return _rotate(q, self.cos[layer.n - 1][:, None], self.sin[layer.n - 1][:, None], sign)
+        cos, sin = self.cos[layer.n - 1][:, None], self.sin[layer.n - 1][:, None]
+        return rotate(q, cos, sin, sign, interleaved=self.params.rope_interleaved)
+
+    def rotate_by(self, places: slice, x: Tensor, sign: int = 1, out: Tensor | None = None) -> Tensor:
+        """x [..., places, K] rotated by places of a candidate list."""
+        return rotate(x, self.cos[places], self.sin[places], sign, out, self.params.rope_interleaved)
+
+    def heads(self, x: Tensor, bh: slice, queries: int) -> Tensor:
+        """[H] -> [bh * queries, G], one row for each of so many queries."""
+        return x.view(1, self.H_kv, self.G).expand(self.B, -1, -1).flatten(0, 1)[bh].repeat_interleave(queries, 0)
 
     def expanded(self, layer: _Layer, parents: Tensor) -> Tensor:
         """[rows, width] marks of the candidates that are among `parents` [rows, P] (ascending, -1 pads)."""
@@ -409,8 +396,12 @@ def forward(
             if parents is None:
                 break
             layer = walk.lower_layer(layer, t, parents, bh)
-        walk.put_rows(out, bh, queries, infinite_to_nan(acc / row_sum[:, :, None]))
-        walk.put_rows(lse, bh, queries, infinite_to_nan(row_max + row_sum.log()))
+        lse_rows = infinite_to_nan(row_max + row_sum.log())
+        out_rows = infinite_to_nan(acc / row_sum[:, :, None])
+        if params.attn_sink is not None:
+            out_rows *= sinks.share(lse_rows, walk.heads(params.attn_sink, bh, queries.stop - queries.start))[..., None]
+        walk.put_rows(out, bh, queries, out_rows)
+        walk.put_rows(lse, bh, queries, lse_rows)
     return out, lse, selection
 
 
@@ -427,12 +418,15 @@ def backward(
     *,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the dtype of the inputs. dlse [B,T_q,H]; out, lse, selection as `forward` returned them.
+    """dq, dk, dv in the dtype of the inputs. dlse [B,T_q,H]; out, lse, selection as `forward` returned them. The
+    gradient of attn_sink is `sinks.gradient`.
 
     deterministic: no atomic additions, on a device that has them.
     """
     walk = _Walk(q, k, v, params, deterministic=deterministic)
     finite = _bad(q) is None and _bad(dout) is None
+    if params.attn_sink is not None:
+        lse, dlse = sinks.folded(lse, dlse, params.attn_sink)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     dtree_k = [torch.zeros(x.shape, dtype=walk.acc, device=x.device) for x in walk.tree_k]
     dtree_v = [torch.zeros(x.shape, dtype=walk.acc, device=x.device) for x in walk.tree_v]

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 import htree_cuda
 from htree_cuda import definition
-from htree_cuda.torch_backend import chunks
+from htree_cuda.torch_backend import chunks, rotation
 from htree_cuda.torch_backend import tree as torch_tree
 
 from ..inputs import Config, configs, examples
@@ -75,7 +75,7 @@ def test_defaults_are_the_documented_ones():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rope_tables_come_from_float64_angles(dtype):
     """A float32 angle at p = 8191 is off by 5e-4 in cos."""
-    cos, sin = torch_tree.rope_tables(8192, 64, 10000.0, dtype, torch.device("cpu"))
+    cos, sin = rotation.rope_tables(8192, 64, 10000.0, dtype, torch.device("cpu"))
     for m in (0, 1, 7, 31):
         angle = 8191 * 10000.0 ** (-2 * m / 64)
         assert abs(float(cos[8191, m]) - math.cos(angle)) < (1e-7 if dtype == torch.float32 else 1e-11)
@@ -90,7 +90,7 @@ def test_chunks_hold_bounded_memory(T, r, monkeypatch):
     config = Config(1, T, 64 if T > 64 else T, 0, 4, 2, 16, 16, r, top_k, top_k if T < 1000 else top_k * r, True, 0)
     q, k, v = config.tensors(torch.float32)
     walk = torch_tree._Walk(q, k, v, config.params)
-    width = walk.cos.shape[0]
+    width = walk.widest
     assert width <= max(top_k * min(r, 2 * T), 64)
     largest = max((bh.stop - bh.start) * (queries.stop - queries.start) for bh, queries in walk.chunks())
     temporaries = 4 * width * (2 * (16 + 16) + 4 * 4)  # gathered and rotated keys, values, scores and their copies

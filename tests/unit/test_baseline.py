@@ -56,7 +56,7 @@ def rank_off_by_one(q, k, v):
     """Candidate positions shifted by one against the query."""
     original = torch_tree._Walk.query_at
     try:
-        torch_tree._Walk.query_at = lambda self, q, layer, sign=1: torch_tree._rotate(
+        torch_tree._Walk.query_at = lambda self, q, layer, sign=1: torch_tree.rotate(
             q, self.cos[layer.n.clamp(max=self.cos.shape[0] - 1)][:, None],
             self.sin[layer.n.clamp(max=self.sin.shape[0] - 1)][:, None], sign,
         )  # fmt: skip

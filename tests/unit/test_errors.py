@@ -89,7 +89,7 @@ def test_forward_tensor_errors(match, tensors):
         (r"max_top_nodes must be an int or None, got 8.0", TypeError, {"max_top_nodes": 8.0}),
         (r"scale must be finite, got nan", ValueError, {"scale": math.nan}),
         (r"scale must be finite in float64, got an int of 1329 bits", ValueError, {"scale": 10**400}),
-        (r"rope_base must be a number, got None", TypeError, {"rope_base": None}),
+        (r"rope_base must be a number or None, got 'x'", TypeError, {"rope_base": "x"}),
         (r"backend must be one of 'auto', 'torch', got None", ValueError, {"backend": None}),
         (r"scale must be a number or None, got 'x'", TypeError, {"scale": "x"}),
         (r"rope_base must be finite and greater than 0, got 0", ValueError, {"rope_base": 0}),
