@@ -1,6 +1,7 @@
 """htree_cuda: hierarchical-tree sparse causal attention, and sparse attention with its indexer loss, for NVIDIA Hopper.
 
 `forward`              hierarchical-tree sparse causal attention (differentiable).
+`forward_varlen`       the same of packed sequences of different lengths.
 `TreeCache`            keys and values of growing sequences with their tree: a KV cache for decoding.
 `forward_cached`       attention of the last tokens of the sequences in a `TreeCache`.
 `HTreeAttention`       the same as a module: projections, grouped KV heads, a KV cache.
@@ -21,6 +22,7 @@ from .cache import TreeCache, forward_cached
 from .checks import UnsupportedError
 from .dsa import hadamard_transform, indexer_logits, indexer_topk, quantize_fp8, topk_indices
 from .module import HTreeAttention
+from .varlen import forward_varlen
 
 __all__ = [
     "HTreeAttention",
@@ -30,6 +32,7 @@ __all__ = [
     "attn_dist",
     "forward",
     "forward_cached",
+    "forward_varlen",
     "hadamard_transform",
     "indexer_logits",
     "indexer_loss",

@@ -7,18 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import checks, indexer, ops  # noqa: F401  (importing ops registers torch.ops.htree_cuda)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, floating tensors (float64 apart) take the autocast dtype, as in PyTorch's own attention."""
-    device_type = tensors[0].device.type
-    # torch.compile of older versions cannot trace the question whether autocast exists: not asked where it does.
-    exists = device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
-    if not exists or not torch.is_autocast_enabled(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+from . import checks, indexer, ops, varlen  # noqa: F401  (importing ops registers torch.ops.htree_cuda)
+from .autocast import autocast as _autocast
 
 
 def _starts(op: str, q_start: int | Sequence[int] | None, B: int) -> list[int] | None:
@@ -34,7 +24,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     *,
-    q_start: int | None = None,
+    q_start: int | Sequence[int] | Tensor | None = None,
     compression_rate: int = 16,
     top_k_per_layer: int = 512,
     max_top_nodes: int | None = None,
@@ -51,6 +41,8 @@ def forward(
     rope_interleaved: bool = False,
     attn_sink: Tensor | None = None,
     softcap: float = 0.0,
+    seqused_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Hierarchical-tree sparse causal attention.
 
@@ -68,7 +60,9 @@ def forward(
         k: [B, T, H_kv, K], dtype of q; H a multiple of H_kv; query head ``h`` uses KV head ``h // (H / H_kv)``.
             Not rotated: RoPE is part of the operation.
         v: [B, T, H_kv, V], dtype of q.
-        q_start: int, 0 .. T - T_q, absolute position of the first query; default: the last T_q positions.
+        q_start: int, 0 .. T - T_q, absolute position of the first query; default: the last T_q positions. Or one for
+            each row of the batch: a list of B ints of -T_q .. T, or an int32 or int64 tensor [B] on the device of q,
+            which is not read on the host; default then ``seqused_k - seqused_q``.
         compression_rate: int, power of two >= 2, children per node; default 16.
         top_k_per_layer: int, power of two >= 1, nodes expanded per layer; default 512.
         max_top_nodes: int, top_k .. top_k * compression_rate, upper bound on the nodes of the top layer;
@@ -98,13 +92,19 @@ def forward(
             the softmax denominator of out, and neither to lse nor to the importance. -inf has no effect, +inf gives
             zeros, NaN gives NaN; default: None.
         softcap: must be 0. It is named only so that a model with soft-capped scores fails here and not in silence.
+        seqused_k: [B] int32 on the device of q, 0 .. T, how many keys each row of the batch has, the first ones;
+            default: T each. What lies behind them is never read. A value is not checked on the host, and brought into
+            range on the device.
+        seqused_q: [B] int32, 0 .. T_q, likewise of queries; default: T_q each.
 
     Returns:
         out [B, T_q, H, V] in the dtype of q; or a tuple (out[, lse][, selection]).
         lse: [B, T_q, H] float32 (float64 for float64 inputs), natural log of the softmax denominator.
         selection: [L-1, B, T_q, H_kv, top_k] int32; entry ``l - 1`` holds the nodes expanded at layer ``l``,
         ascending, padded with -1; L is the number of layers.
-        B = 0 or T_q = 0 give empty tensors. Every query attends at least to itself, so no row is empty.
+        B = 0 or T_q = 0 give empty tensors. Every query attends at least to itself, so no row is empty, save padding:
+        rows at and past seqused_q, and rows whose position is below 0 or at and past seqused_k, give out 0, lse -inf,
+        selection -1 and gradients of 0.
 
     Raises:
         TypeError: an argument is not a tensor / number / bool. Numbers of NumPy are numbers.
@@ -130,7 +130,9 @@ def forward(
         the bits of rope_base; a table on a GPU is not read by the host, so that what is not finite there gives NaN.
         The kernels rotate all of K by rope_base and take no sinks; the PyTorch backend has every option.
         A NaN or infinity reaches the output only where it is attended; later tokens never matter.
-        Dropout, masks and packed (varlen) sequences are not supported. For decoding, `TreeCache` keeps the tree.
+        Rows of different lengths are right-padded: seqused_k says how many keys exist. `forward_varlen` takes them
+        packed. Neither depends on its neighbours, and neither reads a length on the host.
+        Dropout and masks are not supported. For decoding, `TreeCache` keeps the tree.
 
     Example:
         >>> q = torch.randn(1, 4096, 8, 64); k, v = torch.randn(2, 1, 4096, 2, 64)
@@ -147,10 +149,16 @@ def forward(
     }  # fmt: skip
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.common.tensor(op, name, x)
-    q_start = checks.common.integer(op, "q_start", q_start, optional=True)
+    several = isinstance(q_start, (Tensor, Sequence)) or getattr(q_start, "ndim", 0) == 1
+    if not several:
+        q_start = checks.common.integer(op, "q_start", q_start, optional=True)
     options = checks.tree.tree_option_types(op, options)
     for name, flag in (("return_lse", return_lse), ("return_selection", return_selection)):
         checks.common.boolean(op, name, flag)
+    if several or seqused_q is not None or seqused_k is not None:
+        flags = (return_lse, return_selection)
+        tensors = (attn_sink, rope_inv_freq)
+        return varlen.ragged(q, k, v, q_start, seqused_q, seqused_k, tensors, options, flags)
     q, k, v = _autocast(q, k, v)
     differentiable = [q, k, v] if attn_sink is None else [q, k, v, attn_sink]
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in differentiable)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from . import checks
 from .api import forward
 from .cache import TreeCache, forward_cached
+from .varlen import forward_varlen
 
 # The options of `forward` that decide what a query attends to: weights belong to them.
 TREE_NUMBERS = ("compression_rate", "top_k_per_layer", "max_top_nodes", "scale", "rope_base", "strict_causal")
@@ -39,12 +40,16 @@ class HTreeAttention(nn.Module):
             save_selection: as in `htree_cuda.forward`.
         device, dtype: of the parameters.
 
-    Shape of the call ``module(x, past=None, return_kv=False, *, cache=None, seqused=None)``:
-        x: [B, T_q, d_model], dtype of the parameters.
+    Shape of the call ``module(x, past=None, return_kv=False, *, cache=None, seqused=None, cu_seqlens=None,
+    max_seqlen=None)``:
+        x: [B, T_q, d_model], dtype of the parameters; with cu_seqlens [total, d_model], sequences packed.
         cache: a `TreeCache` (`new_cache` makes one) of the tokens before x; those of x are appended. A step costs the
             same at every length, and has no gradient.
-        seqused: with a cache, [B] int32 on the device, 0 .. T_q, how many tokens of each row of x exist, the first
-            ones; default: all.
+        seqused: [B] int32 on the device, 0 .. T_q, how many tokens of each row of x exist, the first ones; default:
+            all. The others are padding: no token sees them, and what the module returns for them is that of an
+            attention output of 0. Not with past.
+        cu_seqlens: [N + 1] int32 on the device, where each of N sequences of x begins and the last one ends, as in
+            `htree_cuda.forward_varlen`; with max_seqlen, int, at least the longest sequence.
         past: (k [B, T_past, n_kv_heads, head_dim], v [B, T_past, n_kv_heads, v_head_dim]) of the tokens before x, as an
             earlier call returned them; default None: there are none. A call copies them and pools them again, O(T).
             The layout is [B, T, H, D], sequence before heads, as everywhere in htree_cuda; PyTorch's
@@ -71,7 +76,7 @@ class HTreeAttention(nn.Module):
         has to be rotated. With ``cache`` a step reads the candidates of its query alone. With ``past`` what a call
         returns is a new tensor, and every call copies the old one and pools the tree again: work that grows with T.
         Nothing in either is tied to a step: ``k[:, :n]`` cuts a past, `TreeCache.truncate` a cache.
-        Padding has no mask: sequences of a batch have one length.
+        Padding: on the right, named by seqused; or none at all, with cu_seqlens.
         Memory, gradients, autocast: as `htree_cuda.forward`.
 
     Example:
@@ -168,10 +173,11 @@ class HTreeAttention(nn.Module):
             missing_keys.remove(name)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T_q, d_model] -> q, k, v as `attend` takes them, normalised where the module does that."""
-        q = self.q_proj(x).unflatten(2, (self.n_heads, self.head_dim))
-        k = self.k_proj(x).unflatten(2, (self.n_kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(2, (self.n_kv_heads, self.v_head_dim))
+        """x [B, T_q, d_model] or [total, d_model] -> q, k, v as `attend` takes them, normalised where the module does
+        that."""
+        q = self.q_proj(x).unflatten(-1, (self.n_heads, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (self.n_kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.n_kv_heads, self.v_head_dim))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
@@ -180,6 +186,14 @@ class HTreeAttention(nn.Module):
         """q [B, T_q, n_heads, head_dim], the last T_q of k [B, T, n_kv_heads, head_dim] and v [B, T, n_kv_heads,
         v_head_dim] -> [B, T_q, n_heads, v_head_dim]. The one step a subclass replaces to compare attentions."""
         return forward(q, k, v, **self.options)
+
+    def attend_varlen(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """`attend` for packed sequences: q [total, n_heads, head_dim], k and v likewise."""
+        return forward_varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **self.options)
+
+    def attend_ragged(self, q: Tensor, k: Tensor, v: Tensor, seqused: Tensor) -> Tensor:
+        """`attend` where seqused [B] rows of each sequence exist, of queries and of keys."""
+        return forward(q, k, v, seqused_q=seqused, seqused_k=seqused, **self.options)
 
     def new_cache(self, batch_size: int, max_tokens: int, **options) -> TreeCache:
         """An empty `TreeCache` for calls with ``cache``. Shapes, dtype and device are the module's; options are those
@@ -205,24 +219,31 @@ class HTreeAttention(nn.Module):
         *,
         cache: TreeCache | None = None,
         seqused: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor]]:
         """See the class."""
         checks.tree.attention_module_input(
             x, past, d_model=self.d_model, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim,
+            v_head_dim=self.v_head_dim, packed=cu_seqlens is not None,
         )  # fmt: skip
+        checks.varlen.module_lengths(cu_seqlens, max_seqlen, seqused, past, cache)
         checks.common.boolean("HTreeAttention", "return_kv", return_kv)
         if cache is not None:
             numbers = {name: self.options[name] for name in ("compression_rate", "strict_causal")}
             checks.cache.module_cache(cache, past, return_kv, **numbers)
-        elif seqused is not None:
-            checks.common.fail("HTreeAttention", "seqused needs a cache", "none")
         q, k, v = self.project(x)
         if cache is not None:
             return self.o_proj(self.attend_cached(q, k, v, cache, seqused).flatten(2))
         if past is not None:
             k, v = (torch.cat((old, new), dim=1) for old, new in zip(past, (k, v)))
-        out = self.o_proj(self.attend(q, k, v).flatten(2))
+        if cu_seqlens is not None:
+            out = self.attend_varlen(q, k, v, cu_seqlens, max_seqlen)
+        elif seqused is not None:
+            out = self.attend_ragged(q, k, v, seqused)
+        else:
+            out = self.attend(q, k, v)
+        out = self.o_proj(out.flatten(-2))
         return (out, (k, v)) if return_kv else out
 
     def extra_repr(self) -> str:

@@ -62,3 +62,14 @@ class IndexerParams:
     batched: bool
     q_start: list[int] | None
     k_stride: int
+
+
+@dataclass(frozen=True)
+class VarlenParams:
+    """One packed or ragged call; q_start of the tree plays no part. The maxima bound grids, workspace and layers."""
+
+    tree: TreeParams
+    packed: bool
+    sequences: int
+    max_seqlen_q: int
+    max_seqlen_k: int

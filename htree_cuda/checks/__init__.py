@@ -4,6 +4,7 @@
 ``tree``     rules of forward, backward, tree_pool and `HTreeAttention`.
 ``rotation`` rules of the options of RoPE and of attention sinks.
 ``cache``    rules of `TreeCache` and `forward_cached`, and what the kernels do of them.
+``varlen``   rules of packed and ragged sequences.
 ``lists``    rules of attn_dist, sparse_attention and the indexer's loss.
 ``dsa``      rules of the indexer, of its selector and of quantisation, and what the kernels do of them.
 ``support``  what the Hopper kernels do of what is valid.
@@ -13,7 +14,7 @@ TypeError: not a tensor / not a number. ValueError: dtype, shape, range, device.
 what the Hopper kernels do; it names the way out (``backend="torch"``). All are raised before any launch.
 """
 
-from . import cache, common, dsa, lists, rotation, support, tree
+from . import cache, common, dsa, lists, rotation, support, tree, varlen
 from .common import UnsupportedError
 
-__all__ = ["UnsupportedError", "cache", "common", "dsa", "lists", "rotation", "support", "tree"]
+__all__ = ["UnsupportedError", "cache", "common", "dsa", "lists", "rotation", "support", "tree", "varlen"]

@@ -171,13 +171,14 @@ def attention_module(
 
 
 def attention_module_input(
-    x: Tensor, past: tuple[Tensor, Tensor] | None, *, d_model: int, n_kv_heads: int, head_dim: int, v_head_dim: int
-) -> None:
+    x: Tensor, past: tuple[Tensor, Tensor] | None, *, d_model: int, n_kv_heads: int, head_dim: int, v_head_dim: int,
+    packed: bool = False,
+) -> None:  # fmt: skip
     """Rules of what ``HTreeAttention`` is called with; the rest is found by ``htree_cuda::forward``."""
     op = "HTreeAttention"
     tensor(op, "x", x)
-    dimensions(op, "x", x, ("B", "T_q", "d_model"))
-    equal(op, "dimension 2 of x", x.shape[2], "d_model", d_model)
+    dimensions(op, "x", x, ("total", "d_model") if packed else ("B", "T_q", "d_model"))
+    equal(op, f"dimension {1 if packed else 2} of x", x.shape[-1], "d_model", d_model)
     if past is None:
         return
     if not isinstance(past, (tuple, list)) or len(past) != 2:

@@ -50,7 +50,6 @@ def test_module_with_a_cache():
             ValueError,
             "HTreeAttention: cache takes the place of past",
         ),
-        ({"seqused": int32(1, 1)}, ValueError, "HTreeAttention: seqused needs a cache"),
         ({"cache": new_cache(2, r=16)}, ValueError, "compression_rate of the cache must equal the module's"),
     ):
         with pytest.raises(error, match=message):

@@ -1,0 +1,147 @@
+"""The ops of packed and ragged sequences: schema, fake, autograd. One op serves both forms: packed where cu_seqlens are
+given, else batched, with what the rows of the batch hold."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .definition import accumulation_dtype, layer_sizes
+from .ops import (
+    _ROTATION_SCHEMA,
+    _TREE_SCHEMA,
+    _TREE_TENSORS,
+    _empty_gradients,
+    _no_double_backward,
+    _use_torch,
+    _without_autocast,
+)
+from .params import VarlenParams
+from .torch_backend import varlen as torch_varlen
+from .torch_backend.varlen import Lengths
+
+_LENGTHS_SCHEMA = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? q_start, "
+    f"{_TREE_TENSORS}, *, SymInt max_seqlen_q, SymInt max_seqlen_k, " + _TREE_SCHEMA.removeprefix("SymInt? q_start, ")
+)
+
+
+def _layers(params: VarlenParams) -> int:
+    return len(layer_sizes(params.max_seqlen_k, params.tree.compression_rate, params.tree.max_top_nodes))
+
+
+def _keeps_selection(q: Tensor, k: Tensor, v: Tensor, params: VarlenParams, save_selection: str) -> bool:
+    """The rule of `ops._keeps_selection`, with the number of layers that max_seqlen_k has."""
+    checks.common.save_mode("forward_varlen", save_selection)
+    if save_selection != "auto":
+        return save_selection == "always"
+    fit = q.shape[-2] * (q.shape[-1] + v.shape[-1]) * q.element_size() // (4 * k.shape[-2] * params.tree.top_k)
+    return fit > 0 and _layers(params) - 1 <= fit
+
+
+def _empty_results(q: Tensor, k: Tensor, v: Tensor, params: VarlenParams, need_selection: bool) -> tuple[Tensor, ...]:
+    kept = _layers(params) - 1 if need_selection else 0
+    return (
+        q.new_empty(*q.shape[:-1], v.shape[-1]),
+        q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype)),
+        q.new_empty(kept, *q.shape[:-2], k.shape[-2], params.tree.top_k, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op(
+    "htree_cuda::forward_varlen",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_LENGTHS_SCHEMA}, bool need_selection, str backend, "
+    f'bool deterministic=False, str save_selection="never", {_ROTATION_SCHEMA}) -> (Tensor, Tensor, Tensor)',
+)
+@_without_autocast
+def forward_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start, attn_sink=None, rope_inv_freq=None, *,
+    need_selection: bool, backend: str, deterministic: bool = False, save_selection: str = "never", **tree,
+):  # fmt: skip
+    """(out, lse, selection) of `api.forward_varlen`, or of `api.forward` with seqused or several q_start; selection is
+    kept as in `ops.forward`."""
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start)
+    tree = {**tree, "attn_sink": attn_sink, "rope_inv_freq": rope_inv_freq}
+    params = checks.varlen.forward(q, k, v, *lengths, backend=backend, **tree)
+    checks.rotation.finite("forward_varlen", rope_inv_freq)
+    if checks.varlen.checks_lengths():
+        op = "forward_varlen" if params.packed else "forward"
+        checks.varlen.read_lengths(op, q, k, *lengths[:4], params)
+    need_selection = _keeps_selection(q, k, v, params, save_selection) or need_selection
+    if _use_torch("forward_varlen", q, backend):
+        return torch_varlen.forward(q, k, v, lengths, params, need_selection=need_selection)
+    checks.support.no_kernel("forward_varlen")
+
+
+@forward_varlen.register_fake
+def _(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start, attn_sink=None, rope_inv_freq=None, *,
+    need_selection, backend, deterministic=False, save_selection="never", **tree,
+):  # fmt: skip
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start)
+    tree = {**tree, "attn_sink": attn_sink, "rope_inv_freq": rope_inv_freq}
+    params = checks.varlen.forward(q, k, v, *lengths, backend=backend, **tree)
+    return _empty_results(q, k, v, params, _keeps_selection(q, k, v, params, save_selection) or need_selection)
+
+
+@torch.library.custom_op(
+    "htree_cuda::backward_varlen",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor selection, "
+    f"{_LENGTHS_SCHEMA}, str backend, bool deterministic=False, {_ROTATION_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
+@_without_autocast
+def backward_varlen(
+    dout, dlse, q, k, v, out, lse, selection, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start,
+    attn_sink=None, rope_inv_freq=None, *, backend: str, deterministic: bool = False, **tree,
+):  # fmt: skip
+    """(dq, dk, dv) of `forward_varlen`, from the selection; rows of no sequence get 0."""
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start)
+    tree = {**tree, "attn_sink": attn_sink, "rope_inv_freq": rope_inv_freq}
+    params = checks.varlen.forward(q, k, v, *lengths, backend=backend, op="backward_varlen", **tree)
+    checks.varlen.backward(dout, dlse, q, v, out, lse, selection, params, k.shape[-2])
+    if _use_torch("backward_varlen", q, backend):
+        results = (dout, dlse, q, k, v, out, lse, selection)
+        return torch_varlen.backward(*results, lengths, params, deterministic=deterministic)
+    checks.support.no_kernel("backward_varlen")
+
+
+@backward_varlen.register_fake
+def _(
+    dout, dlse, q, k, v, out, lse, selection, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start,
+    attn_sink=None, rope_inv_freq=None, *, backend, deterministic=False, **tree,
+):  # fmt: skip
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start)
+    tree = {**tree, "attn_sink": attn_sink, "rope_inv_freq": rope_inv_freq}
+    checks.varlen.forward(q, k, v, *lengths, backend=backend, op="backward_varlen", **tree)
+    return _empty_gradients(q, k, v)
+
+
+def _save_for_backward(ctx, inputs, keyword_only_inputs, output):
+    ctx.save_for_backward(*inputs, *output)
+    others = ("need_selection", "save_selection")
+    ctx.options = {name: x for name, x in keyword_only_inputs.items() if name not in others}
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)  # or autograd makes zeros as large as the selection
+
+
+def _run_backward(ctx, dout, dlse, _dselection):
+    q, k, v, *lengths, attn_sink, rope_inv_freq, out, lse, selection = ctx.saved_tensors
+    dout, dlse = (x.new_zeros(()).expand_as(x) if dx is None else dx for x, dx in ((out, dout), (lse, dlse)))
+    tensors = (*lengths, attn_sink, rope_inv_freq)
+    tree = {name: x for name, x in ctx.options.items() if name != "deterministic"}
+    params = checks.varlen.forward(q, k, v, *lengths, **tree, rope_inv_freq=rope_inv_freq)
+    if selection.shape[0] != _layers(params) - 1:
+        selection = torch.ops.htree_cuda.forward_varlen(q, k, v, *tensors, need_selection=True, **ctx.options)[2]
+    grads = torch.ops.htree_cuda.backward_varlen(dout, dlse, q, k, v, out, lse, selection, *tensors, **ctx.options)
+    dsink = None
+    if attn_sink is not None and ctx.needs_input_grad[8]:
+        seen = torch.where((lse == -torch.inf)[..., None], dout.new_zeros(()), dout)  # padding is no part of the sum
+        dsink = torch.ops.htree_cuda.sink_gradient(seen, out, lse, attn_sink)
+    return *grads, None, None, None, None, None, dsink, None
+
+
+torch.library.register_autograd("htree_cuda::forward_varlen", _run_backward, setup_context=_save_for_backward)
+torch.library.register_autograd("htree_cuda::backward_varlen", _no_double_backward("forward_varlen"))
