@@ -14,12 +14,14 @@
 `indexer_topk`         both, without the matrix of all logits.
 `quantize_fp8`         float8_e4m3fn values and their scales.
 `hadamard_transform`   spreads outliers before quantisation (differentiable).
+`dense_indexer_loss`   KL divergence of an indexer from dense attention over all keys (differentiable).
 """
 
 from ._version import __version__
 from .api import attn_dist, forward, indexer_loss, normalize_attn_dist, sparse_attention
 from .cache import TreeCache, forward_cached
 from .checks import UnsupportedError
+from .dense_loss import dense_indexer_loss
 from .dsa import hadamard_transform, indexer_logits, indexer_topk, quantize_fp8, topk_indices
 from .module import HTreeAttention
 from .varlen import forward_varlen
@@ -30,6 +32,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attn_dist",
+    "dense_indexer_loss",
     "forward",
     "forward_cached",
     "forward_varlen",

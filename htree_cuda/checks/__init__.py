@@ -7,6 +7,7 @@
 ``varlen``   rules of packed and ragged sequences.
 ``lists``    rules of attn_dist, sparse_attention and the indexer's loss.
 ``dsa``      rules of the indexer, of its selector and of quantisation, and what the kernels do of them.
+``dense_loss`` rules of dense_indexer_loss.
 ``support``  what the Hopper kernels do of what is valid.
 
 A message names the op, the argument, the rule and the value: ``attn_dist: indices must be int32, got torch.int64``.
@@ -14,7 +15,7 @@ TypeError: not a tensor / not a number. ValueError: dtype, shape, range, device.
 what the Hopper kernels do; it names the way out (``backend="torch"``). All are raised before any launch.
 """
 
-from . import cache, common, dsa, lists, rotation, support, tree, varlen
+from . import cache, common, dense_loss, dsa, lists, rotation, support, tree, varlen
 from .common import UnsupportedError
 
-__all__ = ["UnsupportedError", "cache", "common", "dsa", "lists", "rotation", "support", "tree", "varlen"]
+__all__ = ["UnsupportedError", "cache", "common", "dense_loss", "dsa", "lists", "rotation", "support", "tree", "varlen"]

@@ -47,6 +47,7 @@ def test_the_module_names_everything():
         ["indexer_topk"],
         ["quantize_fp8"],
         ["hadamard_transform"],
+        ["dense_indexer_loss"],
     ],
     ids=lambda names: names[0],
 )
