@@ -61,8 +61,8 @@ def forward(
             Not rotated: RoPE is part of the operation.
         v: [B, T, H_kv, V], dtype of q.
         q_start: int, 0 .. T - T_q, absolute position of the first query; default: the last T_q positions. Or one for
-            each row of the batch: a list of B ints of -T_q .. T, or an int32 or int64 tensor [B] on the device of q,
-            which is not read on the host; default then ``seqused_k - seqused_q``.
+            each row of the batch: a list of B ints of -T_q .. T, or an int32 or int64 tensor [B] on the device of q;
+            default then ``seqused_k - seqused_q``.
         compression_rate: int, power of two >= 2, children per node; default 16.
         top_k_per_layer: int, power of two >= 1, nodes expanded per layer; default 512.
         max_top_nodes: int, top_k .. top_k * compression_rate, upper bound on the nodes of the top layer;
@@ -93,8 +93,7 @@ def forward(
             zeros, NaN gives NaN; default: None.
         softcap: must be 0. It is named only so that a model with soft-capped scores fails here and not in silence.
         seqused_k: [B] int32 on the device of q, 0 .. T, how many keys each row of the batch has, the first ones;
-            default: T each. What lies behind them is never read. A value is not checked on the host, and brought into
-            range on the device.
+            default: T each. What lies behind them is never read. A value is not checked but brought into range.
         seqused_q: [B] int32, 0 .. T_q, likewise of queries; default: T_q each.
 
     Returns:
@@ -131,7 +130,7 @@ def forward(
         The kernels rotate all of K by rope_base and take no sinks; the PyTorch backend has every option.
         A NaN or infinity reaches the output only where it is attended; later tokens never matter.
         Rows of different lengths are right-padded: seqused_k says how many keys exist. `forward_varlen` takes them
-        packed. Neither depends on its neighbours, and neither reads a length on the host.
+        packed. Neither depends on its neighbours.
         Dropout and masks are not supported. For decoding, `TreeCache` keeps the tree.
 
     Example:

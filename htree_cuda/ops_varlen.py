@@ -3,6 +3,8 @@ given, else batched, with what the rows of the batch hold."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from .ops import (
     _use_torch,
     _without_autocast,
 )
-from .params import VarlenParams
+from .params import TreeParams, VarlenParams
 from .torch_backend import varlen as torch_varlen
 from .torch_backend.varlen import Lengths
 
@@ -49,6 +51,43 @@ def _empty_results(q: Tensor, k: Tensor, v: Tensor, params: VarlenParams, need_s
     )
 
 
+def _tree_arguments(params: TreeParams) -> tuple[tuple, dict]:
+    """Tensors and numbers of the batched ops."""
+    numbers = {
+        "q_start": params.q_start, "compression_rate": params.compression_rate, "top_k_per_layer": params.top_k,
+        "max_top_nodes": params.max_top_nodes, "scale": params.scale, "rope_base": params.rope_base,
+        "strict_causal": params.strict_causal, "rope_dim": params.rope_dim,
+        "rope_interleaved": params.rope_interleaved, "backend": "auto",
+    }  # fmt: skip
+    return (params.attn_sink, params.rope_inv_freq), numbers
+
+
+def _forward_batch(q: Tensor, k: Tensor, v: Tensor, params: TreeParams, *, need_selection: bool):
+    """A batch of sequences of one shape by the kernels of `forward`. A call of one query rounds in a way of its own: a
+    second query, of no consequence, joins it."""
+    one = q.shape[1] == 1
+    first = params.q_start == 0
+    if one:
+        q = q.expand(-1, 2, -1, -1)
+        if first and k.shape[1] == 1:
+            k, v = (x.expand(-1, 2, -1, -1) for x in (k, v))
+        params = dataclasses.replace(params, q_start=0 if first else params.q_start - 1)
+    tensors, numbers = _tree_arguments(params)
+    results = torch.ops.htree_cuda.forward(q, k, v, *tensors, need_selection=need_selection, **numbers)
+    if not one:
+        return results
+    keep = slice(0, 1) if first else slice(1, 2)
+    return results[0][:, keep], results[1][:, keep], results[2][:, :, keep]
+
+
+def _backward_batch(dout, dlse, q, k, v, out, lse, selection, params: TreeParams, *, deterministic: bool):
+    """Likewise; the kernels' sums are always repeatable."""
+    tensors, numbers = _tree_arguments(params)
+    return torch.ops.htree_cuda.backward(
+        dout, dlse, q, k, v, out.contiguous(), lse.contiguous(), selection.contiguous(), *tensors, **numbers
+    )
+
+
 @torch.library.custom_op(
     "htree_cuda::forward_varlen",
     mutates_args=(),
@@ -72,7 +111,9 @@ def forward_varlen(
     need_selection = _keeps_selection(q, k, v, params, save_selection) or need_selection
     if _use_torch("forward_varlen", q, backend):
         return torch_varlen.forward(q, k, v, lengths, params, need_selection=need_selection)
-    checks.support.no_kernel("forward_varlen")
+    op = "forward_varlen" if params.packed else "forward"
+    checks.varlen.kernel(q, k, v, params, op=op)
+    return torch_varlen.forward(q, k, v, lengths, params, need_selection=need_selection, run=_forward_batch)
 
 
 @forward_varlen.register_fake
@@ -105,7 +146,9 @@ def backward_varlen(
     if _use_torch("backward_varlen", q, backend):
         results = (dout, dlse, q, k, v, out, lse, selection)
         return torch_varlen.backward(*results, lengths, params, deterministic=deterministic)
-    checks.support.no_kernel("backward_varlen")
+    checks.varlen.kernel(q, k, v, params, op="backward_varlen")
+    results = (dout, dlse, q, k, v, out, lse, selection)
+    return torch_varlen.backward(*results, lengths, params, run=_backward_batch)
 
 
 @backward_varlen.register_fake

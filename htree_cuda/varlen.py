@@ -97,8 +97,8 @@ def forward_varlen(
         k: [total_k, H_kv, K], dtype of q, rows by cu_seqlens_k. Not rotated: RoPE is part of the operation.
         v: [total_k, H_kv, V], dtype of q.
         cu_seqlens_q: [N + 1] int32 on the device of q, begins at 0 and does not decrease; lengths of 0 are legal, and
-            rows at and past its last entry are padding, which is never read. It is not checked: a call reads no length
-            on the host. Whatever it holds, no access is out of bounds.
+            rows at and past its last entry are padding, which is never read. It is not checked; whatever it holds, no
+            access is out of bounds.
         cu_seqlens_k: [N + 1] int32, likewise; for documents of a training batch the same tensor.
         max_seqlen_q: int >= 0, at least the largest number of queries of a sequence: a bound for grids and workspace.
             Results of a longer sequence are unspecified.
@@ -124,7 +124,7 @@ def forward_varlen(
         Each sequence's out, lse, selection and dq are those of `forward` on it alone, from the kernels bit for bit
         where that call has more than one query; they depend neither on other sequences nor on padding nor on the order
         in the pack. dk and dv are equal up to the order of their sums.
-        The PyTorch backend reads the lengths on the host and runs sequences of one shape as a batch.
+        Sequences of one shape run as a batch, one batch after another: a call reads the lengths on the host.
         Gradients, determinism, memory, autocast: as `forward`.
 
     Example:

@@ -1,10 +1,12 @@
 """Packed and ragged sequences in PyTorch operations. Sequences with the same numbers of keys and queries are a batch of
-`tree.forward`; a pack of 4,096 documents of 16 tokens is one call of it. Lengths are read on the host, once a call."""
+`tree.forward`; a pack of 4,096 documents of 16 tokens is one call of it. Lengths are read on the host, once a call.
+What runs a batch is an argument, so that kernels which know batches alone serve packs too."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -100,8 +102,9 @@ def _assign(x: Tensor, index: tuple, value: Tensor) -> None:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, params: VarlenParams, *, need_selection: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, params: VarlenParams, *, need_selection: bool = False,
+    run: Callable = tree.forward,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """out and lse of the shape of q without its last dimension, and selection [L-1, *rows of q, H_kv, top_k] int32
     (first dimension 0 unless needed). Rows that are no query of a sequence: 0, -inf, -1."""
     r, top_k = params.tree.compression_rate, params.tree.top_k
@@ -114,7 +117,7 @@ def forward(
         of_q = _rows(q, members.b, members.q, shape.queries, params.packed)
         of_k = _rows(k, members.b, members.k, shape.keys, params.packed)
         mine = _tree_params(params, shape)
-        results = tree.forward(q[of_q], k[of_k], v[of_k], mine, need_selection=need_selection)
+        results = run(q[of_q], k[of_k], v[of_k], mine, need_selection=need_selection)
         _assign(out, of_q, results[0])
         _assign(lse, of_q, results[1])
         if need_selection:
@@ -135,7 +138,7 @@ def _tree_params(params: VarlenParams, shape: _Shape) -> TreeParams:
 
 def backward(
     dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor,
-    lengths: Lengths, params: VarlenParams, *, deterministic: bool = False,
+    lengths: Lengths, params: VarlenParams, *, deterministic: bool = False, run: Callable = tree.backward,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in the dtype of the inputs; 0 in rows of no sequence."""
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -144,9 +147,10 @@ def backward(
         of_k = _rows(k, members.b, members.k, shape.keys, params.packed)
         mine = _tree_params(params, shape)
         found = len(layer_sizes(shape.keys, mine.compression_rate, mine.max_top_nodes)) - 1
-        chosen = [selection[layer][of_q] for layer in range(found)]
-        chosen = torch.stack(chosen) if chosen else selection.new_empty(0)
-        gradients = tree.backward(
+        chosen = selection.new_empty(found, len(members.b), shape.queries, *selection.shape[-2:])
+        for layer in range(found):
+            chosen[layer] = selection[layer][of_q]
+        gradients = run(
             dout[of_q], dlse[of_q], q[of_q], k[of_k], v[of_k], out[of_q], lse[of_q], chosen, mine,
             deterministic=deterministic,
         )  # fmt: skip
