@@ -286,6 +286,9 @@ void bind_tree_cache(py::module_& module) {
       "q: (pointer, stride_b, stride_t, stride_h) in elements; seqused_q, selection: 0 for none; see csrc/params.h");
 }
 
+// (pointer, stride_b, stride_s) and (pointer, stride)
+using Strided2 = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;
+using Strided1 = std::tuple<std::uintptr_t, std::int64_t>;
 using Starts = std::optional<std::vector<std::int64_t>>;
 
 struct ListSizes {
@@ -294,15 +297,17 @@ struct ListSizes {
 
 // What the ops over index lists are told alike.
 template <class Params>
-void set_lists(Params& params, Strided const& q, std::uintptr_t indices, std::uintptr_t topk_length, Starts const& q_start,
-               ListSizes const& sizes) {
+void set_lists(Params& params, Strided const& q, Strided const& indices, Strided2 const& topk_length,
+               Starts const& q_start, ListSizes const& sizes) {
   if (q_start && static_cast<std::int64_t>(q_start->size()) != sizes.B) {
     throw std::invalid_argument("q_start must hold B numbers");
   }
   params.q = as_pointer(std::get<0>(q));
   std::tie(std::ignore, params.q_stride_b, params.q_stride_s, params.q_stride_h) = q;
-  params.indices = static_cast<std::int32_t const*>(as_pointer(indices));
-  params.topk_length = static_cast<std::int32_t const*>(as_pointer(topk_length));
+  params.indices = static_cast<std::int32_t const*>(as_pointer(std::get<0>(indices)));
+  std::tie(std::ignore, params.indices_stride_b, params.indices_stride_s, params.indices_stride_t) = indices;
+  params.topk_length = static_cast<std::int32_t const*>(as_pointer(std::get<0>(topk_length)));
+  std::tie(std::ignore, params.topk_length_stride_b, params.topk_length_stride_s) = topk_length;
   params.q_start = q_start ? q_start->data() : nullptr;
   params.k_stride = sizes.k_stride;
   params.B = sizes.B;
@@ -316,9 +321,8 @@ void set_lists(Params& params, Strided const& q, std::uintptr_t indices, std::ui
 void bind_attn_dist(py::module_& module) {
   module.def(
       "attn_dist",
-      [](Strided const& q,
-         std::tuple<std::uintptr_t, std::int64_t, std::int64_t> const& k, std::uintptr_t indices, std::uintptr_t lse,
-         std::uintptr_t topk_length, std::uintptr_t out, Starts const& q_start,
+      [](Strided const& q, Strided2 const& k, Strided const& indices, Strided const& lse, Strided2 const& topk_length,
+         std::uintptr_t out, Starts const& q_start,
          std::int64_t k_stride, std::int64_t B, std::int64_t s_q, std::int64_t s_kv, std::int64_t h_q,
          std::int64_t d_qk, std::int64_t topk, double sm_scale, double lse_base, DType dtype, int device,
          std::uintptr_t stream) {
@@ -327,7 +331,8 @@ void bind_attn_dist(py::module_& module) {
         params.k = as_pointer(std::get<0>(k));
         params.k_stride_b = std::get<1>(k);
         params.k_stride_s = std::get<2>(k);
-        params.lse = static_cast<float const*>(as_pointer(lse));
+        params.lse = static_cast<float const*>(as_pointer(std::get<0>(lse)));
+        std::tie(std::ignore, params.lse_stride_b, params.lse_stride_s, params.lse_stride_h) = lse;
         params.out = static_cast<float*>(as_pointer(out));
         params.sm_scale = sm_scale;
         params.lse_base = lse_base;
@@ -338,16 +343,14 @@ void bind_attn_dist(py::module_& module) {
       py::arg("out"), py::arg("q_start"), py::arg("k_stride"), py::arg("B"), py::arg("s_q"), py::arg("s_kv"),
       py::arg("h_q"), py::arg("d_qk"), py::arg("topk"), py::arg("sm_scale"), py::arg("lse_base"), py::arg("dtype"),
       py::arg("device"), py::arg("stream"),
-      "q: (pointer, stride_b, stride_s, stride_h), k: (pointer, stride_b, stride_s), strides in elements; topk_length: 0 "
-      "for none; see csrc/params.h");
+      "tensors: (pointer, stride of each dimension), strides in elements; a pointer 0 for none; see csrc/params.h");
 }
 
 void bind_sparse_attention(py::module_& module) {
   module.def(
       "sparse_attention",
-      [](Strided const& q,
-         std::tuple<std::uintptr_t, std::int64_t, std::int64_t> const& kv, std::uintptr_t indices,
-         std::uintptr_t topk_length, std::uintptr_t attn_sink, std::uintptr_t out, std::uintptr_t lse,
+      [](Strided const& q, Strided2 const& kv, Strided const& indices, Strided2 const& topk_length,
+         Strided1 const& attn_sink, std::uintptr_t out, std::uintptr_t lse,
          Starts const& q_start, std::int64_t k_stride, std::int64_t B,
          std::int64_t s_q, std::int64_t s_kv, std::int64_t h_q, std::int64_t d_qk, std::int64_t d_v, std::int64_t topk,
          double sm_scale, double lse_base, DType dtype, int device, std::uintptr_t stream) {
@@ -356,7 +359,8 @@ void bind_sparse_attention(py::module_& module) {
         params.kv = as_pointer(std::get<0>(kv));
         params.kv_stride_b = std::get<1>(kv);
         params.kv_stride_s = std::get<2>(kv);
-        params.attn_sink = static_cast<float const*>(as_pointer(attn_sink));
+        params.attn_sink = static_cast<float const*>(as_pointer(std::get<0>(attn_sink)));
+        params.attn_sink_stride = std::get<1>(attn_sink);
         params.out = as_pointer(out);
         params.lse = static_cast<float*>(as_pointer(lse));
         params.d_v = d_v;
@@ -369,8 +373,7 @@ void bind_sparse_attention(py::module_& module) {
       py::arg("out"), py::arg("lse"), py::arg("q_start"), py::arg("k_stride"), py::arg("B"), py::arg("s_q"),
       py::arg("s_kv"), py::arg("h_q"), py::arg("d_qk"), py::arg("d_v"), py::arg("topk"), py::arg("sm_scale"),
       py::arg("lse_base"), py::arg("dtype"), py::arg("device"), py::arg("stream"),
-      "q: (pointer, stride_b, stride_s, stride_h), kv: (pointer, stride_b, stride_s), strides in elements; topk_length, "
-      "attn_sink: 0 for none; see csrc/params.h");
+      "tensors: (pointer, stride of each dimension), strides in elements; a pointer 0 for none; see csrc/params.h");
 }
 
 }  // namespace

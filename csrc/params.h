@@ -250,9 +250,17 @@ struct AttnDistParams {
   void const* k;               // [B, s_kv, 1, d_qk], likewise
   std::int64_t k_stride_b;
   std::int64_t k_stride_s;
-  std::int32_t const* indices;      // [B, s_q, 1, topk] contiguous; outside [0, s_kv): an invalid slot
-  float const* lse;                 // [B, s_q, h_q] contiguous
-  std::int32_t const* topk_length;  // [B, s_q] contiguous, or null: all of topk
+  std::int32_t const* indices;      // [B, s_q, 1, topk]; outside [0, s_kv): an invalid slot
+  std::int64_t indices_stride_b;
+  std::int64_t indices_stride_s;
+  std::int64_t indices_stride_t;    // of slots
+  float const* lse;                 // [B, s_q, h_q]
+  std::int64_t lse_stride_b;
+  std::int64_t lse_stride_s;
+  std::int64_t lse_stride_h;
+  std::int32_t const* topk_length;  // [B, s_q], or null: all of topk
+  std::int64_t topk_length_stride_b;
+  std::int64_t topk_length_stride_s;
   float* out;                       // [B, ceil(h_q / 64), s_q, topk] contiguous
   std::int64_t const* q_start;      // host memory: [B], each >= 0, or null: no causal rule
   std::int64_t k_stride;            // tokens that a key row stands for, >= 1; unused without q_start
@@ -282,9 +290,15 @@ struct SparseAttentionParams {
   void const* kv;              // [B, s_kv, 1, d_qk], likewise; its first d_v columns are the values
   std::int64_t kv_stride_b;
   std::int64_t kv_stride_s;
-  std::int32_t const* indices;      // [B, s_q, 1, topk] contiguous; outside [0, s_kv): an invalid slot
-  std::int32_t const* topk_length;  // [B, s_q] contiguous, or null: all of topk
-  float const* attn_sink;           // [h_q] contiguous, natural logarithms, or null: exp(sink) joins out's denominator
+  std::int32_t const* indices;      // [B, s_q, 1, topk]; outside [0, s_kv): an invalid slot
+  std::int64_t indices_stride_b;
+  std::int64_t indices_stride_s;
+  std::int64_t indices_stride_t;    // of slots
+  std::int32_t const* topk_length;  // [B, s_q], or null: all of topk
+  std::int64_t topk_length_stride_b;
+  std::int64_t topk_length_stride_s;
+  float const* attn_sink;           // [h_q], natural logarithms, or null: exp(sink) joins out's denominator
+  std::int64_t attn_sink_stride;
   void* out;                        // [B, s_q, h_q, d_v] contiguous, 16-byte aligned
   float* lse;                       // [B, s_q, h_q] contiguous
   std::int64_t const* q_start;      // host memory: [B], each >= 0, or null: no causal rule

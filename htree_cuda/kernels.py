@@ -130,6 +130,16 @@ def _strided(x: Tensor) -> tuple[int, ...]:
     return x.data_ptr(), *x.stride()[:3]
 
 
+def _slots(indices: Tensor) -> tuple[int, ...]:
+    """(pointer, stride_b, stride_s, stride of slots) of an index list [B, s_q, 1, topk]."""
+    return indices.data_ptr(), indices.stride(0), indices.stride(1), indices.stride(3)
+
+
+def _or_none(x: Tensor | None, dims: int) -> tuple[int, ...]:
+    """(pointer, stride of each dimension), zeros for None."""
+    return (0,) * (dims + 1) if x is None else (x.data_ptr(), *x.stride())
+
+
 def _forward_params(q: Tensor, k: Tensor, v: Tensor, params):
     B, T_q, H, K = q.shape
     H_kv = k.shape[2]
@@ -241,15 +251,15 @@ def attn_dist(
     topk_length: Tensor | None,
     lse_base: float,
 ) -> None:
-    """Fills out [B, ceil(h_q / 64), s_q, topk] float32 from q [B, s_q, h_q, d], k [B, s_kv, 1, d] (strided), and
-    contiguous indices [B, s_q, 1, topk], lse [B, s_q, h_q], topk_length [B, s_q]; q_start holds B numbers."""
+    """Fills out [B, ceil(h_q / 64), s_q, topk] float32 from q [B, s_q, h_q, d], k [B, s_kv, 1, d],
+    indices [B, s_q, 1, topk], lse [B, s_q, h_q], topk_length [B, s_q], all of them strided; q_start holds B numbers."""
     B, s_q, h_q, d_qk = q.shape
     load().attn_dist(
         q=(q.data_ptr(), *q.stride()[:3]),
         k=(k.data_ptr(), *k.stride()[:2]),
-        indices=indices.data_ptr(),
-        lse=lse.data_ptr(),
-        topk_length=0 if topk_length is None else topk_length.data_ptr(),
+        indices=_slots(indices),
+        lse=_strided(lse),
+        topk_length=_or_none(topk_length, 2),
         out=out.data_ptr(),
         q_start=q_start,
         k_stride=k_stride,
@@ -280,16 +290,16 @@ def sparse_attention(
     attn_sink: Tensor | None,
     lse_base: float,
 ) -> None:
-    """Fills out [B, s_q, h_q, d_v] and lse [B, s_q, h_q] float32, both contiguous, from q [B, s_q, h_q, d] and
-    kv [B, s_kv, 1, d] (strided), and contiguous indices [B, s_q, 1, topk], topk_length [B, s_q], attn_sink [h_q];
-    q_start holds B numbers."""
+    """Fills out [B, s_q, h_q, d_v] and lse [B, s_q, h_q] float32, both contiguous, from q [B, s_q, h_q, d],
+    kv [B, s_kv, 1, d], indices [B, s_q, 1, topk], topk_length [B, s_q], attn_sink [h_q], all of them strided; q_start
+    holds B numbers."""
     B, s_q, h_q, d_qk = q.shape
     load().sparse_attention(
         q=_strided(q),
         kv=(kv.data_ptr(), *kv.stride()[:2]),
-        indices=indices.data_ptr(),
-        topk_length=0 if topk_length is None else topk_length.data_ptr(),
-        attn_sink=0 if attn_sink is None else attn_sink.data_ptr(),
+        indices=_slots(indices),
+        topk_length=_or_none(topk_length, 2),
+        attn_sink=_or_none(attn_sink, 1),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
         q_start=q_start,

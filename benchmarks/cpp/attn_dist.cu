@@ -107,6 +107,14 @@ struct Problem {
     params.k_stride_b = layout.k_b;
     params.k_stride_s = layout.k_s;
     params.indices = indices;
+    params.indices_stride_b = std::int64_t(s.s_q) * s.topk;
+    params.indices_stride_s = s.topk;
+    params.indices_stride_t = 1;
+    params.topk_length_stride_b = s.s_q;
+    params.topk_length_stride_s = 1;
+    params.lse_stride_b = std::int64_t(s.s_q) * s.h_q;
+    params.lse_stride_s = s.h_q;
+    params.lse_stride_h = 1;
     params.lse = buffers.lse.get<float>(rows * s.h_q);
     params.out = buffers.out.get<float>(std::int64_t(s.B) * s.groups() * s.s_q * s.topk);
     if (s.lengths) {

@@ -113,6 +113,12 @@ struct Problem {
     params.kv_stride_b = layout.k_b;
     params.kv_stride_s = layout.k_s;
     params.indices = indices;
+    params.indices_stride_b = std::int64_t(s.s_q) * s.topk;
+    params.indices_stride_s = s.topk;
+    params.indices_stride_t = 1;
+    params.topk_length_stride_b = s.s_q;
+    params.topk_length_stride_s = 1;
+    params.attn_sink_stride = 1;
     params.out = buffers.out.get<Element>(rows * s.h_q * kValueDim);
     params.lse = buffers.lse.get<float>(rows * s.h_q);
     if (s.lengths) {

@@ -55,6 +55,9 @@ void check(char const* op, Params const& p) {
   require(op, p.topk <= (1 << 30), "topk must be at most 2^30, got " + std::to_string(p.topk));
   require(op, p.q_start == nullptr || p.k_stride >= 1,
           "k_stride must be at least 1, got " + std::to_string(p.k_stride));
+  std::int64_t const widest = std::max(p.topk_length_stride_b, p.topk_length_stride_s);
+  require(op, p.topk_length == nullptr || widest < (std::int64_t{1} << 32),
+          "topk_length's strides must be less than 2^32 elements, got " + std::to_string(widest));
   require_aligned(op, "q", p.q);
   require_strides(op, {{"q's batch", p.B, p.q_stride_b},
                        {"q's query", p.s_q, p.q_stride_s},
@@ -77,11 +80,24 @@ void for_each_chunk(Params const& p, Launch&& launch) {
   }
 }
 
+// Moves what set_slots reads to batch `b` and the batches after it.
+template <class Params>
+void skip_slots(Params& p, std::int64_t b) {
+  p.indices += b * p.indices_stride_b;
+  if (p.topk_length != nullptr) p.topk_length += b * p.topk_length_stride_b;
+  if (p.q_start != nullptr) p.q_start += b;
+}
+
 // Sets the list and what decides which of its slots count.
 template <class Params, class Kernel>
 void set_slots(Params const& p, bool one_start, Kernel& kernel) {
   kernel.indices = p.indices;
+  kernel.indices_stride_b = p.indices_stride_b;
+  kernel.indices_stride_s = p.indices_stride_s;
+  kernel.indices_stride_t = p.indices_stride_t;
   kernel.topk_length = p.topk_length;
+  kernel.topk_length_stride_b = static_cast<std::uint32_t>(p.topk_length_stride_b);
+  kernel.topk_length_stride_s = static_cast<std::uint32_t>(p.topk_length_stride_s);
   kernel.s_q = static_cast<int>(p.s_q);
   kernel.s_kv = static_cast<int>(p.s_kv);
   kernel.topk = static_cast<int>(p.topk);

@@ -138,7 +138,7 @@ SPARSE_ATTENTION_D_V = 512
 
 
 def _list_kernel(
-    op: str, q: Tensor, rows: dict[str, Tensor], others: dict[str, Tensor | None], sm_scale: float, topk: int, dims
+    op: str, q: Tensor, rows: dict[str, Tensor], topk_length: Tensor | None, sm_scale: float, topk: int, dims
 ) -> None:
     """What both kernels over index lists support of a valid call (tensors batched); `rows`: q and what is gathered."""
     _kernel_scale(op, "sm_scale", sm_scale)
@@ -162,15 +162,13 @@ def _list_kernel(
                 )
     if q.shape[2] > 1 and q.stride(2) == 0:
         _way_out(op, "the kernel needs the heads of q apart: its stride of dimension -2 is 0 (heads expanded from one)")
-    for name, x in others.items():
-        if x is not None and not x.is_contiguous():
-            _way_out(op, f"the kernel needs {name} contiguous, its strides are {tuple(x.stride())}")
+    if topk_length is not None and max(topk_length.stride()) >= 2**32:
+        _way_out(op, f"the kernel needs strides of topk_length below 2^32, they are {tuple(topk_length.stride())}")
 
 
 def attn_dist(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, topk_length: Tensor | None, sm_scale: float) -> None:
     """What the attn_dist kernel supports of a valid call (all tensors batched)."""
-    others = {"indices": indices, "lse": lse, "topk_length": topk_length}
-    _list_kernel("attn_dist", q, {"q": q, "k": k}, others, sm_scale, indices.shape[3], ATTN_DIST_HEAD_DIMS)
+    _list_kernel("attn_dist", q, {"q": q, "k": k}, topk_length, sm_scale, indices.shape[3], ATTN_DIST_HEAD_DIMS)
 
 
 def sparse_attention(
@@ -184,8 +182,7 @@ def sparse_attention(
 ) -> None:
     """What the sparse_attention kernel supports of a valid call (all tensors batched)."""
     op = "sparse_attention"
-    others = {"indices": indices, "topk_length": topk_length, "attn_sink": attn_sink}
-    _list_kernel(op, q, {"q": q, "kv": kv}, others, sm_scale, indices.shape[3], SPARSE_ATTENTION_HEAD_DIMS)
+    _list_kernel(op, q, {"q": q, "kv": kv}, topk_length, sm_scale, indices.shape[3], SPARSE_ATTENTION_HEAD_DIMS)
     if d_v != SPARSE_ATTENTION_D_V:
         _way_out(op, f"the kernel needs d_v to be {SPARSE_ATTENTION_D_V}, got {d_v}")
 

@@ -417,6 +417,29 @@ def test_strided_views(h_q):
     same_bits(out, htree_cuda.attn_dist(heads_first, k, indices, lse))
 
 
+@pytest.mark.emulated
+@pytest.mark.parametrize("h_q", [64, 70])
+def test_strides_of_lists_lse_and_lengths(h_q):
+    """Every one of them transposed, with gaps; then those of one query for all."""
+    q, k, indices, lse = problem(5, h_q, 300, 130, batch=(2,), bad=True)
+    lengths = torch.tensor([[130, 0, 64, 65, 129], [1, 130, 500, -3, 128]], dtype=torch.int32, device=DEVICE)
+    permuted = torch.stack([indices, indices * 0 + 3], -1).permute(3, 4, 2, 1, 0).contiguous()[:, 0].permute(3, 2, 1, 0)
+    heads_first = torch.stack([lse, lse * math.nan], -1).permute(2, 3, 1, 0).contiguous()[:, 0].permute(2, 1, 0)
+    options = {"topk_length": lengths.T.contiguous().T}
+    assert not (permuted.is_contiguous() or heads_first.is_contiguous() or options["topk_length"].is_contiguous())
+    out = check(q, k, permuted, heads_first, **options)
+    same_bits(out, htree_cuda.attn_dist(q, k, indices, lse, topk_length=lengths))
+    one, one_lse, length = (
+        indices[:1, :1].expand_as(indices),
+        lse[:, :, :1].expand_as(lse),
+        lengths[:, 2:3].expand(2, 5),
+    )
+    out = htree_cuda.attn_dist(q, k, one, one_lse, topk_length=length)
+    same_bits(
+        out, htree_cuda.attn_dist(q, k, *(x.contiguous() for x in (one, one_lse)), topk_length=length.contiguous())
+    )
+
+
 def test_expanded_views():
     q, k, indices, lse = problem(5, 64, 300, 70)
     k_all, q_all = k.expand(3, -1, -1, -1), q.expand(3, -1, -1, -1)

@@ -75,7 +75,8 @@ class Problem:
         if x.is_contiguous():
             return x.to(DEVICE)
         size = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride())) + 1
-        storage = torch.full((size,), math.nan, dtype=x.dtype, device=DEVICE)
+        gap = math.nan if x.is_floating_point() else 3  # a valid row, which nobody names here
+        storage = torch.full((size,), gap, dtype=x.dtype, device=DEVICE)
         view = storage.as_strided(x.shape, x.stride())
         once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())
         view[once] = x[once].to(DEVICE)
@@ -260,6 +261,34 @@ def test_strided_views():
     for mine, other in zip(expanded.run(), contiguous.run()):
         assert torch.equal(mine, other)
     Problem(q, kv, indices).check()
+
+
+def strided_lists(x: Problem) -> list[Problem]:
+    """x whose list, lengths and sinks are transposed views, and x with those of its first query for all."""
+    o = x.options
+    transposed = {
+        "topk_length": o["topk_length"].T.contiguous().T,
+        "attn_sink": torch.stack([o["attn_sink"], o["attn_sink"] + 9], 1)[:, 0],
+    }
+    wide = torch.stack([x.indices, x.indices * 0 + 3], -1)[..., 0].permute(3, 2, 1, 0)
+    views = Problem(x.q, x.kv, wide.permute(3, 2, 1, 0), {**o, **transposed})
+    one = {
+        "topk_length": o["topk_length"][:1, 1:2].expand_as(o["topk_length"]),
+        "attn_sink": o["attn_sink"][:1].expand(70),
+    }
+    expanded = Problem(x.q, x.kv.clone(), x.indices[:1, :1].expand_as(x.indices), {**o, **one})
+    return [views, expanded]
+
+
+@pytest.mark.emulated
+def test_strides_of_lists_lengths_and_sinks():
+    lengths = torch.tensor([[200, 130, 3], [64, 199, 0]], dtype=torch.int32)
+    x = problem(70, 200, B=2, seed=19, topk_length=lengths, attn_sink=torch.linspace(-3, 3, 70), q_start=[90, 120])
+    for y in strided_lists(x):
+        assert not y.indices.is_contiguous() and not y.options["attn_sink"].is_contiguous()
+        options = {k: v.contiguous() if isinstance(v, Tensor) else v for k, v in y.options.items()}
+        for mine, other in zip(y.check(), Problem(y.q, y.kv, y.indices.contiguous(), options).run()):
+            assert torch.equal(mine, other)
 
 
 @pytest.mark.emulated

@@ -46,14 +46,14 @@ void attn_dist(AttnDistParams const& p, void*) {
     for (std::int64_t g = 0; g < groups; ++g)
       for (std::int64_t s = 0; s < p.s_q; ++s)
         for (std::int64_t j = 0; j < p.topk; ++j) {
-          std::int64_t const row = b * p.s_q + s;
-          std::int64_t const i = p.indices[row * p.topk + j];
+          std::int64_t const i = p.indices[b * p.indices_stride_b + s * p.indices_stride_s + j * p.indices_stride_t];
           bool valid = i >= 0 && i < p.s_kv;
-          if (p.topk_length) valid = valid && j < p.topk_length[row];
+          std::int64_t const at = b * p.topk_length_stride_b + s * p.topk_length_stride_s;
+          if (p.topk_length) valid = valid && j < p.topk_length[at];
           if (p.q_start) valid = valid && i < (p.q_start[b] + s + 1) / p.k_stride;
           double sum = 0;
           for (std::int64_t h = 64 * g; valid && h < p.h_q && h < 64 * g + 64; ++h) {
-            double const lse = p.lse[row * p.h_q + h];
+            double const lse = p.lse[b * p.lse_stride_b + s * p.lse_stride_s + h * p.lse_stride_h];
             if (std::isinf(lse)) continue;
             double dot = 0;
             for (std::int64_t d = 0; d < p.d_qk; ++d)
@@ -79,10 +79,10 @@ for dtype in (torch.bfloat16, torch.float16):
         B, s_q, h_q, s_kv, topk, d = 2, 3, 70, 30, 11, 128
         q = torch.randn(B, 2 * s_q, h_q + 5, d + 8, generator=g).to(dtype)[:, ::2, 2:-3, 8:]
         k = torch.randn(B, s_kv, 2, d + 16, generator=g).to(dtype)[:, :, 1:, :d]
-        indices = torch.randint(-2, s_kv + 2, (B, s_q, 1, topk), generator=g, dtype=torch.int32)
-        lse = torch.randn(B, s_q, h_q, generator=g) + 4
+        indices = torch.randint(-2, s_kv + 2, (topk, B, 1, s_q), generator=g, dtype=torch.int32).permute(1, 3, 2, 0)
+        lse = torch.randn(h_q, B, s_q, generator=g).permute(1, 2, 0) + 4
         lse[0, 1, 69] = math.inf
-        length = torch.randint(0, topk + 3, (B, s_q), generator=g, dtype=torch.int32) if lengths else None
+        length = torch.randint(0, topk + 3, (s_q, B), generator=g, dtype=torch.int32).T if lengths else None
         options = dict(sm_scale=0.11, q_start=q_start, k_stride=2, topk_length=length, lse_base=base)
         out = torch.full((B, 2, s_q, topk), math.nan)
         kernels.attn_dist(q, k, indices, lse, out, **options)

@@ -583,7 +583,6 @@ def test_backward_op_checks_what_it_is_given():
         ({"shift": 1}, "q to begin at a multiple of 16 bytes"),
         ({"gap": 4}, "strides of kv to be multiples of 16 bytes"),
         ({"expand": True}, "heads of q apart"),
-        ({"transposed": True}, "attn_sink contiguous"),
     ],
 )
 def test_what_the_kernel_does_not_take_names_the_way_out(monkeypatch, change, message):
@@ -598,9 +597,8 @@ def test_what_the_kernel_does_not_take_names_the_way_out(monkeypatch, change, me
         q = q[:, :1].expand(-1, 4, -1)
     kv = torch.zeros(9, 1, d + gap, dtype=dtype)[..., :d]
     indices = torch.zeros(2, 1, 3, dtype=torch.int32)
-    sink = torch.zeros(8)[::2] if change.get("transposed") else None
     with pytest.raises(UnsupportedError, match=rf'sparse_attention: .*{message}.*backend="torch"'):
-        htree_cuda.sparse_attention(q, kv, indices, d_v=change.get("d_v", 512), attn_sink=sink)
+        htree_cuda.sparse_attention(q, kv, indices, d_v=change.get("d_v", 512))
 
 
 def test_gradients_on_a_gpu_name_the_way_out():

@@ -16,14 +16,22 @@ namespace htree_cuda::sm90::attn_dist {
 using namespace host;
 using namespace device;
 
-// What the kernel is told. Strides in bytes.
+// What the kernel is told. Strides in bytes, but for the list's.
 struct KernelParams {
   char const* k;             // [B, s_kv, d_qk]
   int64_t k_stride_b;
   int64_t k_stride_s;
-  int const* indices;        // [B, s_q, topk]
+  int const* indices;        // [B, s_q, topk], strides in elements, as of lse and lengths
+  int64_t indices_stride_b;
+  int64_t indices_stride_s;
+  int64_t indices_stride_t;
   float const* lse;          // [B, s_q, h_q]
+  int64_t lse_stride_b;
+  int64_t lse_stride_s;
+  int64_t lse_stride_h;
   int const* topk_length;    // [B, s_q] or null
+  uint32_t topk_length_stride_b;
+  uint32_t topk_length_stride_s;
   float* out;                // [B, groups, s_q, topk]
   int64_t units;             // B * s_q * passes * tiles: (query, pass, tile) in this order of nesting
   int64_t key_stride;        // tokens a key row stands for

@@ -37,11 +37,12 @@ public:
   // A new query or group of heads: reads the two rows of lse that this thread's accumulators belong to. True when one
   // of them is of a head that contributes nothing.
   __device__ __forceinline__ bool begin(Segment const& g, int group) {
+    float const* const rows = p_.lse + g.b * p_.lse_stride_b + g.s * p_.lse_stride_s;
     float lse[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const head = group * C::kGroupHeads + warp_ * 16 + lane() / 4 + 8 * i;
-      lse[i] = head < p_.h_q ? __ldg(p_.lse + static_cast<int64_t>(g.row) * p_.h_q + head) : INFINITY;
+      lse[i] = head < p_.h_q ? __ldg(rows + head * p_.lse_stride_h) : INFINITY;
       negative_lse_[i] = negative(lse[i]);
     }
     return isinf(lse[0]) || isinf(lse[1]);

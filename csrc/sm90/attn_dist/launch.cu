@@ -67,6 +67,9 @@ void launch_chunk(AttnDistParams const& p, bool one_start, int processors, cudaS
   kernel.k_stride_b = 2 * p.k_stride_b;
   kernel.k_stride_s = 2 * p.k_stride_s;
   kernel.lse = p.lse;
+  kernel.lse_stride_b = p.lse_stride_b;
+  kernel.lse_stride_s = p.lse_stride_s;
+  kernel.lse_stride_h = p.lse_stride_h;
   kernel.out = p.out;
   kernel.h_q = static_cast<int>(p.h_q);
   kernel.groups = static_cast<int>(ceil_div(p.h_q, kGroupHeads));
@@ -105,11 +108,9 @@ void attn_dist(AttnDistParams const& params, void* stream) {
     part.B = batches;
     part.q = static_cast<char const*>(params.q) + 2 * b * params.q_stride_b;
     part.k = static_cast<char const*>(params.k) + 2 * b * params.k_stride_b;
-    part.indices = params.indices + b * params.s_q * params.topk;
-    part.lse = params.lse + b * params.s_q * params.h_q;
-    if (params.topk_length != nullptr) part.topk_length = params.topk_length + b * params.s_q;
+    part.lse = params.lse + b * params.lse_stride_b;
     part.out = params.out + b * groups * params.s_q * params.topk;
-    if (params.q_start != nullptr) part.q_start = params.q_start + b;
+    host::list_args::skip_slots(part, b);
     launch_chunk(part, one_start, processors, static_cast<cudaStream_t>(stream));
   });
 }

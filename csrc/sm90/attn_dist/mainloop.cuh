@@ -60,14 +60,14 @@ public:
     for (WorkRange work(p_); !work.done(); work.next()) {
       Segment const g = work.segment();
       if (g.live == 0) continue;
-      int const* const indices = ptx::opaque(p_.indices + static_cast<int64_t>(g.row) * p_.topk);
       char const* const rows = ptx::opaque(gather.chunk_of(p_.k + g.b * p_.k_stride_b));
       // Indices are loaded two tiles before they are needed, because loads queue up behind the copies of more than a
       // tile.
       int slot = g.tile * C::kTileKeys + gather.row_to_load();
+      int const* const indices = ptx::opaque(slots::list(p_, g.b, g.s));
       int const end = min(g.length, (g.tile + g.live) * C::kTileKeys);
       auto const next_index = [&] {
-        int const index = slot < end ? __ldcs(indices + slot) : -1;
+        int const index = slot < end ? __ldcs(indices + slot * p_.indices_stride_t) : -1;
         slot += C::kTileKeys;
         return index;
       };

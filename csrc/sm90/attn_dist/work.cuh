@@ -46,7 +46,7 @@ public:
     g.tile = tile_;
     g.tiles = min(p_.tiles - tile_, left_);
     g.row = row_;
-    g.length = slots::length(p_, row_);
+    g.length = slots::length(p_, g.b, g.s);
     g.live = min(max((g.length + 63) / 64 - tile_, 0), g.tiles);
     g.visible = slots::visible(p_, g.b, g.s);
     return g;

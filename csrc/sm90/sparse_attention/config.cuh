@@ -17,7 +17,7 @@ namespace htree_cuda::sm90::sparse_attention {
 using namespace host;
 using namespace device;
 
-// What the kernel is told. Strides in bytes.
+// What the kernel is told. Strides in bytes, but for the list's.
 struct KernelParams {
   char const* q;             // [B, s_q, h_q, d_qk]
   int64_t q_stride_b;
@@ -26,9 +26,15 @@ struct KernelParams {
   char const* kv;            // [B, s_kv, d_qk]
   int64_t kv_stride_b;
   int64_t kv_stride_s;
-  int const* indices;        // [B, s_q, topk]
+  int const* indices;        // [B, s_q, topk], strides in elements, as of lengths and sinks
+  int64_t indices_stride_b;
+  int64_t indices_stride_s;
+  int64_t indices_stride_t;
   int const* topk_length;    // [B, s_q] or null
+  uint32_t topk_length_stride_b;
+  uint32_t topk_length_stride_s;
   float const* sink;         // [h_q] natural, or null
+  int64_t sink_stride;
   char* out;                 // [B, s_q, h_q, 512] contiguous
   float* lse;                // [B, s_q, h_q] contiguous
   int64_t key_stride;        // tokens a key row stands for

@@ -42,7 +42,7 @@ public:
       bool const exists = head < p_.h_q;
       float denominator = sum[i];
       if (p_.sink != nullptr && exists) {
-        denominator += ptx::exp2_movable(fmaf(__ldg(p_.sink + head), kLog2E, -softmax.offset(i)));
+        denominator += ptx::exp2_movable(fmaf(__ldg(p_.sink + head * p_.sink_stride), kLog2E, -softmax.offset(i)));
       }
       inverse[i] = sum[i] == 0.f ? 0.f : 1.f / denominator;
       if (exists && me_ == 0 && lane() % 4 == 0) {

@@ -43,6 +43,7 @@ void launch_chunk(SparseAttentionParams const& p, bool one_start, int processors
   kernel.kv_stride_b = 2 * p.kv_stride_b;
   kernel.kv_stride_s = 2 * p.kv_stride_s;
   kernel.sink = p.attn_sink;
+  kernel.sink_stride = p.attn_sink_stride;
   kernel.out = static_cast<char*>(p.out);
   kernel.lse = p.lse;
   kernel.h_q = static_cast<int>(p.h_q);
@@ -79,11 +80,9 @@ void sparse_attention(SparseAttentionParams const& params, void* stream) {
     part.B = batches;
     part.q = static_cast<char const*>(params.q) + 2 * b * params.q_stride_b;
     part.kv = static_cast<char const*>(params.kv) + 2 * b * params.kv_stride_b;
-    part.indices = params.indices + b * params.s_q * params.topk;
-    if (params.topk_length != nullptr) part.topk_length = params.topk_length + b * params.s_q;
     part.out = static_cast<char*>(params.out) + 2 * b * params.s_q * params.h_q * kValueDim;
     part.lse = params.lse + b * params.s_q * params.h_q;
-    if (params.q_start != nullptr) part.q_start = params.q_start + b;
+    host::list_args::skip_slots(part, b);
     launch_chunk(part, one_start, processors, static_cast<cudaStream_t>(stream));
   });
 }

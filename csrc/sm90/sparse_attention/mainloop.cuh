@@ -118,33 +118,34 @@ private:
       Unit const u = work.unit();
       if (u.tiles == 0) continue;
       if (kOwners && warp_ == 0) load_q(u);
+      int const* const list = slots::list(p_, u.b, u.s);
       // Indices are loaded two tiles before they are needed, because loads queue up behind the copies in flight.
-      int even = load_index(u, 0);
-      int odd = load_index(u, 1);
+      int even = load_index(list, u, 0);
+      int odd = load_index(list, u, 1);
 #pragma unroll 1
       for (int t = 0; t < u.tiles; t += 2) {
-        gather_half<kOwners, 0>(u, t, even);
-        if (t + 1 < u.tiles) gather_half<kOwners, 1>(u, t + 1, odd);
+        gather_half<kOwners, 0>(list, u, t, even);
+        if (t + 1 < u.tiles) gather_half<kOwners, 1>(list, u, t + 1, odd);
       }
     }
   }
 
   // The index of the row of tile t that this lane loads for its warp; -1 past the query's length.
-  __device__ __forceinline__ int load_index(Unit const& u, int t) const {
+  __device__ __forceinline__ int load_index(int const* list, Unit const& u, int t) const {
     int const slot = t * C::kTileKeys + gather_.row_to_load();
-    return slot < u.length ? __ldg(p_.indices + static_cast<int64_t>(u.row) * p_.topk + slot) : -1;
+    return slot < u.length ? __ldg(list + slot * p_.indices_stride_t) : -1;
   }
 
   // Gathers half of tile t. `index` is what load_index returned for t; it becomes the index for the next tile in this
   // buffer.
   template <bool kOwners, int kBuffer>
-  __device__ __forceinline__ void gather_half(Unit const& u, int t, int& index) {
+  __device__ __forceinline__ void gather_half(int const* list, Unit const& u, int t, int& index) {
     constexpr int kHalf = kOwners ? kBuffer : 1 - kBuffer;
     bool const is_valid = static_cast<unsigned>(index) < static_cast<unsigned>(u.visible);
     gather_.point(is_valid ? index : -1, gather_.chunk_of(p_.kv + u.b * p_.kv_stride_b), p_.kv_stride_s);
     // A bit for each row that this warp's lanes loaded.
     uint32_t const valid = __ballot_sync(kFullWarp, is_valid);
-    index = load_index(u, t + 2);
+    index = load_index(list, u, t + 2);
     gather_.compute_addresses();
     wait_for(barriers_.keys_empty(kBuffer, kHalf), parity_before(kBuffer),
                             "sparse_attention: a free half of a tile");

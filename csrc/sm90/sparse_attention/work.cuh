@@ -32,7 +32,7 @@ public:
     u.group = uniform(static_cast<int>(group_));
     u.b = uniform(u.row / p_.s_q);
     u.s = u.row - u.b * p_.s_q;
-    u.length = slots::length(p_, u.row);
+    u.length = slots::length(p_, u.b, u.s);
     u.tiles = (u.length + 63) / 64;
     u.visible = slots::visible(p_, u.b, u.s);
     return u;
