@@ -12,6 +12,7 @@
 `indexer_logits`       scores of the lightning indexer (differentiable).
 `topk_indices`         the best key rows of each query, exactly: an index list.
 `indexer_topk`         both, without the matrix of all logits.
+`DSAttention`          DeepSeek Sparse Attention as a module: MLA, the indexer, both stages of training.
 `quantize_fp8`         float8_e4m3fn values and their scales.
 `hadamard_transform`   spreads outliers before quantisation (differentiable).
 `dense_indexer_loss`   KL divergence of an indexer from dense attention over all keys (differentiable).
@@ -23,10 +24,12 @@ from .cache import TreeCache, forward_cached
 from .checks import UnsupportedError
 from .dense_loss import dense_indexer_loss
 from .dsa import hadamard_transform, indexer_logits, indexer_topk, quantize_fp8, topk_indices
+from .dsa_module import DSAttention
 from .module import HTreeAttention
 from .varlen import forward_varlen
 
 __all__ = [
+    "DSAttention",
     "HTreeAttention",
     "TreeCache",
     "UnsupportedError",

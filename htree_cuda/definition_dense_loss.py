@@ -8,19 +8,7 @@ import torch
 from torch import Tensor
 
 from .definition import batch_starts
-
-
-def window(
-    s: int, s_kv: int, *, q_start: int | None, k_stride: int, k_start: Tensor | None, k_end: Tensor | None
-) -> list[int]:
-    """The key rows that query s sees, ascending."""
-    first = 0 if k_start is None else int(k_start[s])
-    ends = [s_kv]
-    if k_end is not None:
-        ends.append(int(k_end[s]))
-    if q_start is not None:
-        ends.append((q_start + s + 1) // k_stride)
-    return list(range(max(first, 0), min(ends)))
+from .definition_dsa import window
 
 
 def dense_indexer_loss(
@@ -59,10 +47,10 @@ def dense_indexer_loss(
             return losses, losses.bool()
         return torch.stack([losses for losses, _ in rows]), torch.stack([counts for _, counts in rows])
     sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    rule = {"q_start": q_start, "k_stride": k_stride, "k_start": k_start, "k_end": k_end}
+    rule = {"s_kv": k.shape[0], "q_start": q_start, "k_stride": k_stride, "k_start": k_start, "k_end": k_end}
     losses, counts = [], []
     for s in range(q_i.shape[0]):
-        keys = window(s, k.shape[0], **rule)
+        keys = list(window(s, **rule))
         scores = q[s].detach().to(compute_dtype) @ k[keys, 0].detach().to(compute_dtype).T * sm_scale
         natural = lse[s].detach().to(compute_dtype)[:, None] * math.log(lse_base)
         a = torch.where(natural.isinf(), 0.0, torch.exp(scores - natural)).sum(0)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from . import checks, ops_dense_loss  # noqa: F401  (importing ops_dense_loss registers its ops)
-from .api import _autocast, _starts
+from .api import _starts
+from .autocast import autocast
 
 
 def dense_indexer_loss(
@@ -100,7 +101,7 @@ def dense_indexer_loss(
     checks.common.process_group(op, "group", group)
     if deterministic is not None:
         checks.common.boolean(op, "deterministic", deterministic)
-    q_i, k_i, q, k = _autocast(q_i, k_i, q, k)
+    q_i, k_i, q, k = autocast(q_i, k_i, q, k)
     losses, _, largest, _ = torch.ops.htree_cuda.dense_indexer_loss(
         q_i, k_i, weights, q.detach(), k.detach(), lse.detach(), k_start, k_end, sm_scale=sm_scale, q_start=q_start,
         k_stride=k_stride, lse_base=lse_base, group="" if group is None else group.group_name, backend=backend,

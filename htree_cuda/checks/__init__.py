@@ -7,6 +7,7 @@
 ``varlen``   rules of packed and ragged sequences.
 ``lists``    rules of attn_dist, sparse_attention and the indexer's loss.
 ``dsa``      rules of the indexer, of its selector and of quantisation, and what the kernels do of them.
+``dsa_module`` rules of `DSAttention`.
 ``dense_loss`` rules of dense_indexer_loss.
 ``support``  what the Hopper kernels do of what is valid.
 
@@ -15,7 +16,19 @@ TypeError: not a tensor / not a number. ValueError: dtype, shape, range, device.
 what the Hopper kernels do; it names the way out (``backend="torch"``). All are raised before any launch.
 """
 
-from . import cache, common, dense_loss, dsa, lists, rotation, support, tree, varlen
+from . import cache, common, dense_loss, dsa, dsa_module, lists, rotation, support, tree, varlen
 from .common import UnsupportedError
 
-__all__ = ["UnsupportedError", "cache", "common", "dense_loss", "dsa", "lists", "rotation", "support", "tree", "varlen"]
+__all__ = [
+    "UnsupportedError",
+    "cache",
+    "common",
+    "dense_loss",
+    "dsa",
+    "dsa_module",
+    "lists",
+    "rotation",
+    "support",
+    "tree",
+    "varlen",
+]

@@ -48,6 +48,7 @@ def test_the_module_names_everything():
         ["quantize_fp8"],
         ["hadamard_transform"],
         ["dense_indexer_loss"],
+        ["DSAttention"],
     ],
     ids=lambda names: names[0],
 )
