@@ -135,16 +135,17 @@ void bind_forward(py::module_& module) {
   module.def(
       "forward",
       [](ForwardParams params, std::uintptr_t out, std::uintptr_t lse, std::uintptr_t selection,
-         std::uintptr_t workspace, std::int64_t workspace_bytes, int device, std::uintptr_t stream) {
+         std::uintptr_t given, std::uintptr_t workspace, std::int64_t workspace_bytes, int device, std::uintptr_t stream) {
         params.out = as_pointer(out);
         params.lse = static_cast<float*>(as_pointer(lse));
         params.selection = static_cast<std::int32_t*>(as_pointer(selection));
+        params.given = static_cast<std::int32_t const*>(as_pointer(given));
         params.workspace = as_pointer(workspace);
         params.workspace_bytes = workspace_bytes;
         on_device(device, [&] { forward(params, as_pointer(stream)); });
       },
-      py::arg("params"), py::kw_only(), py::arg("out"), py::arg("lse"), py::arg("selection"), py::arg("workspace"),
-      py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"), "selection: 0 for none; see csrc/params.h");
+      py::arg("params"), py::kw_only(), py::arg("out"), py::arg("lse"), py::arg("selection"), py::arg("given"),
+      py::arg("workspace"), py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"), "selection, given: 0 for none; see csrc/params.h");
   module.def(
       "explain_forward",
       [](ForwardParams params, bool selection, int processors) {

@@ -88,6 +88,7 @@ struct ForwardParams {
   void* out;                   // [B, T_q, H_kv * G, V] contiguous
   float* lse;                  // [B, T_q, H_kv * G] contiguous
   std::int32_t* selection;     // [L - 1, B, T_q, H_kv, top_k] contiguous, 16-byte aligned, or null
+  std::int32_t const* given;   // likewise contiguous: a selection to replay, of any content, or null
   void* workspace;             // forward_workspace() bytes, 256-byte aligned; contents do not matter
   std::int64_t workspace_bytes;
   std::int64_t B;
@@ -115,7 +116,7 @@ HTREE_CUDA_API void forward(ForwardParams const& params, void* stream);
 
 // One kernel of a call, for one layer and layer kind, over all of its launches.
 struct LaunchInfo {
-  char const* phase;         // rotations, pool, pack, union, gather, score, select, attend; index, dkdv, dq, distribute
+  char const* phase;         // rotations, pool, pack, union, gather, score, select, replay, attend; index, dkdv, dq, distribute
   int layer;                 // 0: the bottom; -1: none
   char const* kind;          // entry, selected, half-selected, or empty; one launch may serve several kinds
   char const* kernel;
@@ -131,7 +132,7 @@ struct LaunchInfo {
 using LaunchSink = void (*)(void* context, LaunchInfo const& info);
 
 // Calls `sink` for every kernel that `forward` would launch, in their order, on a GPU with so many SMs. Needs no GPU; pointers are
-// not looked at, save whether `selection` is null. The strings live until `sink` returns.
+// not looked at, save whether `selection` and `given` are null. The strings live until `sink` returns.
 HTREE_CUDA_API void explain_forward(ForwardParams const& params, int processors, LaunchSink sink, void* context);
 
 // ---- backward --------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ def forward(
     softcap: float = 0.0,
     seqused_k: Tensor | None = None,
     seqused_q: Tensor | None = None,
+    selection: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Hierarchical-tree sparse causal attention.
 
@@ -95,12 +96,15 @@ def forward(
         seqused_k: [B] int32 on the device of q, 0 .. T, how many keys each row of the batch has, the first ones;
             default: T each. What lies behind them is never read. A value is not checked but brought into range.
         seqused_q: [B] int32, 0 .. T_q, likewise of queries; default: T_q each.
+        selection: [L-1, B, T_q, H_kv, top_k] int32, as return_selection gives it, ascending, padded with -1; default
+            None: chosen by importance. A given one is replayed: nothing is chosen, and scores are computed for leaves
+            alone.
 
     Returns:
         out [B, T_q, H, V] in the dtype of q; or a tuple (out[, lse][, selection]).
         lse: [B, T_q, H] float32 (float64 for float64 inputs), natural log of the softmax denominator.
         selection: [L-1, B, T_q, H_kv, top_k] int32; entry ``l - 1`` holds the nodes expanded at layer ``l``,
-        ascending, padded with -1; L is the number of layers.
+        ascending, padded with -1; L is the number of layers. With a given selection it is that tensor.
         B = 0 or T_q = 0 give empty tensors. Every query attends at least to itself, so no row is empty, save padding:
         rows at and past seqused_q, and rows whose position is below 0 or at and past seqused_k, give out 0, lse -inf,
         selection -1 and gradients of 0.
@@ -117,6 +121,10 @@ def forward(
         descends again from the selection, 4 (L-1) B T_q H_kv top_k bytes, kept or selected again as save_selection
         says; the gradients are bitwise identical. With return_selection it is kept in any case: it is an output.
         Second derivatives raise.
+        A given selection gives the same bits as the call that returned it, out, lse and gradients, so that rollouts and
+        training agree, and several layers of a model may share one. Entries are trusted to be what a forward of the
+        same shapes could return. Other content gives unspecified numbers: every query still expands
+        ``min(top_k, n)`` of its own candidates, nothing is read out of range, and no later token reaches a query.
         Determinism: on CUDA, the PyTorch backend's dk and dv use atomic additions unless deterministic; everything
         else is bitwise repeatable.
         Speed: `python -m htree_cuda explain` shows which kernels run. The more query heads share a KV head, the faster:
@@ -148,6 +156,8 @@ def forward(
     }  # fmt: skip
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.common.tensor(op, name, x)
+    if selection is not None:
+        checks.common.tensor(op, "selection", selection)
     several = isinstance(q_start, (Tensor, Sequence)) or getattr(q_start, "ndim", 0) == 1
     if not several:
         q_start = checks.common.integer(op, "q_start", q_start, optional=True)
@@ -155,6 +165,8 @@ def forward(
     for name, flag in (("return_lse", return_lse), ("return_selection", return_selection)):
         checks.common.boolean(op, name, flag)
     if several or seqused_q is not None or seqused_k is not None:
+        if selection is not None:
+            checks.common.fail(op, "selection must be None with seqused_q, seqused_k or several q_start", "a tensor")
         flags = (return_lse, return_selection)
         tensors = (attn_sink, rope_inv_freq)
         return varlen.ragged(q, k, v, q_start, seqused_q, seqused_k, tensors, options, flags)
@@ -170,11 +182,13 @@ def forward(
         # What "auto" keeps depends on the number of layers, which would tie an exported graph to a range of lengths.
         save_selection = False
     save_mode = checks.common.SAVE_SELECTION[save_selection if needs_grad else False]
-    out, lse, selection = torch.ops.htree_cuda.forward(
-        q, k, v, attn_sink, rope_inv_freq, need_selection=return_selection, **tree, deterministic=deterministic,
-        save_selection=save_mode,
+    out, lse, chosen = torch.ops.htree_cuda.forward(
+        q, k, v, attn_sink, rope_inv_freq, selection, need_selection=return_selection, **tree,
+        deterministic=deterministic, save_selection=save_mode,
     )  # fmt: skip
-    extra = ([lse] if return_lse else []) + ([selection] if return_selection else [])
+    if selection is not None:
+        chosen = selection
+    extra = ([lse] if return_lse else []) + ([chosen] if return_selection else [])
     return (out, *extra) if extra else out
 
 

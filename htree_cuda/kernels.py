@@ -177,13 +177,16 @@ def forward(
     selection: Tensor | None,
     workspace: Tensor,
     params,
+    given: Tensor | None = None,
 ) -> None:
-    """Fills out [B, T_q, H, V], lse [B, T_q, H] and, where given, selection [L-1, B, T_q, H_kv, top_k], contiguous."""
+    """Fills out [B, T_q, H, V], lse [B, T_q, H] and, where not None, selection [L-1, B, T_q, H_kv, top_k], contiguous.
+    given: a selection of that shape, contiguous, in place of choosing; selection is None then."""
     load().forward(
         _forward_params(q, k, v, params),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
         selection=0 if selection is None else selection.data_ptr(),
+        given=0 if given is None else given.data_ptr(),
         workspace=workspace.data_ptr(),
         workspace_bytes=workspace.numel(),
         **_place(q),

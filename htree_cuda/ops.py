@@ -101,6 +101,14 @@ def _keeps_selection(q: Tensor, k: Tensor, v: Tensor, params, save_selection: st
     return fit > 0 and _layers(k, params) - 1 <= fit
 
 
+def _returns_selection(q, k, v, given: Tensor | None, params, save_selection: str, need_selection: bool) -> bool:
+    """Whether `forward` returns the selection: never one that was given, which the caller has."""
+    keeps = _keeps_selection(q, k, v, params, save_selection)
+    if given is not None:
+        checks.tree.given_selection("forward", given, q, k, params)
+    return given is None and (keeps or need_selection)
+
+
 def _empty_results(q: Tensor, k: Tensor, v: Tensor, params, need_selection: bool) -> tuple[Tensor, Tensor, Tensor]:
     B, T_q, H, _ = q.shape
     kept = _layers(k, params) - 1 if need_selection else 0
@@ -114,44 +122,50 @@ def _empty_results(q: Tensor, k: Tensor, v: Tensor, params, need_selection: bool
 @torch.library.custom_op(
     "htree_cuda::forward",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_TREE_TENSORS}, *, {_TREE_SCHEMA}, bool need_selection, str backend, "
-    f'bool deterministic=False, str save_selection="never", {_ROTATION_SCHEMA}) -> (Tensor, Tensor, Tensor)',
+    schema=f"(Tensor q, Tensor k, Tensor v, {_TREE_TENSORS}, Tensor? given=None, *, {_TREE_SCHEMA}, "
+    f'bool need_selection, str backend, bool deterministic=False, str save_selection="never", {_ROTATION_SCHEMA}) '
+    "-> (Tensor, Tensor, Tensor)",
 )
 @_without_autocast
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, attn_sink: Tensor | None = None, rope_inv_freq: Tensor | None = None, *,
-    need_selection: bool, backend: str, deterministic: bool = False, save_selection: str = "never", **tree,
+    q: Tensor, k: Tensor, v: Tensor, attn_sink: Tensor | None = None, rope_inv_freq: Tensor | None = None,
+    given: Tensor | None = None, *, need_selection: bool, backend: str, deterministic: bool = False,
+    save_selection: str = "never", **tree,
 ):  # fmt: skip
     """(out, lse, selection); selection has size 0 in its first dimension unless kept. See `api.forward`.
 
     It is kept where it is needed as an output, or for the backward as save_selection says: "always", "never" or "auto"
     (`_keeps_selection`). The gradients are the same: a backward without it runs this op again. deterministic is the
-    backward's; the forward always is.
+    backward's; the forward always is. given: a selection to replay; the result's is then of size 0, and the backward
+    reads the one that was given.
     """
     tree = {**tree, "attn_sink": attn_sink, "rope_inv_freq": rope_inv_freq}
     params = checks.tree.forward(q, k, v, backend=backend, **tree)
     checks.rotation.finite("forward", rope_inv_freq)
-    need_selection = _keeps_selection(q, k, v, params, save_selection) or need_selection
+    need_selection = _returns_selection(q, k, v, given, params, save_selection, need_selection)
     if _use_torch("forward", q, backend):
-        return torch_tree.forward(q, k, v, params, need_selection=need_selection)
+        return torch_tree.forward(q, k, v, params, need_selection=need_selection, given=given)
     from . import kernels
 
     checks.support.forward(q, k, v, params)
+    checks.support.given_selection("forward", given)
     out, lse, selection = _empty_results(q, k, v, params, need_selection)
     if out.numel():
         workspace = q.new_empty(kernels.forward_workspace(q, k, v, params), dtype=torch.uint8)
-        kernels.forward(q, k, v, out, lse, selection if selection.numel() else None, workspace, params)
+        replayed = given if given is not None and given.numel() else None
+        kernels.forward(q, k, v, out, lse, selection if selection.numel() else None, workspace, params, replayed)
     return out, lse, selection
 
 
 @forward.register_fake
 def _(
-    q, k, v, attn_sink=None, rope_inv_freq=None, *, need_selection, backend, deterministic=False,
+    q, k, v, attn_sink=None, rope_inv_freq=None, given=None, *, need_selection, backend, deterministic=False,
     save_selection="never", **tree,
 ):  # fmt: skip
     tree = {**tree, "attn_sink": attn_sink, "rope_inv_freq": rope_inv_freq}
     params = checks.tree.forward(q, k, v, backend=backend, **tree)
-    return _empty_results(q, k, v, params, _keeps_selection(q, k, v, params, save_selection) or need_selection)
+    kept = _returns_selection(q, k, v, given, params, save_selection, need_selection)
+    return _empty_results(q, k, v, params, kept)
 
 
 def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -225,16 +239,18 @@ def _save_for_backward(ctx, inputs, keyword_only_inputs, output):
 
 
 def _run_backward(ctx, dout, dlse, _dselection):
-    q, k, v, attn_sink, rope_inv_freq, out, lse, selection = ctx.saved_tensors
+    q, k, v, attn_sink, rope_inv_freq, given, out, lse, selection = ctx.saved_tensors
     dout, dlse = (x.new_zeros(()).expand_as(x) if dx is None else dx for x, dx in ((out, dout), (lse, dlse)))
     tensors = (attn_sink, rope_inv_freq)
     tree = {name: x for name, x in ctx.options.items() if name != "deterministic"}
     tree |= {"rope_inv_freq": rope_inv_freq}
-    if selection.shape[0] != _layers(k, checks.tree.forward(q, k, v, **tree)) - 1:
+    if given is not None:
+        selection = given
+    elif selection.shape[0] != _layers(k, checks.tree.forward(q, k, v, **tree)) - 1:
         selection = torch.ops.htree_cuda.forward(q, k, v, *tensors, need_selection=True, **ctx.options)[2]
     grads = torch.ops.htree_cuda.backward(dout, dlse, q, k, v, out, lse, selection, *tensors, **ctx.options)
     needs_sink = attn_sink is not None and ctx.needs_input_grad[3]
-    return *grads, torch.ops.htree_cuda.sink_gradient(dout, out, lse, attn_sink) if needs_sink else None, None
+    return *grads, torch.ops.htree_cuda.sink_gradient(dout, out, lse, attn_sink) if needs_sink else None, None, None
 
 
 def _no_double_backward(op: str) -> Callable:

@@ -116,6 +116,11 @@ def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selectio
             _way_out(op, f"the kernels need {name} contiguous, its strides are {tuple(x.stride())}")
 
 
+def given_selection(op: str, selection: Tensor | None) -> None:
+    if selection is not None and not selection.is_contiguous():
+        _way_out(op, f"the kernels need selection contiguous, its strides are {tuple(selection.stride())}")
+
+
 def _kernel_scale(op: str, name: str, value: float) -> None:
     """The kernels compute in base 2: the scale is multiplied by log2(e), in float32."""
     if abs(value) * math.log2(math.e) > torch.finfo(torch.float32).max:

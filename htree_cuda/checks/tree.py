@@ -243,6 +243,14 @@ def forward(
     )  # fmt: skip
 
 
+def given_selection(op: str, selection: Tensor, q: Tensor, k: Tensor, params: TreeParams) -> None:
+    """Rules of a selection to replay: what `forward` returns of the same shapes. Its content is not looked at."""
+    layers = len(layer_sizes(k.shape[1], params.compression_rate, params.max_top_nodes))
+    shape = (layers - 1, q.shape[0], q.shape[1], k.shape[2], params.top_k)
+    strided(op, selection=selection)
+    returned(op, q, selection=(selection, shape, torch.int32))
+
+
 def backward(
     dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor, params
 ) -> None:

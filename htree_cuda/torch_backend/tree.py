@@ -311,14 +311,10 @@ class _Walk:
         """[H] -> [bh * queries, G], one row for each of so many queries."""
         return x.view(1, self.H_kv, self.G).expand(self.B, -1, -1).flatten(0, 1)[bh].repeat_interleave(queries, 0)
 
-    def expanded(self, layer: _Layer, parents: Tensor) -> Tensor:
-        """[rows, width] marks of the candidates that are among `parents` [rows, P] (ascending, -1 pads)."""
-        rows, width = layer.valid.shape
-        # Candidates ascend and their padding repeats the last one, so a search finds each parent's place.
-        place = torch.searchsorted(layer.nodes().contiguous(), parents)
-        chosen = torch.zeros(rows, width + 1, dtype=torch.bool, device=parents.device)
-        chosen.scatter_(1, torch.where(parents >= 0, place, width), True)
-        return chosen[:, :width] & layer.valid
+    def given(self, selection: Tensor, layer: _Layer, bh: slice, queries: slice) -> tuple[Tensor, Tensor]:
+        """What `_select` returns, from a selection that was made before."""
+        nodes = selection[layer.layer - 1][:, queries].transpose(1, 2).flatten(0, 1)[bh]
+        return _replay(nodes.flatten(0, 1).to(torch.int64), layer, self.params.top_k)
 
 
 def _log_importance(s: Tensor, layer: _Layer, strict_causal: bool) -> Tensor:
@@ -335,7 +331,7 @@ def _select(log_imp: Tensor, layer: _Layer, top_k: int) -> tuple[Tensor, Tensor]
     Returns marks [rows, width] and nodes [rows, min(top_k, width)], ascending, padded with -1. No sort: the k-th
     largest value splits the candidates into above, equal and below, and positions decide among the equal ones.
     """
-    rows, width = log_imp.shape
+    width = log_imp.shape[1]
     k = min(top_k, width)
     other = layer.valid & ~layer.rightmost
     # The rightmost takes one of the places, by definition; -inf is also a real importance, hence the lowest finite.
@@ -347,20 +343,43 @@ def _select(log_imp: Tensor, layer: _Layer, top_k: int) -> tuple[Tensor, Tensor]
         equal = ranked == threshold
         room = (k - 1) - above.sum(1, keepdim=True)
         marks |= (above | (equal & (equal.cumsum(1) <= room))) & other
-    place = torch.where(marks, marks.cumsum(1) - 1, k)
-    nodes = torch.full((rows, k + 1), -1, dtype=torch.int64, device=log_imp.device)
-    nodes.scatter_(1, place, layer.nodes())
-    return marks, nodes[:, :k]
+    return marks, _marked(marks, layer, k)
+
+
+def _marked(marks: Tensor, layer: _Layer, k: int) -> Tensor:
+    """The nodes of marked candidates, at most k a row, ascending, padded with -1: [rows, k]."""
+    nodes = torch.full((marks.shape[0], k + 1), -1, dtype=torch.int64, device=marks.device)
+    return nodes.scatter_(1, torch.where(marks, marks.cumsum(1) - 1, k), layer.nodes())[:, :k]
+
+
+def _replay(given: Tensor, layer: _Layer, top_k: int) -> tuple[Tensor, Tensor]:
+    """Marks and nodes as of `_select`, for nodes [rows, top_k] that somebody else selected. Whatever they are,
+    min(top_k, n) candidates are marked, the rightmost among them: what is no candidate is left out, and the lowest
+    candidates stand in for what is missing."""
+    rows, width = layer.valid.shape
+    # Candidates ascend and their padding repeats the last one, so a search finds each node's place.
+    candidates = layer.nodes().contiguous()
+    place = torch.searchsorted(candidates, given.contiguous()).clamp_(max=width - 1)
+    chosen = torch.zeros(rows, width + 1, dtype=torch.bool, device=given.device)
+    chosen.scatter_(1, torch.where(candidates.gather(1, place) == given, place, width), True)
+    other = layer.valid & ~layer.rightmost
+    wanted = layer.n.clamp(max=top_k)[:, None] - 1
+    marks = chosen[:, :width] & other
+    marks &= marks.cumsum(1) <= wanted
+    free = other & ~marks
+    marks |= free & (free.cumsum(1) <= wanted - marks.sum(1, keepdim=True))
+    marks |= layer.rightmost
+    return marks, _marked(marks, layer, min(top_k, width))
 
 
 # ------------------------------------------------------------------------------------------------- forward, backward
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, params: TreeParams, *, need_selection: bool = False
+    q: Tensor, k: Tensor, v: Tensor, params: TreeParams, *, need_selection: bool = False, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [B,T_q,H,K], k [B,T,H_kv,K], v [B,T,H_kv,V] -> out [B,T_q,H,V] (their dtype), lse [B,T_q,H] (accumulation
-    dtype), selection [L-1,B,T_q,H_kv,top_k] int32 (first dimension 0 unless needed)."""
+    dtype), selection [L-1,B,T_q,H_kv,top_k] int32 (first dimension 0 unless needed). given: a selection to replay."""
     walk = _Walk(q, k, v, params)
     out = q.new_empty(walk.B, walk.T_q, walk.H, walk.V)
     lse = torch.empty(walk.B, walk.T_q, walk.H, dtype=walk.acc, device=q.device)
@@ -378,7 +397,10 @@ def forward(
             s.masked_fill_(~layer.valid[:, None], -math.inf)
             leaves, parents = layer.valid, None
             if layer.layer > 0:
-                marks, parents = _select(_log_importance(s, layer, params.strict_causal), layer, params.top_k)
+                if given is not None:
+                    marks, parents = walk.given(given, layer, bh, queries)
+                else:
+                    marks, parents = _select(_log_importance(s, layer, params.strict_causal), layer, params.top_k)
                 leaves = layer.valid & ~marks
                 s.masked_fill_(~leaves[:, None], -math.inf)
                 if need_selection:
@@ -442,9 +464,8 @@ def backward(
         while True:
             leaves, parents = layer.valid, None
             if layer.layer > 0:
-                chosen = selection[layer.layer - 1][:, queries].transpose(1, 2).flatten(0, 1)[bh]
-                parents = chosen.flatten(0, 1).to(torch.int64)
-                leaves = layer.valid & ~walk.expanded(layer, parents)
+                marks, parents = walk.given(selection, layer, bh, queries)
+                leaves = layer.valid & ~marks
             q_rot = walk.query_at(q_rows, layer)
             not_leaf = ~leaves[:, None]
             P = layer.scores(q_rot).mul_(params.scale).sub_(lse_rows).masked_fill_(not_leaf, -math.inf).exp_()
@@ -453,7 +474,7 @@ def backward(
             layer.add_gradients(dtree_k[layer.layer][bh], dtree_v[layer.layer][bh], dS, P, q_rot, do, leaves, finite)
             if parents is None:
                 break
-            layer = walk.lower_layer(layer, t, parents[:, : layer.valid.shape[1]], bh)
+            layer = walk.lower_layer(layer, t, parents, bh)
         walk.put_rows(dq, bh, queries, dq_rows)
     for dtree in (dtree_k, dtree_v):
         for i in reversed(range(1, walk.L)):

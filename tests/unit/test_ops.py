@@ -120,9 +120,9 @@ def test_inference_keeps_no_selection(monkeypatch):
     seen = []
     original = htree_cuda.torch_backend.tree.forward
 
-    def spy(*args, need_selection):
+    def spy(*args, need_selection, **options):
         seen.append(need_selection)
-        return original(*args, need_selection=need_selection)
+        return original(*args, need_selection=need_selection, **options)
 
     monkeypatch.setattr(htree_cuda.torch_backend.tree, "forward", spy)
     htree_cuda.forward(*qkv(), **SMALL)

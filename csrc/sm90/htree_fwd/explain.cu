@@ -79,6 +79,12 @@ public:
     row.ctas += chunk.count * kQueryTile;
   }
 
+  void replay(Chunk const& chunk, int l) {
+    Row& row = at("replay", 6, l, "", "replay_kernel", "8 queries", "the nodes that the caller gave");
+    row.launches += 1;
+    row.ctas += ceil_div(chunk.count * kQueryTile, 8);
+  }
+
   // Rows in the order in which a call runs them: the packing of all layers, then for every chunk from the highest layer
   // down.
   template <class Sink>

@@ -12,6 +12,7 @@
 #include "schedule.h"
 #include "tree/build_union.h"
 #include "tree/pack.h"
+#include "tree/replay.h"
 #include "tree/select.h"
 
 namespace htree_cuda::sm90::htree_fwd {
@@ -140,6 +141,21 @@ public:
     tree::select::select(args, chunk.count * kQueryTile, stream_);
   }
 
+  void replay(Chunk const& chunk, int l) {
+    tree::replay::Args args{};
+    args.blocks = query_tiles(p_, w_, chunk);
+    args.H_kv = static_cast<int>(p_.H_kv);
+    args.layer = l;
+    args.layers = w_.layers;
+    args.top_k = static_cast<int>(p_.top_k);
+    args.given = p_.given + (l - 1) * p_.B * p_.T_q * p_.H_kv * p_.top_k;
+    args.parents_in = selected_above(l);
+    args.nodes = w_.nodes[l % 2];
+    args.expanded = w_.expanded;
+    args.width = w_.width;
+    tree::replay::replay(args, chunk.count * kQueryTile, stream_);
+  }
+
 private:
   std::int32_t* selected_above(int l) const { return w_.nodes[(l + 1) % 2]; }
 
@@ -266,6 +282,9 @@ void forward(ForwardParams const& p, void* stream) {
   if (std::int64_t const past = misalignment(p.selection, 16); past != 0) {
     tree_args::reject(kOp, "selection must be 16-byte aligned, got an address " + std::to_string(past) +
                                " bytes past a multiple of 16");
+  }
+  if (p.selection != nullptr && p.given != nullptr) {
+    tree_args::reject(kOp, "selection must be null where a selection is given");
   }
   Executor executor(p, workspace, static_cast<cudaStream_t>(stream));
   schedule(p, workspace, executor);

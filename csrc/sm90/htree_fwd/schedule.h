@@ -83,7 +83,7 @@ inline Grid deal(QueryTiles const& tiles, Variant variant, TilesByKind const& of
 }
 
 // Sink: make_rotations(), pool(), pack(layer, kind), build_union(chunk, layer), gather(chunk, layer),
-// launch(chunk, layer, pass, variant, tiles), select(chunk, layer).
+// launch(chunk, layer, pass, variant, tiles), select(chunk, layer), replay(chunk, layer).
 template <class Sink>
 void schedule_pass(ForwardParams const& p, Workspace const& w, Chunk const& chunk, int l, Pass pass, Sink& sink) {
   auto const of = [&](LayerKind kind) { return tiles_of(p, w, pass, kind, l, chunk); };
@@ -111,7 +111,9 @@ void schedule_chunk(ForwardParams const& p, Workspace const& w, Chunk const& chu
       // A layer is selected for as many queries in a score pass as in an attend pass, or more.
       if (w.gathers(l) && has(l > 0 ? Pass::kScore : Pass::kAttend, LayerKind::kSelected, l)) sink.gather(chunk, l);
     }
-    if (l > 0) {
+    if (l > 0 && p.given != nullptr) {
+      sink.replay(chunk, l);
+    } else if (l > 0) {
       if (l <= top) schedule_pass(p, w, chunk, l, Pass::kScore, sink);
       sink.select(chunk, l);
     }
