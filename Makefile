@@ -21,7 +21,7 @@ $(READY): pyproject.toml setup.py constraints.txt
 	$(PY) -m pip install --quiet -c constraints.txt "torch>=2.6" numpy "setuptools>=77" wheel \
 	  $$(PYTHONPATH=build_backend $(PYTHON) -m htree_cuda_build)
 	HTREE_CUDA_KERNELS=$${HTREE_CUDA_KERNELS:-$(if $(DRIVER),auto,off)} \
-	  $(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[demo,test]"
+	  $(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[demo,hf,test]"
 	@touch $@
 
 demo: $(READY) ## install into .venv and search a book with attention, beside dense attention

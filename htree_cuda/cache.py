@@ -333,6 +333,27 @@ class TreeCache:
             self._copy_pages(copies)
             self._update_pages()
 
+    def select(self, indices: Tensor | Sequence[int]) -> TreeCache:
+        """A cache of its own, of as many sequences as indices: its sequence b is what sequence indices[b] is here.
+
+        Args:
+            indices: int32 or int64 tensor, or ints; each 0 .. batch_size - 1 (a tensor is clamped).
+
+        Notes:
+            For caches without pages; pages are shared by `attach`.
+        """
+        if self.layout.page_size:
+            checks.common.fail("select", "the cache must have no pages", f"page_size {self.page_size}")
+        if not isinstance(indices, Tensor):
+            indices = checks.cache.rows("select", "indices", indices, self.batch_size)
+        source = torch.as_tensor(indices, device=self.device).long().clamp(0, max(0, self.batch_size - 1))
+        new = copy.copy(self)
+        new.batch_size = source.numel()
+        for name in ("lengths", "overflowed", "_k", "_v", "_k_upper", "_v_upper", "block_table", "reserved", "_shared"):
+            setattr(new, name, getattr(self, name).index_select(0, source))
+        new._rope_tables = dict(self._rope_tables)
+        return new
+
     def clone(self) -> TreeCache:
         """A cache of its own with the same content."""
         new = copy.copy(self)

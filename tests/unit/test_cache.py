@@ -81,6 +81,26 @@ def test_other_dtypes(dtype, T_q):
         torch.testing.assert_close(lse[b].double(), exact.lse[0], atol=1e-5, rtol=0)
 
 
+def test_select():
+    """A row of the new cache is a row of the old one, and goes its own way."""
+    lengths = (300, 17, 64, 256)
+    k, v = tokens(4, 310)
+    cache = filled(k, v, lengths)
+    expected = run(queries(4, 2), cache)
+    for rows in ([3, 0, 0], int32(1), []):
+        new, order = cache.select(rows), [int(i) for i in rows]
+        assert new.batch_size == len(order) and new.lengths.tolist() == [lengths[i] for i in order]
+        results = run(queries(4, 2)[order], new)
+        assert torch.equal(results[0], expected[0][order]) and torch.equal(results[2], expected[2][:, order])
+        new.append(*tokens(len(order), 10))
+        assert cache.lengths.tolist() == list(lengths)
+    assert torch.equal(run(queries(4, 2), cache)[0], expected[0])
+    with pytest.raises(ValueError, match="select: the cache must have no pages, got page_size 256"):
+        filled(k, v, lengths, page_size=256).select([0])
+    with pytest.raises(ValueError, match="select: "):
+        cache.select([4])
+
+
 @pytest.mark.parametrize(
     "r, top_k, max_top_nodes", [(16, 2, None), (2, 2, 3), (16, 1, 16), (512, 2, None), (4, 64, None), (2, 1, 1)]
 )

@@ -1,0 +1,56 @@
+"""How a layer of a model rotates queries and keys, said in the words of `htree_cuda.forward`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+# Types whose angles per position are one table, whatever the length of the sequence.
+FIXED_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass
+class Rotation:
+    """`rope_base` or a float32 table of inverse frequencies, and the factor that both cos and sin carry (YaRN)."""
+
+    rope_base: float | None
+    inv_freq: tuple[float, ...] | None
+    factor: float
+    tables: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def options(self, device: torch.device) -> dict:
+        """The keyword arguments of `htree_cuda.forward`. The table is the same tensor at every call on a device."""
+        if self.inv_freq is None:
+            return {"rope_base": self.rope_base}
+        if device not in self.tables:
+            self.tables[device] = torch.tensor(self.inv_freq, dtype=torch.float32, device=device)
+        return {"rope_inv_freq": self.tables[device]}
+
+
+def rotation(config, layer_type: str, head_dim: int) -> Rotation:
+    """The rotation of the layers of one type, from the configuration of a text model; refused where it is no table."""
+    parameters = config.rope_parameters
+    by_type = isinstance(parameters.get(layer_type), dict)
+    parameters = parameters[layer_type] if by_type else parameters
+    kind = parameters["rope_type"]
+    if kind not in FIXED_TYPES:
+        raise ValueError(
+            f"convert: rope_type must be one of {', '.join(FIXED_TYPES)}, whose angles do not depend on the length of "
+            f"the sequence, got {kind!r}; set config.rope_parameters to one of them (positions in htree attention stay "
+            "below top_k_per_layer * compression_rate, so long sequences need no scaling), or leave the model dense"
+        )
+    if (part := parameters.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
+        raise ValueError(f"convert: partial_rotary_factor must be 1, got {part}; leave the model dense")
+    if kind == "default":
+        return Rotation(float(parameters["rope_theta"]), None, 1.0)
+    compute = ROPE_INIT_FUNCTIONS[kind]
+    with torch.device("cpu"):  # also where a model is being made on the meta device
+        table, factor = compute(config, torch.device("cpu"), **({"layer_type": layer_type} if by_type else {}))
+    if table.numel() != head_dim // 2:
+        raise ValueError(
+            f"convert: rope_type {kind!r} must give head_dim / 2 = {head_dim // 2} angles, got {table.numel()}"
+        )
+    return Rotation(None, tuple(table.tolist()), float(factor))

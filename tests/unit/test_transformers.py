@@ -1,0 +1,652 @@
+"""Models of transformers over a tree: they equal their dense selves, generate, train, are saved and refused."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import inspect
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.24")
+
+from htree_cuda.integrations import transformers as integration  # noqa: E402
+from htree_cuda.integrations.transformers import HTreeCacheLayer, convert, new_cache, revert  # noqa: E402
+
+VOCAB = 61
+WHOLE = {"top_k_per_layer": 32, "compression_rate": 4}  # sees everything up to 128 tokens
+SPARSE = {"top_k_per_layer": 4, "compression_rate": 4}  # up to 16
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
+
+
+def dense_model(kind: str, **options):
+    """A small random model whose output depends on its attention."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.25, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": None, "max_position_embeddings": 512,
+    }  # fmt: skip
+    if kind == "mistral":
+        shape["sliding_window"] = None
+    if kind == "qwen3":
+        shape["head_dim"] = 12
+    if kind == "gemma3":
+        types = ["sliding_attention", "full_attention", "full_attention"]
+        shape |= {"layer_types": types, "num_hidden_layers": 3, "sliding_window": 8, "head_dim": 16}
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "gemma3": "Gemma3"}[kind]
+    config = getattr(transformers, f"{name}TextConfig" if kind == "gemma3" else f"{name}Config")
+    model = getattr(transformers, f"{name}ForCausalLM")(config(**shape | options)).eval()
+    with torch.no_grad():  # norms and biases begin as constants: as of a trained model
+        for name, p in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                p.add_(0.2 * torch.randn_like(p))
+    return model
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def models(request):
+    """A dense model, and the same over a whole and over a sparse tree."""
+    dense = dense_model(request.param)
+    return dense, convert(copy.deepcopy(dense), **WHOLE), convert(copy.deepcopy(dense), **SPARSE)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    dense = dense_model("llama")
+    return dense, convert(copy.deepcopy(dense), **WHOLE), convert(copy.deepcopy(dense), **SPARSE)
+
+
+def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(2, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padded(lengths: list[int], side: str = "left") -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of these lengths, and their attention mask."""
+    T = max(lengths)
+    place = torch.arange(T).expand(len(lengths), T)
+    count = torch.tensor(lengths)[:, None]
+    mask = (place >= T - count if side == "left" else place < count).long()
+    return tokens(len(lengths), T) * mask, mask
+
+
+def close(found, expected, tolerance: float = 1e-5) -> None:
+    assert found.shape == expected.shape and torch.isfinite(expected).all()
+    assert (found - expected).abs().max() <= tolerance * max(1.0, expected.abs().max().item())
+
+
+def gradients(model, **inputs) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(**inputs, use_cache=False).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def generated(model, ids, mask=None, **options):
+    """Tokens, and the scores of every step."""
+    options = {"max_new_tokens": 12, "do_sample": False, **options}
+    out = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, output_scores=True, **options)
+    return out.sequences, torch.stack(out.scores)
+
+
+# -------------------------------------------------------------------------------------------- the model it was before
+
+
+@torch.no_grad()
+def test_forward_equals_the_dense_model(models):
+    dense, whole, sparse = models
+    ids = tokens(2, 90)
+    expected = dense(ids).logits
+    close(whole(ids).logits, expected)
+    close(whole(ids, use_cache=False).logits, expected)
+    assert (sparse(ids).logits - expected).abs().max() > 0.05 * expected.abs().max()
+
+
+def test_gradients_equal_those_of_the_dense_model(models):
+    dense, whole, _ = models
+    ids, mask = padded([50, 37], "right")
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    expected = gradients(dense, **inputs)
+    for name, grad in gradients(whole, **inputs).items():
+        close(grad, expected[name])
+        assert expected[name].abs().max() > 0
+
+
+@torch.no_grad()
+def test_generate_equals_the_dense_model(models):
+    """Prompts of unequal length, with the cache and without."""
+    dense, whole, _ = models
+    ids, mask = padded([40, 3, 21])
+    expected, scores = generated(dense, ids, mask)
+    for use_cache in (True, False):
+        found, found_scores = generated(whole, ids, mask, use_cache=use_cache)
+        assert torch.equal(found, expected)
+        close(found_scores, scores)
+
+
+@torch.no_grad()
+def test_generate_equals_recomputation_beyond(models):
+    dense, _, sparse = models
+    ids, mask = padded([70, 3, 33])
+    found, scores = generated(sparse, ids, mask)
+    again, expected = generated(sparse, ids, mask, use_cache=False)
+    assert torch.equal(found, again)
+    close(scores, expected)
+    for row, length in enumerate([70, 3, 33]):  # and a row alone is a row of the batch
+        alone, expected = generated(sparse, ids[row : row + 1, 70 - length :])
+        assert torch.equal(found[row, 70 - length :], alone[0])
+        close(scores[:, row], expected[:, 0])
+    assert (scores - generated(dense, ids, mask)[1]).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+@torch.no_grad()
+def test_scaled_frequencies(kind):
+    scaling = {"rope_type": kind, "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    if kind == "llama3":
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if kind == "yarn":
+        scaling["attention_factor"] = 1.3
+    dense = dense_model("llama", rope_parameters=scaling)
+    whole, ids = convert(copy.deepcopy(dense), **WHOLE), tokens(2, 90)
+    close(whole(ids).logits, dense(ids).logits)
+    found, scores = generated(whole, ids)
+    expected, dense_scores = generated(dense, ids)
+    assert torch.equal(found, expected)
+    close(scores, dense_scores)
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def test_right_and_left_padding_equal_rows_alone(llama):
+    _, _, sparse = llama
+    lengths = [50, 20, 33]
+    for side in ("left", "right"):
+        ids, mask = padded(lengths, side)
+        labels = ids.masked_fill(mask == 0, -100)
+        found = gradients(sparse, input_ids=ids, attention_mask=mask, labels=labels)
+        logits = sparse(ids, attention_mask=mask, use_cache=False).logits
+        sparse.zero_grad()
+        rows = [ids[row : row + 1, mask[row] == 1] for row in range(3)]
+        count = sum(length - 1 for length in lengths)
+        for row, alone in enumerate(rows):
+            out = sparse(alone, labels=alone, use_cache=False)
+            close(logits[row, mask[row] == 1], out.logits[0])
+            first = int(mask[row].argmax())  # the token before a row on the left is padding, whose label is the first
+            assert side == "right" or ids[row, first] == alone[0, 0]
+            (out.loss * (alone.shape[1] - 1) / count).backward()
+        if side == "right":
+            for name, p in sparse.named_parameters():
+                close(found[name], p.grad)
+
+
+def test_packed_documents_equal_documents_alone(llama):
+    _, _, sparse = llama
+    lengths = [30, 1, 45, 17]
+    ids = tokens(1, sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    starts = [sum(lengths[:i]) for i in range(5)]
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32)
+    said = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 45, "max_length_k": 45}
+    weights = torch.randn(1, sum(lengths), VOCAB)
+    results = []
+    for more in ({}, said):
+        sparse.zero_grad()
+        logits = sparse(ids, position_ids=positions, use_cache=False, **more).logits
+        (logits * weights).sum().backward()
+        results.append((logits.detach(), {name: p.grad.clone() for name, p in sparse.named_parameters()}))
+    sparse.zero_grad()
+    for first, last in itertools.pairwise(starts):
+        logits = sparse(ids[:, first:last], use_cache=False).logits
+        close(results[0][0][:, first:last], logits)
+        (logits * weights[:, first:last]).sum().backward()
+    for logits, grads in results:
+        close(logits, results[0][0])
+        for name, p in sparse.named_parameters():
+            close(grads[name], p.grad)
+    two = sparse(ids.view(3, 31), position_ids=torch.arange(31).expand(3, 31), use_cache=False).logits
+    close(two[1:2], sparse(ids[:, 31:62], use_cache=False).logits)
+
+
+def test_documents_in_several_rows(llama):
+    _, _, sparse = llama
+    ids = tokens(2, 40)
+    positions = torch.stack([torch.cat((torch.arange(n), torch.arange(40 - n))) for n in (13, 31)])
+    logits = sparse(ids, position_ids=positions, use_cache=False).logits
+    for row, n in enumerate((13, 31)):
+        close(logits[row, :n], sparse(ids[row : row + 1, :n], use_cache=False).logits[0])
+        close(logits[row, n:], sparse(ids[row : row + 1, n:], use_cache=False).logits[0])
+
+
+def training_copy(model):
+    return copy.deepcopy(model).train()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_activation_checkpointing_gives_the_same_bits(kind):
+    model = convert(dense_model(kind), **SPARSE).train()
+    ids, mask = padded([50, 37])
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    expected = gradients(model, **inputs)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.zero_grad()
+    model(**inputs).loss.backward()  # use_cache is the configuration's, as in a loop that says nothing
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, expected[name])
+
+
+def test_autocast(llama):
+    _, _, sparse = llama
+    ids = tokens(2, 60)
+    expected = gradients(sparse, input_ids=ids, labels=ids)
+    sparse.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        sparse(ids, labels=ids, use_cache=False).loss.backward()
+        with torch.no_grad():
+            cache = sparse(ids).cache
+    assert cache.layers[0].tree.dtype == torch.bfloat16
+    whole = torch.cat([g.flatten() for g in expected.values()])
+    found = torch.cat([p.grad.flatten() for p in sparse.parameters()])
+    assert (found - whole).norm() < 0.25 * whole.norm()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_compile(kind):
+    """One graph, with and without a padding mask, and for packed documents whose lengths are said."""
+    model = convert(dense_model(kind), **SPARSE).train()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    ids, mask = padded([40, 25])
+    cu_seqlens = torch.tensor([0, 13, 40, 80], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in (13, 27, 40)])[None]
+    said = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 40, "max_length_k": 40}
+    calls = [{"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}]
+    if kind == "llama":  # sliding windows read documents from the positions, which breaks the graph in any model
+        calls.append({"input_ids": ids.view(1, 80), "position_ids": positions, **said})
+    for inputs in calls:
+        results = []
+        for run in (model, compiled):
+            model.zero_grad()
+            logits = run(**inputs, use_cache=False).logits
+            logits.square().sum().backward()
+            results.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
+        for found, expected in zip(*results):
+            close(found, expected)
+
+
+def test_trainer_equals_a_plain_loop(llama, tmp_path):
+    pytest.importorskip("accelerate")
+    _, _, sparse = llama
+    rows = tokens(8, 48)
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    models = [training_copy(sparse) for _ in range(2)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=4, max_steps=2, learning_rate=0.01, report_to=[], optim="sgd",
+        lr_scheduler_type="constant", max_grad_norm=0, use_cpu=True, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(models[0], arguments, train_dataset=data)
+    order = list(iter(trainer.get_train_dataloader()))
+    trainer = transformers.Trainer(models[0], arguments, train_dataset=data)
+    trainer.train()
+    optimizer = torch.optim.SGD(models[1].parameters(), lr=0.01)
+    for batch in order:
+        optimizer.zero_grad()
+        models[1](**batch).loss.backward()
+        optimizer.step()
+    moved = 0.0
+    for (name, p), q, start in zip(models[0].named_parameters(), models[1].parameters(), sparse.parameters()):
+        assert torch.allclose(p, q, atol=1e-6), name
+        moved = max(moved, (p - start).abs().max().item())
+    assert moved > 1e-3
+
+
+FSDP = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+sys.path.insert(0, sys.argv[4])
+from test_transformers import SPARSE, convert, dense_model, padded
+
+rank, world = int(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=world)
+plain = convert(dense_model("llama"), **SPARSE).train()
+ids, mask = padded([50, 37])
+inputs = [{"input_ids": ids[r::world], "attention_mask": mask[r::world]} for r in range(world)]
+loss = lambda model, r: model(**inputs[r]).logits[inputs[r]["attention_mask"] == 1].square().mean()
+(sum(loss(plain, r) for r in range(world)) / world).backward()
+for policy, tolerance in ((MixedPrecisionPolicy(), 1e-5), (MixedPrecisionPolicy(torch.bfloat16, torch.float32), 0.3)):
+    model = convert(dense_model("llama"), **SPARSE).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    loss(model, rank).backward()
+    found = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
+    expected = torch.cat([p.grad.flatten() for p in plain.parameters()])
+    assert (found - expected).norm() <= tolerance * expected.norm(), (found - expected).norm() / expected.norm()
+dist.destroy_process_group()
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("world", [1, 2] if os.environ.get("HTREE_CUDA_THOROUGH") else [2])
+def test_fsdp2(world, tmp_path):
+    """Sharded, with activation checkpointing and mixed precision, on processes of gloo."""
+    folder = Path(__file__).parent
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder.parents[1]), *sys.path])
+    command = [sys.executable, "-c", FSDP]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(tmp_path / "store"), str(folder)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    for process in processes:
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == 0 and out.strip().endswith("equal"), out[-3000:]
+
+
+# ------------------------------------------------------------------------------------------------------------ generate
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2, "do_sample": True},
+        {"do_sample": True, "num_return_sequences": 2, "top_k": 20},
+        {"prefill_chunk_size": 16},
+    ],
+    ids=["beams", "beams sampled", "sampled", "chunks"],
+)
+@torch.no_grad()
+def test_ways_to_generate(llama, options):
+    _, _, sparse = llama
+    ids, mask = padded([50, 11])
+    results = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        if "prefill_chunk_size" in options and not use_cache:
+            options = {}
+        results.append(sparse.generate(ids, attention_mask=mask, max_new_tokens=8, use_cache=use_cache, **options))
+    assert torch.equal(*results)
+
+
+@torch.no_grad()
+def test_assisted_generation(llama):
+    """A dense, a sparse and no assistant: the tokens are those of the model alone."""
+    dense, _, sparse = llama
+    ids = tokens(1, 45)
+    expected = sparse.generate(ids, max_new_tokens=16)
+    other = convert(dense_model("llama", num_hidden_layers=1), **SPARSE)
+    for more in ({"assistant_model": dense}, {"assistant_model": other}, {"prompt_lookup_num_tokens": 12}):
+        assert torch.equal(sparse.generate(ids, max_new_tokens=16, **more), expected)
+    assert torch.equal(
+        dense.generate(ids, max_new_tokens=16, assistant_model=sparse), dense.generate(ids, max_new_tokens=16)
+    )
+
+
+@torch.no_grad()
+def test_generate_goes_on_from_a_cache(llama):
+    _, _, sparse = llama
+    ids, mask = padded([50, 11])
+    first = sparse.generate(ids, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True)
+    longer = torch.cat((first.sequences, tokens(2, 7, seed=5)), dim=1)
+    mask = torch.cat((mask, mask.new_ones(2, 12)), dim=1)
+    found = sparse.generate(longer, attention_mask=mask, max_new_tokens=5, cache=first.cache)
+    assert torch.equal(found, sparse.generate(longer, attention_mask=mask, max_new_tokens=5, use_cache=False))
+
+
+@torch.no_grad()
+def test_generate_makes_the_cache(llama):
+    """As long as it may become; where nobody says so it grows."""
+    _, _, sparse = llama
+    out = sparse.generate(tokens(2, 20), max_new_tokens=5, return_dict_in_generate=True)
+    layer = out.cache.layers[0]
+    assert isinstance(layer, HTreeCacheLayer) and layer.tree.max_tokens == layer.get_max_length() == 24
+    assert layer.get_seq_length() == out.cache.get_seq_length() == 24
+    cache = new_cache(sparse)
+    ids, logits = tokens(1, 1500), []
+    for first, last in ((0, 700), (700, 701), (701, 1500)):
+        logits.append(sparse(ids[:, first:last], cache=cache).logits)
+    assert cache.layers[1].tree.max_tokens >= 1500 and cache.layers[1].get_max_length() == -1
+    close(torch.cat(logits, 1), sparse(ids, use_cache=False).logits)
+    assert sparse(ids[:, :9]).cache.get_seq_length() == 9
+    plain = transformers.DynamicCache()
+    close(sparse(ids[:, :9], cache=plain).logits, logits[0][:, :9])
+    assert isinstance(plain.layers[1], HTreeCacheLayer)
+
+
+# --------------------------------------------------------------------------------------------------------- cache layer
+
+
+@torch.no_grad()
+def test_cache_layer(llama):
+    _, _, sparse = llama
+    ids, mask = padded([30, 12])
+    more = tokens(2, 4, seed=9)
+    mask_more = torch.cat((mask, torch.ones(2, 4, dtype=torch.long)), 1)
+
+    def filled():
+        cache = new_cache(sparse, 64)
+        sparse(ids, attention_mask=mask, cache=cache)
+        return cache
+
+    def step(cache, rows=slice(None), new=more):
+        return sparse(new[rows], attention_mask=mask_more[rows], cache=cache).logits
+
+    expected = step(filled())
+    layer = filled().layers[1]
+    assert layer.tree.lengths.tolist() == [30, 12] and layer.keys.shape == (2, 2, 30, 8) and layer.batch_size == 2
+    assert layer.get_mask_sizes(4) == (34, 0) and layer.is_croppable
+    cache = filled()
+    step(cache, new=tokens(2, 4, seed=7))
+    cache.crop(-4)
+    assert cache.get_seq_length() == 30 and cache.layers[1].tree.lengths.tolist() == [30, 12]
+    close(step(cache), expected)
+    cache.crop(-20)  # into the padding of the second row
+    assert cache.layers[1].tree.lengths.tolist() == [14, 0]
+    for change, rows in (
+        (lambda c: c.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+        (lambda c: c.batch_select_indices(torch.tensor([1])), [1]),
+        (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1]),
+    ):
+        cache = filled()
+        change(cache)
+        close(step(cache, rows), expected[rows])
+    cache = filled()
+    twin = copy.deepcopy(cache)
+    step(cache)
+    close(step(twin), expected)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    sparse(ids, attention_mask=mask, cache=cache)
+    close(step(cache), expected)
+    with pytest.raises(ValueError, match="crop: tokens_to_remove must be 0 or negative, got 3"):
+        cache.crop(3)
+
+
+@torch.no_grad()
+def test_cache_layer_without_a_model():
+    layer = HTreeCacheLayer(compression_rate=4)
+    k, v = torch.randn(2, 1, 2, 30, 8)
+    layer.update(k[:, :, :20], v[:, :, :20])
+    keys, values = layer.update(k[:, :, 20:], v[:, :, 20:])
+    assert torch.equal(keys, k) and torch.equal(values, v) and layer.get_seq_length() == 30
+
+
+@torch.no_grad()
+def test_tokens_that_do_not_exist_in_the_middle(llama):
+    """A mask with holes: positions count the tokens that exist, as generate's position_ids do."""
+    _, _, sparse = llama
+    ids, mask = tokens(1, 40), torch.ones(1, 40, dtype=torch.long)
+    mask[0, 7:19] = 0
+    close(
+        sparse(ids, attention_mask=mask, use_cache=False).logits[mask == 1],
+        sparse(ids[mask == 1][None], use_cache=False).logits[0],
+    )
+
+
+# --------------------------------------------------------------------------------------- saving, reverting, converting
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@torch.no_grad()
+def test_saved_and_loaded(kind, tmp_path, monkeypatch):
+    dense = dense_model(kind)
+    model = convert(copy.deepcopy(dense), **SPARSE, layers=[1])
+    assert model.state_dict().keys() == dense.state_dict().keys()
+    ids = tokens(2, 40)
+    model.save_pretrained(tmp_path)
+    for load in (type(model), transformers.AutoModelForCausalLM):
+        loaded = load.from_pretrained(tmp_path)
+        assert loaded.config.htree_cuda == model.config.htree_cuda and loaded.config.htree_cuda["layers"] == [1]
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        assert torch.equal(loaded.generate(ids, max_new_tokens=3), model.generate(ids, max_new_tokens=3))
+    assert torch.equal(revert(loaded)(ids).logits, dense(ids).logits)
+    made = transformers.AutoModelForCausalLM.from_config(model.config)
+    assert hasattr(made.model.layers[1].self_attn, "htree") and not hasattr(made.model.layers[0].self_attn, "htree")
+    body = transformers.AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(body(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    # Without this library the checkpoint does not load as a dense model in silence.
+    mapping = dict(transformers.AttentionInterface._global_mapping)
+    del mapping["htree_cuda"]
+    monkeypatch.setattr(transformers.AttentionInterface, "_global_mapping", mapping)
+    with pytest.raises(ValueError, match="htree_cuda"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@torch.no_grad()
+def test_revert_gives_the_bits_back(models):
+    dense, _, sparse = models
+    ids = tokens(2, 40)
+    model = revert(copy.deepcopy(sparse))
+    assert torch.equal(model(ids).logits, dense(ids).logits)
+    assert model.config.to_dict() == dense.config.to_dict()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(model.generate(ids, max_new_tokens=3), dense.generate(ids, max_new_tokens=3))
+    assert torch.equal(revert(model)(ids).logits, dense(ids).logits)
+
+
+@torch.no_grad()
+def test_converted_again(llama):
+    dense, _, sparse = llama
+    ids = tokens(2, 60)
+    model = convert(convert(copy.deepcopy(dense), **WHOLE), **SPARSE)
+    assert torch.equal(model(ids).logits, sparse(ids).logits)
+    assert sum(len(module._forward_pre_hooks) for module in model.modules()) == 3
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(ids).logits, sparse(ids).logits)
+        assert torch.equal(twin.generate(ids, max_new_tokens=3), sparse.generate(ids, max_new_tokens=3))
+    first = convert(copy.deepcopy(dense), **SPARSE, layers=[0])
+    assert (first(ids).logits - sparse(ids).logits).abs().max() > 0.05
+    eager = copy.deepcopy(dense)
+    eager.set_attn_implementation("eager")
+    left, mask = padded([60, 31])
+    eager = convert(eager, **SPARSE, layers=[0])  # the other layer keeps its own attention and its own mask
+    real = mask == 1
+    close(eager(left, attention_mask=mask).logits[real], first(left, attention_mask=mask).logits[real])
+    assert first.config.htree_cuda["attn_implementation"] == "sdpa"
+
+
+def test_sliding_windows_stay():
+    model = convert(dense_model("gemma3"), **SPARSE)
+    sliding, full = model.model.layers[0].self_attn, model.model.layers[1].self_attn
+    assert not sliding._forward_pre_hooks and len(full._forward_pre_hooks) == 1
+    cache = new_cache(model, 100)
+    assert not isinstance(cache.layers[0], HTreeCacheLayer) and cache.is_sliding == [True, False, False]
+
+
+# ------------------------------------------------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"config": {"attention_dropout": 0.1}}, "attention_dropout must be 0"),
+        ({"config": {"sliding_window": 8}, "kind": "mistral"}, "must have a full-attention layer"),
+        ({"config": {"attn_logit_softcapping": 50.0}, "kind": "gemma3"}, "no soft-cap; leave the model dense, got 50"),
+        ({"config": {"use_bidirectional_attention": True}, "kind": "gemma3"}, "must be causal"),
+        ({"config": {"rope_parameters": DYNAMIC}}, "rope_type must be"),
+        ({"layers": [0, 5]}, r"layers must be among the full-attention layers \[0, 1\], got \[0, 5\]"),
+        ({"layers": [0], "kind": "gemma3"}, r"full-attention layers \[1, 2\]"),
+        ({"layers": "all"}, "layers must be"),
+        ({"top_k_per_layer": None}, "top_k_per_layer must be given"),
+        ({"top_k_per_layer": 6}, "top_k_per_layer must be a power of two"),
+        ({"compression_rate": 3}, "compression_rate must be a power of two"),
+        ({"backend": "fast"}, "backend"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_is_not_converted(change, words):
+    change = dict(change)
+    model = dense_model(change.pop("kind", "llama"), **change.pop("config", {}))
+    before = model.config.to_dict()
+    with pytest.raises(ValueError, match=words):
+        convert(model, **SPARSE | change)
+    assert model.config.to_dict() == before and not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_other_models_are_not_converted():
+    with pytest.raises(TypeError, match="model must be a model of transformers, got Linear"):
+        convert(torch.nn.Linear(2, 2), top_k_per_layer=4)
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=8)
+    with pytest.raises(ValueError, match=r"must be one of llama, qwen2, .*, got 'gpt2'"):
+        convert(transformers.GPT2LMHeadModel(config), top_k_per_layer=4)
+
+
+@torch.no_grad()
+def test_calls_that_are_refused(llama):
+    dense, _, sparse = llama
+    ids = tokens(2, 20)
+    tree = torch.ones(2, 1, 20, 20, dtype=torch.bool)
+    for inputs, words in (
+        ({"output_attentions": True}, "output_attentions must be False.*revert"),
+        ({"attention_mask": tree}, "masks other than the causal one are not supported.*revert"),
+        ({"attention_mask": {"full_attention": tree}}, "got dict"),
+        ({"attention_mask": torch.ones(2, 19)}, r"must be .* = \[2, 20\], got \[2, 19\]"),
+        ({"is_causal": False}, "is_causal must be True"),
+        ({"position_ids": 2 * torch.arange(20)[None], "use_cache": True}, "position_ids must ascend by one"),
+        ({"position_ids": (torch.arange(20) % 10)[None], "use_cache": True}, "use_cache=False"),
+        ({"cache": dense(ids).cache}, "filled by the model before convert"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sparse(ids, **inputs)
+    cache = sparse(ids).cache
+    with pytest.raises(ValueError, match="must say of the cached tokens"):
+        sparse(ids, attention_mask=torch.tensor([[0] * 5 + [1] * 35] * 2), cache=cache)
+    for kind in ("static", "offloaded", "quantized"):
+        with pytest.raises(ValueError, match=f"cache_implementation must be left alone.*{kind}"):
+            sparse.generate(ids, cache_implementation=kind, max_new_tokens=2)
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="gradient"):
+        sparse(ids, cache=cache)
+    model = convert(copy.deepcopy(dense), **SPARSE)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match="must stay 'htree_cuda'"):
+        model(ids)
+    unconverted = copy.deepcopy(dense)
+    unconverted.set_attn_implementation("htree_cuda")
+    with pytest.raises(RuntimeError, match="must be converted first"):
+        unconverted(ids)
+
+
+# ------------------------------------------------------------------------------------------------------------ contracts
+
+
+@pytest.mark.parametrize("name", ["convert", "revert", "new_cache"])
+def test_docstrings(name):
+    text = inspect.getdoc(getattr(integration, name))
+    places = [text.index(f"\n{section}:") for section in ("Args", "Returns", "Raises", "Notes", "Example", "Source")]
+    assert places == sorted(places)
+    exec(compile(doctest.script_from_examples(text), name, "exec"), {"torch": torch})
