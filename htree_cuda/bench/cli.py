@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import attn_dist, backward, decode, forward, sparse_attention
+from . import attn_dist, backward, decode, dsa, forward, sparse_attention
 from .inputs import DTYPES, KINDS
 from .plots import plot
 from .protocol import identity
@@ -17,7 +17,7 @@ from .tables import break_even, table
 
 COMMANDS = {
     "forward": forward, "backward": backward, "decode": decode, "attn_dist": attn_dist,
-    "sparse_attention": sparse_attention,
+    "sparse_attention": sparse_attention, "dsa": dsa,
 }  # fmt: skip
 
 
@@ -112,6 +112,11 @@ def _parser() -> argparse.ArgumentParser:
     add = command("sparse_attention", lists, "sparse_attention over numbers of heads and keys, beside FlashMLA")
     add("--lengths", type=_ints, default="16384,65536" if cuda else "4096", help="each s_kv, keys, to measure")
     add("--value-dim", type=int, default=512, help="d_v, columns of a key row that are its value")
+    add = command("dsa", lists, "a decoder step of DeepSeek Sparse Attention: each piece and the whole")
+    add("--lengths", type=_ints, default="16384,65536" if cuda else "1024", help="each s_kv, keys, to measure")
+    add("--value-dim", type=int, default=512, help="d_v, columns of a key row that are its value")
+    add("--index-heads", type=int, default=64, help="h_i, heads of the indexer")
+    add("--index-dim", type=int, default=128, help="d_i, head dimension of the indexer")
     return parser
 
 
