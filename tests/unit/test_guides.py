@@ -56,3 +56,27 @@ def test_decoding():
         ran += 1
     assert ran == len(blocks(DECODING)) - 1 == 6
     assert variables["cache"].lengths.tolist()[1] == 512
+
+
+def test_dsa():
+    """Every block of the page, one after the other, with a small layer."""
+    page = DECODING.with_name("dsa.md")
+    q, kv = torch.randn(8, 4, 576), torch.randn(40, 1, 576)
+    variables = {
+        "torch": torch, "htree_cuda": htree_cuda, "x": torch.randn(2, 20, 64), "x_next": torch.randn(2, 1, 64),
+        "q": q, "kv": kv, "indices": torch.randint(0, 40, (8, 1, 16), dtype=torch.int32), "start": 32,
+        "logits": torch.randn(8, 16, requires_grad=True),
+    }  # fmt: skip
+    small = {"512": "64", "16": "4", "256": "24", "2048": "8"}
+    for block in blocks(page):
+        block = re.sub(r"\b(512|16|256|2048)\b", lambda match: small[match[0]], block)
+        if "DSAttention(" in block:
+            block = block.replace("index_topk", "kv_lora_rank=32, index_topk")
+        exec(compile(block, page.name, "exec"), variables)
+        if "attention" in variables and "layers" not in variables:
+            layer = variables["attention"]
+            variables |= {"model": layer, "layers": [layer], "indexer_losses": [variables["loss"]]}
+            variables["text_loss"] = variables["out"].square().mean()
+    assert len(blocks(page)) == 5 and variables["attention"].stage == "sparse"
+    variables["loss"].backward()
+    assert variables["logits"].grad.abs().sum() > 0

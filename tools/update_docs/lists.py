@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from .common import NOT_MEASURED, load, markdown, on_cpu, on_gpu
 
 
@@ -97,9 +99,54 @@ def indexer_distillation() -> str:
     )
 
 
+def _spread(values: list[float], form: str) -> str:
+    mean = statistics.fmean(values)
+    return f"{mean:{form}}" + (f" ({min(values):{form}} .. {max(values):{form}})" if len(values) > 1 else "")
+
+
+def train_dsa() -> str:
+    """Both presets of examples/train_dsa.py, as far as they were run."""
+    parts = []
+    for name in ("gpu", "cpu"):
+        report = load(f"train_dsa_{name}")
+        if report is None:
+            continue
+        preset, runs = report["preset"], report["runs"]
+
+        def over(key: str, form: str = ".1%", runs: list[dict] = runs) -> str:
+            return _spread([run[key] for run in runs], form)
+
+        steps, attention = preset["steps"], preset["attention"]
+        seeds = f"{len(runs)} seeds, mean (least .. greatest)" if len(runs) > 1 else "one seed"
+        rows = [
+            ["held-out loss, sparse attention", over("sparse_loss", ".4f")],
+            ["held-out loss, dense attention at equal steps", over("control_loss", ".4f")],
+            ["excess of the sparse loss, at the end", over("excess", "+.2%")],
+            ["largest excess after the change of attention", over("largest_excess", "+.2%")],
+            [
+                "KL of the indexer, before and after the warm-up",
+                f"{over('kl_before', '.3f')}, {over('kl_after', '.3f')}",
+            ],
+            ["attention on the selected keys, before the warm-up", over("mass_before")],
+            ["after the warm-up", over("mass_warm")],
+            ["at the end", over("mass")],
+            ["on the most recent keys", over("mass_recent")],
+            ["on those with the most attention", over("mass_best")],
+            ["of those with the most attention, selected", over("recall")],
+        ]
+        machine = on_gpu(report) if "gpu" in report else on_cpu(report)
+        parts.append(
+            f"{preset['n_layers']} blocks of width {preset['d_model']}, {attention['n_heads']} heads, "
+            f"T = {preset['T']:,}, index_topk {attention['index_topk']}; {steps['dense']}, {steps['warmup']} and {steps['sparse']} steps of "
+            f"{preset['batch']} sequences; {seeds}; {machine}:\n\n" + markdown(["", ""], rows)
+        )
+    return "\n".join(parts) if parts else NOT_MEASURED
+
+
 BLOCKS = {
     "attn_dist": attn_dist,
     "sparse_attention": sparse_attention,
     "sparse_attention_peer": sparse_attention_peer,
     "indexer_distillation": indexer_distillation,
+    "train_dsa": train_dsa,
 }
