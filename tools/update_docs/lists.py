@@ -137,7 +137,8 @@ def train_dsa() -> str:
         machine = on_gpu(report) if "gpu" in report else on_cpu(report)
         parts.append(
             f"{preset['n_layers']} blocks of width {preset['d_model']}, {attention['n_heads']} heads, "
-            f"T = {preset['T']:,}, index_topk {attention['index_topk']}; {steps['dense']}, {steps['warmup']} and {steps['sparse']} steps of "
+            f"T = {preset['T']:,}, index_topk {attention['index_topk']}; {steps['dense']}, {steps['warmup']} and "
+            f"{steps['sparse']} steps of "
             f"{preset['batch']} sequences; {seeds}; {machine}:\n\n" + markdown(["", ""], rows)
         )
     return "\n".join(parts) if parts else NOT_MEASURED
