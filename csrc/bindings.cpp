@@ -171,8 +171,8 @@ void bind_backward(py::module_& module) {
       [](ForwardParams const& forward,
          std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t> const& dout,
          Strided const& dlse, std::uintptr_t out, std::uintptr_t lse, std::uintptr_t selection, std::uintptr_t dq,
-         std::uintptr_t dk, std::uintptr_t dv, std::uintptr_t workspace, std::int64_t workspace_bytes, int device,
-         std::uintptr_t stream) {
+         std::uintptr_t dk, std::uintptr_t dv, bool add_float32, std::uintptr_t workspace, std::int64_t workspace_bytes,
+         int device, std::uintptr_t stream) {
         BackwardParams params{};
         params.forward = forward;
         params.forward.out = as_pointer(out);
@@ -188,11 +188,12 @@ void bind_backward(py::module_& module) {
         params.dq = as_pointer(dq);
         params.dk = as_pointer(dk);
         params.dv = as_pointer(dv);
+        params.add_float32 = add_float32;
         on_device(device, [&] { backward(params, as_pointer(stream)); });
       },
       py::arg("forward"), py::kw_only(), py::arg("dout"), py::arg("dlse"), py::arg("out"), py::arg("lse"),
-      py::arg("selection"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("workspace"),
-      py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"),
+      py::arg("selection"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("add_float32"),
+      py::arg("workspace"), py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"),
       "dout: (pointer, stride_b, stride_t, stride_h, stride_v), dlse: (pointer, stride_b, stride_t, stride_h), strides in "
       "elements; selection: 0 for none; see csrc/params.h");
   module.def(

@@ -16,8 +16,10 @@
 `quantize_fp8`         float8_e4m3fn values and their scales.
 `hadamard_transform`   spreads outliers before quantisation (differentiable).
 `dense_indexer_loss`   KL divergence of an indexer from dense attention over all keys (differentiable).
+`distributed`          one sequence over several GPUs (context parallelism).
 """
 
+from . import distributed
 from ._version import __version__
 from .api import attn_dist, forward, indexer_loss, normalize_attn_dist, sparse_attention
 from .cache import TreeCache, forward_cached
@@ -36,6 +38,7 @@ __all__ = [
     "__version__",
     "attn_dist",
     "dense_indexer_loss",
+    "distributed",
     "forward",
     "forward_cached",
     "forward_varlen",

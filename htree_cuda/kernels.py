@@ -224,7 +224,7 @@ def backward(
     params,
 ) -> None:
     """Fills dq, dk, dv (contiguous, of the shapes of q, k, v) from what `forward` wrote and the gradients of that;
-    dout [B, T_q, H, V] and dlse [B, T_q, H] have any strides."""
+    dout [B, T_q, H, V] and dlse [B, T_q, H] have any strides. Where dk and dv are float32, they are added to."""
     load().backward(
         _forward_params(q, k, v, params),
         dout=(dout.data_ptr(), *dout.stride()),
@@ -235,6 +235,7 @@ def backward(
         dq=dq.data_ptr(),
         dk=dk.data_ptr(),
         dv=dv.data_ptr(),
+        add_float32=dk.dtype == torch.float32,
         workspace=workspace.data_ptr(),
         workspace_bytes=workspace.numel(),
         **_place(q),

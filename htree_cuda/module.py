@@ -21,6 +21,17 @@ class _HeadNorm(nn.RMSNorm):
         return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+class _Sequence:
+    """Whose ranks share a sequence, and how. A copy of a module, which copies all that it holds, keeps the group."""
+
+    def __init__(self, group, layout: str):
+        checks.distributed.layout("HTreeAttention", layout)
+        self.options = {"group": checks.distributed.group("HTreeAttention", group), "layout": layout}
+
+    def __deepcopy__(self, memo) -> _Sequence:
+        return self
+
+
 class HTreeAttention(nn.Module):
     """Causal self-attention of a decoder block by `htree_cuda.forward`: projections, grouped KV heads, a KV cache.
 
@@ -38,6 +49,11 @@ class HTreeAttention(nn.Module):
         dropout: must be 0. It is named only so that a block with attention dropout fails here and not in silence.
         compression_rate, top_k_per_layer, max_top_nodes, scale, rope_base, strict_causal, backend, deterministic,
             save_selection: as in `htree_cuda.forward`.
+        context_parallel_group: torch.distributed process group, or `DeviceMesh` of one dimension, whose ranks share
+            each sequence: x then holds this rank's tokens, and attention is
+            `htree_cuda.distributed.context_parallel_forward`; default None.
+        context_parallel_layout: "zigzag" (default) or "contiguous": which tokens, as in
+            `htree_cuda.distributed.positions`.
         device, dtype: of the parameters.
 
     Shape of the call ``module(x, past=None, return_kv=False, *, cache=None, seqused=None, cu_seqlens=None,
@@ -112,6 +128,8 @@ class HTreeAttention(nn.Module):
         backend: str = "auto",
         deterministic: bool | None = None,
         save_selection: bool | str = "auto",
+        context_parallel_group=None,
+        context_parallel_layout: str = "zigzag",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -128,6 +146,9 @@ class HTreeAttention(nn.Module):
         )  # fmt: skip
         self.d_model, self.n_heads, self.n_kv_heads = (sizes[name] for name in ("d_model", "n_heads", "n_kv_heads"))
         self.head_dim, self.v_head_dim = sizes["head_dim"], sizes["v_head_dim"]
+        self._sequence = None
+        if context_parallel_group is not None:
+            self._sequence = _Sequence(context_parallel_group, context_parallel_layout)
         place = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(self.d_model, self.n_heads * self.head_dim, bias=bias, **place)
         self.k_proj = nn.Linear(self.d_model, self.n_kv_heads * self.head_dim, bias=bias, **place)
@@ -185,15 +206,29 @@ class HTreeAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, T_q, n_heads, head_dim], the last T_q of k [B, T, n_kv_heads, head_dim] and v [B, T, n_kv_heads,
         v_head_dim] -> [B, T_q, n_heads, v_head_dim]. The one step a subclass replaces to compare attentions."""
+        if self._sequence is not None:
+            from .distributed import context_parallel_forward
+
+            return context_parallel_forward(q, k, v, **self._sequence.options, **self.options)
         return forward(q, k, v, **self.options)
 
     def attend_varlen(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """`attend` for packed sequences: q [total, n_heads, head_dim], k and v likewise."""
+        if self._sequence is not None:
+            from .distributed import context_parallel_forward
+
+            lengths = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+            return context_parallel_forward(q, k, v, **lengths, **self._sequence.options, **self.options)
         return forward_varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **self.options)
 
     def attend_ragged(self, q: Tensor, k: Tensor, v: Tensor, seqused: Tensor) -> Tensor:
         """`attend` where seqused [B] rows of each sequence exist, of queries and of keys."""
         return forward(q, k, v, seqused_q=seqused, seqused_k=seqused, **self.options)
+
+    @property
+    def context_parallel_group(self):
+        """The process group whose ranks share a sequence, or None."""
+        return None if self._sequence is None else self._sequence.options["group"]
 
     def new_cache(self, batch_size: int, max_tokens: int, **options) -> TreeCache:
         """An empty `TreeCache` for calls with ``cache``. Shapes, dtype and device are the module's; options are those
@@ -229,6 +264,8 @@ class HTreeAttention(nn.Module):
         )  # fmt: skip
         checks.varlen.module_lengths(cu_seqlens, max_seqlen, seqused, past, cache)
         checks.common.boolean("HTreeAttention", "return_kv", return_kv)
+        if self._sequence is not None:
+            checks.distributed.module_call(past=past, cache=cache, seqused=seqused)
         if cache is not None:
             numbers = {name: self.options[name] for name in ("compression_rate", "strict_causal")}
             checks.cache.module_cache(cache, past, return_kv, **numbers)

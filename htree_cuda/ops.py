@@ -96,9 +96,13 @@ def _keeps_selection(q: Tensor, k: Tensor, v: Tensor, params, save_selection: st
     checks.common.save_mode("forward", save_selection)
     if save_selection != "auto":
         return save_selection == "always"
-    fit = q.shape[2] * (q.shape[3] + v.shape[3]) * q.element_size() // (4 * k.shape[2] * params.top_k)
+    fit = _layers_that_fit(q, k, v, params.top_k)
     # Where no layer fits, T is not asked: a graph that is traced for any T stays one for any T.
     return fit > 0 and _layers(k, params) - 1 <= fit
+
+
+def _layers_that_fit(q: Tensor, k: Tensor, v: Tensor, top_k: int) -> int:
+    return q.shape[2] * (q.shape[3] + v.shape[3]) * q.element_size() // (4 * k.shape[2] * top_k)
 
 
 def _returns_selection(q, k, v, given: Tensor | None, params, save_selection: str, need_selection: bool) -> bool:

@@ -5,6 +5,7 @@
 ``rotation`` rules of the options of RoPE and of attention sinks.
 ``cache``    rules of `TreeCache` and `forward_cached`, and what the kernels do of them.
 ``varlen``   rules of packed and ragged sequences.
+``distributed``  rules of `htree_cuda.distributed`.
 ``lists``    rules of attn_dist, sparse_attention and the indexer's loss.
 ``dsa``      rules of the indexer, of its selector and of quantisation, and what the kernels do of them.
 ``dsa_module`` rules of `DSAttention`.
@@ -16,7 +17,7 @@ TypeError: not a tensor / not a number. ValueError: dtype, shape, range, device.
 what the Hopper kernels do; it names the way out (``backend="torch"``). All are raised before any launch.
 """
 
-from . import cache, common, dense_loss, dsa, dsa_module, lists, rotation, support, tree, varlen
+from . import cache, common, dense_loss, distributed, dsa, dsa_module, lists, rotation, support, tree, varlen
 from .common import UnsupportedError
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "cache",
     "common",
     "dense_loss",
+    "distributed",
     "dsa",
     "dsa_module",
     "lists",

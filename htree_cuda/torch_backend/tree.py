@@ -439,11 +439,13 @@ def backward(
     params: TreeParams,
     *,
     deterministic: bool = False,
+    add_to: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the dtype of the inputs. dlse [B,T_q,H]; out, lse, selection as `forward` returned them. The
     gradient of attn_sink is `sinks.gradient`.
 
-    deterministic: no atomic additions, on a device that has them.
+    deterministic: no atomic additions, on a device that has them. add_to: dk and dv are added to these tensors, of the
+    accumulation dtype, which are then returned.
     """
     walk = _Walk(q, k, v, params, deterministic=deterministic)
     finite = _bad(q) is None and _bad(dout) is None
@@ -479,8 +481,7 @@ def backward(
     for dtree in (dtree_k, dtree_v):
         for i in reversed(range(1, walk.L)):
             dtree[i - 1] += _unpool(dtree[i], dtree[i - 1].shape[1], walk.params.compression_rate)
-    dk, dv = (
-        dtree[0].unflatten(0, (walk.B, walk.H_kv)).transpose(1, 2).to(q.dtype).contiguous()
-        for dtree in (dtree_k, dtree_v)
-    )
-    return dq, dk, dv
+    sums = [dtree[0].unflatten(0, (walk.B, walk.H_kv)).transpose(1, 2) for dtree in (dtree_k, dtree_v)]
+    if add_to is not None:
+        return dq, *(x.add_(own) for x, own in zip(add_to, sums, strict=True))
+    return dq, *(own.to(q.dtype).contiguous() for own in sums)

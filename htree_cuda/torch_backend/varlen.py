@@ -139,9 +139,12 @@ def _tree_params(params: VarlenParams, shape: _Shape) -> TreeParams:
 def backward(
     dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor,
     lengths: Lengths, params: VarlenParams, *, deterministic: bool = False, run: Callable = tree.backward,
+    add_to: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv in the dtype of the inputs; 0 in rows of no sequence."""
+    """dq, dk, dv in the dtype of the inputs; 0 in rows of no sequence. add_to: as in `tree.backward`."""
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    if add_to is not None:
+        dk, dv = add_to
     for shape, members in _batches(lengths, params, q, k).items():
         of_q = _rows(q, members.b, members.q, shape.queries, params.packed)
         of_k = _rows(k, members.b, members.k, shape.keys, params.packed)
@@ -152,7 +155,7 @@ def backward(
             chosen[layer] = selection[layer][of_q]
         gradients = run(
             dout[of_q], dlse[of_q], q[of_q], k[of_k], v[of_k], out[of_q], lse[of_q], chosen, mine,
-            deterministic=deterministic,
+            deterministic=deterministic, **({} if add_to is None else {"add_to": tuple(x[of_k].clone() for x in add_to)}),
         )  # fmt: skip
         for total, index, mine_only in zip((dq, dk, dv), (of_q, of_k, of_k), gradients):
             _assign(total, index, mine_only)

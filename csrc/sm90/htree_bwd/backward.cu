@@ -145,6 +145,7 @@ struct Launcher {
       args.node_rows = w.node_rows;
       std::copy(std::begin(w.begin), std::end(w.begin), args.begin);
       args.out = out;
+      args.add_float32 = params.add_float32;
       args.first_head = first_head;
       args.heads = heads;
       args.H_kv = static_cast<int>(p.H_kv);
@@ -173,6 +174,7 @@ void backward(BackwardParams const& params, void* stream) {
   host::tree_args::check(kOp, p);
   cudaStream_t const s = static_cast<cudaStream_t>(stream);
   if (p.B * p.T_q == 0) {
+    if (params.add_float32) return;
     std::int64_t const rows = p.B * p.H_kv * p.T;
     HTREE_CUDA_CHECK(cudaMemsetAsync(params.dk, 0, rows * p.K * 2, s));
     HTREE_CUDA_CHECK(cudaMemsetAsync(params.dv, 0, rows * p.V * 2, s));

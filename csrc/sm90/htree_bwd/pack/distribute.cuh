@@ -1,10 +1,12 @@
 // Gradients of nodes become gradients of tokens: a node is the mean of its children, so that each child receives the
-// node's sum divided by their number. Memory bound; a thread has four neighbouring elements of one token.
+// node's sum divided by their number. Memory bound; a thread has four neighbouring elements of one token. Element is the
+// dtype that they are rounded to, or float: then they are added to what is there.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernel.cuh"
 #include "pack.h"
@@ -35,9 +37,14 @@ __global__ void __launch_bounds__(kThreads) distribute_kernel(const __grid_const
   }
   std::int64_t const bh = args.first_head + head;
   std::int64_t const row = ((bh / args.H_kv) * T + t) * args.H_kv + bh % args.H_kv;
-  alignas(8) Element const rounded[4] = {Element(x.x), Element(x.y), Element(x.z), Element(x.w)};
-  *reinterpret_cast<uint2*>(static_cast<Element*>(args.out) + row * args.dim + column) =
-      *reinterpret_cast<uint2 const*>(rounded);
+  Element* const out = static_cast<Element*>(args.out) + row * args.dim + column;
+  if constexpr (std::is_same_v<Element, float>) {
+    float4 const before = *reinterpret_cast<float4 const*>(out);
+    *reinterpret_cast<float4*>(out) = {before.x + x.x, before.y + x.y, before.z + x.z, before.w + x.w};
+  } else {
+    alignas(8) Element const rounded[4] = {Element(x.x), Element(x.y), Element(x.z), Element(x.w)};
+    *reinterpret_cast<uint2*>(out) = *reinterpret_cast<uint2 const*>(rounded);
+  }
 }
 
 }  // namespace htree_cuda::sm90::htree_bwd::pack

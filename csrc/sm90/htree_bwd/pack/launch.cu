@@ -35,7 +35,9 @@ void pack_queries(PackQueries const& args, DType dtype, cudaStream_t stream) {
 
 void distribute(Distribute const& args, DType dtype, cudaStream_t stream) {
   unsigned const blocks = grid_blocks("backward", args.heads * args.tree.N[0] * (args.dim / 4), kThreads);
-  if (dtype == DType::kFloat16) {
+  if (args.add_float32) {
+    launch_overlapped(distribute_kernel<float>, blocks, kThreads, 0, stream, args);
+  } else if (dtype == DType::kFloat16) {
     launch_overlapped(distribute_kernel<__half>, blocks, kThreads, 0, stream, args);
   } else {
     launch_overlapped(distribute_kernel<__nv_bfloat16>, blocks, kThreads, 0, stream, args);

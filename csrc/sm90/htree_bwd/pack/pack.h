@@ -68,6 +68,7 @@ struct Distribute {
   std::int64_t node_rows;          // of a head: 16 times its KV blocks in all layers
   std::int64_t begin[kMaxLayers];  // first node row of each layer
   void* out;                       // [B, T, H_kv, dim] contiguous
+  bool add_float32;                // `out` is float32 and is added to, else of the dtype and written
   std::int64_t first_head;
   int heads;
   int H_kv;

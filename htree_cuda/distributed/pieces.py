@@ -1,0 +1,119 @@
+"""Attention of a run of queries into tensors that are there, with the rules, backends and bits of `htree_cuda.forward`.
+
+The ops of `ops.py` return tensors of their own; a rank's results are made of several calls, and copying them together
+would hold them twice. Tensors are [1, T_q, ...] and [1, T, ...]; with `Pack` their rows are packed sequences.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import checks, ops, ops_varlen
+from ..definition import layer_sizes
+from ..params import TreeParams
+from ..torch_backend import sinks
+from ..torch_backend import tree as torch_tree
+from ..torch_backend import varlen as torch_varlen
+
+
+class Pack(NamedTuple):
+    """Where the sequences of a pack begin, and how long they are at most."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @property
+    def lengths(self) -> torch_varlen.Lengths:
+        return torch_varlen.Lengths(self.cu_seqlens_q, self.cu_seqlens_k, None, None, None)
+
+
+def _packed_params(q: Tensor, k: Tensor, v: Tensor, pack: Pack, q_start: int, op: str, **tree):
+    """Whatever the position of the first row, a sequence's queries are its last ones."""
+    return checks.varlen.forward(
+        q, k, v, *pack.lengths, max_seqlen_q=pack.max_seqlen_q, max_seqlen_k=pack.max_seqlen_k, op=op, **tree
+    )
+
+
+@ops._without_autocast
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, backend: str, need_selection: bool,
+    pack: Pack | None = None, given: Tensor | None = None, **tree,
+) -> Tensor | None:  # fmt: skip
+    """Fills out [1, T_q, H, V] and lse [1, T_q, H], contiguous; returns the selection where it is needed. given: one to
+    replay."""
+    if pack is not None:
+        q, k, v = q[0], k[0], v[0]
+        params = _packed_params(q, k, v, pack, op="forward_varlen", backend=backend, **tree)
+        kernel = {} if ops._use_torch("forward_varlen", q, backend) else {"run": ops_varlen._forward_batch}
+        if kernel:
+            checks.varlen.kernel(q, k, v, params, op="forward_varlen")
+        found = torch_varlen.forward(q, k, v, pack.lengths, params, need_selection=need_selection, **kernel)
+        out[0], lse[0] = found[0], found[1]
+        return found[2].unsqueeze(1) if need_selection else None
+    params = checks.tree.forward(q, k, v, backend=backend, **tree)
+    if ops._use_torch("forward", q, backend):
+        found = torch_tree.forward(q, k, v, params, need_selection=need_selection, given=given)
+        out.copy_(found[0])
+        lse.copy_(found[1])
+        return found[2] if need_selection else None
+    from .. import kernels
+
+    checks.support.forward(q, k, v, params)
+    selection = None
+    if need_selection:
+        layers = len(layer_sizes(k.shape[1], params.compression_rate, params.max_top_nodes))
+        shape = (layers - 1, *q.shape[:2], k.shape[2], params.top_k)
+        selection = q.new_empty(shape, dtype=torch.int32)
+    workspace = q.new_empty(kernels.forward_workspace(q, k, v, params), dtype=torch.uint8)
+    chosen, replayed = (x if x is not None and x.numel() else None for x in (selection, given))
+    kernels.forward(q, k, v, out, lse, chosen, workspace, params, replayed)
+    return selection
+
+
+@ops._without_autocast
+def backward(
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, *, backend: str, deterministic: bool, pack: Pack | None = None, **tree,
+) -> None:  # fmt: skip
+    """Fills dq and adds to dk and dv, which are of the accumulation dtype; all three contiguous."""
+    options = {"deterministic": deterministic, "add_to": (dk, dv)}
+    if pack is not None:
+        dout, dlse, q, k, v, out, lse, dk, dv = (x[0] for x in (dout, dlse, q, k, v, out, lse, dk, dv))
+        results = (dout, dlse, q, k, v, out, lse, selection[:, 0])
+        params = _packed_params(q, k, v, pack, op="backward_varlen", backend=backend, **tree)
+        checks.varlen.backward(dout, dlse, q, v, out, lse, selection[:, 0], params, k.shape[-2])
+        options["add_to"] = (dk, dv)
+        if not ops._use_torch("backward_varlen", q, backend):
+            checks.varlen.kernel(q, k, v, params, op="backward_varlen")
+            options["run"] = _backward_batch
+        dq[0] = torch_varlen.backward(*results, pack.lengths, params, **options)[0]
+        return
+    params = checks.tree.forward(q, k, v, backend=backend, op="backward", **tree)
+    checks.tree.backward(dout, dlse, q, k, v, out, lse, selection, params)
+    if ops._use_torch("backward", q, backend):
+        dq.copy_(torch_tree.backward(dout, dlse, q, k, v, out, lse, selection, params, **options)[0])
+        return
+    checks.support.backward(q, k, v, out, lse, selection, params)
+    _launch_backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, params)
+
+
+def _launch_backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, params: TreeParams) -> None:
+    from .. import kernels
+
+    workspace = q.new_empty(kernels.backward_workspace(q, k, v, params), dtype=torch.uint8)
+    if params.attn_sink is not None:
+        lse, dlse = sinks.folded(lse, dlse, params.attn_sink)
+    kernels.backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, workspace, params)
+
+
+def _backward_batch(dout, dlse, q, k, v, out, lse, selection, params: TreeParams, *, deterministic: bool, add_to):
+    """A batch of sequences of one shape, by the kernels, whose sums are always repeatable."""
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    results = (out.contiguous(), lse.contiguous(), selection.contiguous())
+    _launch_backward(dout, dlse, q, k, v, *results, dq, *add_to, params)
+    return dq, *add_to

@@ -1,0 +1,112 @@
+"""Context parallelism with the kernels: two GPUs against one, bit for bit; and what one process can show of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import htree_cuda
+from htree_cuda import distributed as cp
+from htree_cuda import kernels
+
+from .test_backward import forward, gradients, inputs, same_bits, tree_params
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+RANKS = Path(__file__).with_name("context_parallel_ranks.py")
+CHECKS = re.findall(r"^def (check_\w+)", RANKS.read_text(), re.MULTILINE)
+WALL_LIMIT_S = 240
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_built():
+    """A Hopper GPU without kernels is a failure, not a skip."""
+    kernels.load()
+
+
+@pytest.mark.sample
+@pytest.mark.emulated
+def test_sums_are_added_in_float32():
+    """Rounded they are what the op returns; on numbers that are there they come on top, rounded once in float32."""
+    q, k, v, dout, dlse = (x.to(DEVICE) for x in inputs(290, 7, G=3))
+    expected, _ = gradients(q, k, v, dout, dlse, top_k_per_layer=16, q_start=283)
+    params = tree_params(q, k, v, q_start=283, top_k_per_layer=16)
+    results = forward(q, k, v, top_k_per_layer=16, q_start=283)
+    found = []
+    for before in (torch.zeros, torch.randn):
+        sums = [before(x.shape, dtype=torch.float32).to(DEVICE) for x in (k, v)]
+        added = [x.clone() for x in sums]
+        dq = torch.empty_like(q)
+        workspace = torch.empty(kernels.backward_workspace(q, k, v, params), dtype=torch.uint8, device=DEVICE)
+        kernels.backward(dout, dlse, q, k, v, *results, dq, *added, workspace, params)
+        same_bits([dq.cpu()], expected[:1])
+        found.append((sums, added))
+    plain = found[0][1]
+    same_bits([x.cpu().to(torch.bfloat16) for x in plain], expected[1:])
+    for before, own, after in zip(found[1][0], plain, found[1][1], strict=True):
+        assert torch.equal(before + own, after)
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(("T", "B", "H_kv", "G"), [(300, 1, 1, 3), (92, 2, 2, 2)])
+def test_one_rank_in_two_pieces(group, T, B, H_kv, G):
+    """The pieces of a sequence over the tokens up to each one's end: the bits of the whole, dk and dv but for the order
+    of two sums."""
+    q, k, v, dout, dlse = (x.to(DEVICE) for x in inputs(T, T, B=B, H_kv=H_kv, G=G))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    options = {"top_k_per_layer": 16, "return_lse": True, "return_selection": True}
+    whole = htree_cuda.forward(*leaves, **options)
+    found = cp.context_parallel_forward(*leaves, group=group, layout="zigzag", **options)
+    assert all(torch.equal(x, y) for x, y in zip(found, whole, strict=True))
+    (dq, *dkv), (own_dq, *own_dkv) = (torch.autograd.grad(x[:2], leaves, (dout, dlse)) for x in (whole, found))
+    assert torch.equal(dq, own_dq)
+    for x, y in zip(own_dkv, dkv, strict=True):
+        error = (x.float() - y.float()).abs() / (y.float().abs() + 2.0**-7 * y.float().abs().max())
+        assert error.max() <= 2.0**-6
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What the ranks said of each check, on two GPUs."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"two GPUs are needed, there is {torch.cuda.device_count()}")
+    folder, world = tmp_path_factory.mktemp("ranks"), 2
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(RANKS), str(rank), str(world), str(folder / "rendezvous"), str(folder / "said")],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=WALL_LIMIT_S)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    files = [folder / f"said.{rank}" for rank in range(world)]
+    assert all(file.exists() for file in files), "\n".join(outputs)
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_gpus(said, name):
+    for rank, row in enumerate(said):
+        assert row[name] == "", f"rank {rank}: {row[name]}"

@@ -1,0 +1,133 @@
+"""htree_cuda.distributed on gloo: 2 and 4 processes on a CPU against one, in float64, and its rules in this one."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import htree_cuda
+from htree_cuda import distributed as cp
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+
+RANKS = Path(__file__).with_name("context_parallel_ranks.py")
+CHECKS = re.findall(r"^def (check_\w+)", RANKS.read_text(), re.MULTILINE)
+WALL_LIMIT_S = 150  # of all checks of a number of ranks, on a busy machine: what hangs ends here
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def said(request, tmp_path_factory):
+    """What every rank said of each check. Processes start once for each number of ranks."""
+    folder, world = tmp_path_factory.mktemp("ranks"), request.param
+    command = [sys.executable, str(RANKS)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(folder / "rendezvous"), str(folder / "said")],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=WALL_LIMIT_S)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    files = [folder / f"said.{rank}" for rank in range(world)]
+    assert all(file.exists() for file in files), "\n".join(outputs)
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_ranks(said, name):
+    for rank, row in enumerate(said):
+        assert row[name] == "", f"rank {rank}: {row[name]}"
+
+
+# ----------------------------------------------------------------------------------------------- rules, in one process
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    """A group of this process alone."""
+    path = tmp_path_factory.mktemp("group") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def qkv(T=16, dtype=torch.float64):
+    return [torch.randn(1, T, h, 4, dtype=dtype) for h in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_one_rank_equals_forward(group, layout):
+    options = {"compression_rate": 4, "top_k_per_layer": 2}
+    leaves = [x.requires_grad_() for x in qkv(48)]
+    expected = htree_cuda.forward(*leaves, **options, return_lse=True)
+    found = cp.context_parallel_forward(*leaves, group=group, layout=layout, **options, return_lse=True)
+    grads = [torch.randn_like(x) for x in expected]
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+    for x, y in zip(
+        torch.autograd.grad(found, leaves, grads), torch.autograd.grad(expected, leaves, grads), strict=True
+    ):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
+
+
+def test_autocast_casts_as_forward_does(group):
+    tensors = qkv(32, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = cp.context_parallel_forward(*tensors, group=group, layout="contiguous", top_k_per_layer=2)
+        expected = htree_cuda.forward(*tensors, top_k_per_layer=2)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+
+
+def test_second_derivatives_raise(group):
+    leaves = [x.requires_grad_() for x in qkv()]
+    out = cp.context_parallel_forward(*leaves, group=group)
+    grad = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("match", "error", "change"),
+    [
+        (r"layout must be one of 'contiguous', 'zigzag', got 'striped'", ValueError, {"layout": "striped"}),
+        (r"group must be a .*ProcessGroup or a DeviceMesh, got None", TypeError, {"group": None}),
+        (r"group must be a .*ProcessGroup that this rank is in, got 'cp'", TypeError, {"group": "cp"}),
+        (r"T \(dimension 1 of k, times 1 ranks\) must be a multiple of the 2 parts .*, got 15", ValueError, {"T": 15}),
+        (r".* must be at least 4, two tokens for each of the 2 parts, got 2", ValueError, {"T": 2}),
+        (r".* must be at least 2, two tokens .*, got 1", ValueError, {"T": 1, "layout": "contiguous"}),
+        (r"dimension 1 of q must equal the rank's tokens, dimension 1 of k \(16\), got 12", ValueError, {"T_q": 12}),
+        (r"top_k_per_layer must be a power of two, at least 1, got 3", ValueError, {"top_k_per_layer": 3}),
+        (r"return_lse must be a bool, got 1", TypeError, {"return_lse": 1}),
+        (r"q must be a torch.Tensor, got None", TypeError, {"q": None}),
+    ],
+)  # fmt: skip
+def test_errors(group, match, error, change):
+    q, k, v = qkv(change.pop("T", 16))
+    q = change.pop("q", q[:, : change.pop("T_q", q.shape[1])])
+    with pytest.raises(error, match=rf"^context_parallel_forward: {match}"):
+        cp.context_parallel_forward(q, k, v, **{"group": group, **change})
+
+
+def test_errors_of_the_helpers(group):
+    with pytest.raises(ValueError, match=r"^shard: dimension 1 of x must be a multiple of the 2 parts .*, got 5"):
+        cp.shard(torch.zeros(2, 5), 1, group)
+    with pytest.raises(ValueError, match=r"^shard: dim must lie in -2 .. 1, got 2"):
+        cp.shard(torch.zeros(2, 4), 2, group)
+    with pytest.raises(ValueError, match=r"^unshard: T \(dimension 0 of x, times 1 ranks\) must be at least 4"):
+        cp.unshard(torch.zeros(2), 0, group)
+    with pytest.raises(ValueError, match=r"^positions: T must be a multiple of the 2 parts"):
+        cp.positions(7, group)
+    with pytest.raises(TypeError, match=r"^positions: T must be an int, got 4.0"):
+        cp.positions(4.0, group)
