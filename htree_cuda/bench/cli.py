@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from . import attn_dist, backward, decode, dsa, forward, sparse_attention
+from .. import checks
+from . import attn_dist, backward, context_parallel, decode, dsa, forward, sparse_attention
 from .inputs import DTYPES, KINDS
 from .plots import plot
 from .protocol import identity
@@ -17,7 +18,7 @@ from .tables import break_even, table
 
 COMMANDS = {
     "forward": forward, "backward": backward, "decode": decode, "attn_dist": attn_dist,
-    "sparse_attention": sparse_attention, "dsa": dsa,
+    "sparse_attention": sparse_attention, "dsa": dsa, "context_parallel": context_parallel,
 }  # fmt: skip
 
 
@@ -30,6 +31,13 @@ def _kinds(text: str) -> list[str]:
     if unknown := set(kinds) - set(KINDS):
         raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: must be of {', '.join(KINDS)}")
     return kinds
+
+
+def _layouts(text: str) -> list[str]:
+    layouts = text.split(",")
+    if unknown := set(layouts) - set(checks.distributed.LAYOUTS):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: must be of contiguous, zigzag")
+    return layouts
 
 
 def _common(cuda: bool) -> argparse.ArgumentParser:
@@ -81,6 +89,21 @@ def _lists(cuda: bool) -> argparse.ArgumentParser:
     return parser
 
 
+def _context_parallel(cuda: bool) -> argparse.ArgumentParser:
+    """Options of context_parallel."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="heads 16/1 and 32/8, top_k 512 and 64, in place of --heads and --top-k")
+    add("--lengths", type=_ints, default="131072,1048576" if cuda else "2048", help="each T of all ranks to measure")
+    add("--layouts", type=_layouts, default="zigzag,contiguous", help="which tokens a rank has: one or both")
+    add("--inputs", choices=KINDS, default="iid", help="kind of input")
+    add("--top-k", type=int, default=512 if cuda else 16, help="nodes expanded per layer")
+    add("--no-single", action="store_true", help="leave out one rank alone, which needs the memory for it")
+    add("--weak-up-to", type=int, default=131072, help="longest T whose share of a rank is also measured alone")
+    add("--plot", type=Path, help="write a PNG of the speedup over T")
+    return parser
+
+
 def _parser() -> argparse.ArgumentParser:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="python -m htree_cuda bench", description=__doc__.splitlines()[0])
@@ -107,6 +130,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--dense-up-to", type=int, default=131072, help="longest T at which dense attention runs")
     add = command("decode", _decode(cuda), "a step of decoding from a cached tree against dense attention over T")
     add("--plot", type=Path, help="write a PNG of time per step over T")
+    parent = argparse.ArgumentParser(
+        add_help=False, parents=[_context_parallel(cuda), tree], conflict_handler="resolve"
+    )
+    command("context_parallel", parent, "one sequence over several ranks, started by torchrun")
     add = command("attn_dist", lists, "attn_dist over numbers of heads and keys, beside cuDNN frontend's operation")
     add("--lengths", type=_ints, default="4096,16384,65536,131072" if cuda else "4096", help="each s_kv, keys")
     add = command("sparse_attention", lists, "sparse_attention over numbers of heads and keys, beside FlashMLA")
@@ -125,6 +152,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     command = COMMANDS[args.command]
     figures = command.run(args)
+    if figures is None:  # a rank that leaves the report to the first one
+        return 0
     print(table(figures, command.COLUMNS))
     report = {"program": f"bench {args.command}", **identity(args.device), "figures": figures}
     if any("speedup_over_dense" in f for f in figures):

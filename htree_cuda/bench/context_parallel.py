@@ -1,0 +1,357 @@
+"""`bench context_parallel`: one sequence over the ranks that torchrun started, beside one rank alone.
+
+    torchrun --nproc-per-node 2 -m htree_cuda bench context_parallel --quick --out results.json
+
+Times are the largest of any rank. Exchange and compute are measured apart by leaving the other out: `pieces`, which
+computes, or the collectives, in whose place keys and values come that were gathered before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+import types
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import distributed, forward
+from ..distributed import attention, pieces
+from ..distributed.exchange import Gathered
+from ..distributed.placement import Placement
+from .inputs import DTYPES, tree_inputs, visited
+
+SHAPES = [(16, 1, 512), (16, 1, 64), (32, 8, 512), (32, 8, 64)]  # H, H_kv, top_k of --quick
+MEMORY_S = 3.0  # the memory of a step that takes longer is not measured: it runs twice more for that
+LONG_S = 2.0  # a call that takes longer is timed as it comes, without a warm-up of its own
+
+
+def shapes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
+    return SHAPES if args.quick else [(args.heads, args.kv_heads, args.top_k)]
+
+
+# -------------------------------------------------------------------------------------------------------------- timing
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _once(call: Callable[[], object], device: str) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    call()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _of_all(seconds: float, device: str) -> list[float]:
+    """Of every rank."""
+    own = torch.tensor([seconds], dtype=torch.float64, device=device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return [x.item() for x in found]
+
+
+def timed(call: Callable[[], object], device: str, together: bool) -> dict:
+    """Milliseconds of a call: back to back for about half a second behind one that warms up. together: every rank
+    makes it, and as many calls as the slowest one allows."""
+
+    def slowest(seconds: float) -> float:
+        return max(_of_all(seconds, device)) if together else seconds
+
+    if together:
+        dist.barrier()
+    first = _once(call, device)
+    calls = 1
+    if slowest(first) < LONG_S:
+        calls = max(2, min(20, int(0.5 / slowest(first))))
+
+        def several() -> None:
+            for _ in range(calls):
+                call()
+
+        if together:
+            dist.barrier()
+        first = _once(several, device) / calls
+    ranks = _of_all(first, device) if together else [first]
+    return {"ms": round(1e3 * max(ranks), 4), "calls": calls, "ranks_ms": [round(1e3 * x, 4) for x in ranks]}
+
+
+def _peak(call: Callable[[], object], device: str) -> int:
+    """Bytes beyond what lives before the call; 0 on a CPU."""
+    if device == "cpu":
+        call()
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+# ------------------------------------------------------------------------------------------- one of the two left out
+
+
+@contextlib.contextmanager
+def no_compute():
+    """Inside, a call exchanges and computes nothing."""
+
+    def nothing(q: Tensor, k: Tensor, *others, top_k_per_layer: int, **options) -> Tensor:
+        return q.new_empty(0, *q.shape[:2], k.shape[2], top_k_per_layer, dtype=torch.int32)
+
+    kept, stub = attention.pieces, types.SimpleNamespace(forward=nothing, Pack=pieces.Pack)
+    stub.backward = lambda *tensors, **options: None
+    attention.pieces = stub
+    try:
+        yield
+    finally:
+        attention.pieces = kept
+
+
+@contextlib.contextmanager
+def no_exchange():
+    """Inside, a call computes on what the first one gathered and sends nothing."""
+    found: dict[tuple, Gathered] = {}
+
+    def gathered(place: Placement, group: dist.ProcessGroup, tensors: list[Tensor]) -> Gathered:
+        key = tuple((x.data_ptr(), x.shape) for x in tensors)
+        if key not in found:
+            found[key] = Gathered(place, group, tensors).start()
+            found[key].ready(place.stages - 1)
+        return types.SimpleNamespace(whole=found[key].whole, ready=lambda stage: None, start=lambda: found[key])
+
+    kept = attention.Gathered, attention.reduce
+    attention.Gathered, attention.reduce = gathered, lambda *arguments: None
+    try:
+        yield
+    finally:
+        attention.Gathered, attention.reduce = kept
+
+
+# ------------------------------------------------------------------------------------------------------------ measures
+
+
+def _both(call: Callable[..., Tensor], inputs: tuple[Tensor, ...], device: str, together: bool) -> dict:
+    """A forward without gradients, and a backward of one that was computed before."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.no_grad():
+        times = {"forward": timed(lambda: call(*leaves), device, together)}
+    out = call(*leaves)
+    gradient = torch.randn_like(out)
+    gradients = lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)  # noqa: E731
+    times["backward"] = timed(gradients, device, together)
+    times["ms"] = round(times["forward"]["ms"] + times["backward"]["ms"], 4)
+    return times
+
+
+def _alone(shape: tuple, top_k: int, args: argparse.Namespace) -> dict | None:
+    """One rank's time of the whole sequence; the others wait."""
+    result = None
+    if dist.get_rank() == 0:
+        inputs = tree_inputs(args.inputs, *shape, DTYPES[args.dtype], args.device, args.seed)
+        result = _both(lambda *x: forward(*x, top_k_per_layer=top_k, backend=args.backend), inputs, args.device, False)
+        del inputs
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    dist.barrier()
+    box = [result]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _memory(own: tuple[Tensor, ...], call: Callable[..., Tensor], place: Placement, args, options: dict) -> dict:
+    """Peak of the forward alone and of a training step, beside what they may take: that of `htree_cuda.forward` of as
+    many queries over all tokens, and what the exchange adds."""
+    q, k, v = own
+    T, item = place.ranks * k.shape[1], k.element_size()
+    token = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
+    heads = max(1, attention.SUM_BYTES // (T * (k.shape[3] + v.shape[3]) * 4))
+    sums = 4 * T * (k.shape[3] + v.shape[3]) * min(heads, k.shape[2])
+    gathered = T * token * item
+
+    def step(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], object]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        gradient = torch.randn_like(q[..., : v.shape[3]])
+        return lambda: torch.autograd.grad(function(*leaves), leaves, gradient)
+
+    torch.cuda.empty_cache() if args.device == "cuda" else None
+    with torch.no_grad():
+        peak = {"forward": _peak(lambda: call(*own), args.device)}
+    peak["step"] = _peak(step(call, own), args.device)
+    whole = tuple(torch.randn(x.shape[0], T, *x.shape[2:], dtype=x.dtype, device=x.device) for x in (k, v))
+    plain = lambda q, k, v: forward(q, k, v, **options)  # noqa: E731
+    with torch.no_grad():
+        allowed = {"forward": _peak(lambda: plain(q, *whole), args.device) + gathered}
+    allowed["step"] = _peak(step(plain, (q, *whole)), args.device) + gathered + sums
+    allowed["step"] -= (T - k.shape[1]) * token * item  # dk and dv of other ranks' tokens, which that step returns
+    return {
+        name: {
+            "peak_bytes": max(int(x) for x in _of_all(peak[name], args.device)),
+            "allowed_bytes": max(int(x) for x in _of_all(allowed[name], args.device)),
+        }
+        for name in peak
+    }  # fmt: skip
+
+
+def imbalance(T: int, ranks: int, layout: str, top_k: int) -> float:
+    """Candidates of the rank that has the most, over the mean: what the cost model takes for compute."""
+    counts = []
+    for rank in range(ranks):
+        place = Placement(layout, rank, ranks)
+        n = T // place.parts
+        starts = [place.part(stage) * n for stage in range(place.stages)]
+        counts.append(sum(visited(T, start, start + n, 16, top_k, 16 * top_k)[0] for start in starts))
+    return max(counts) / (sum(counts) / ranks)
+
+
+def _figure(shape: tuple, top_k: int, layout: str, alone: dict | None, args: argparse.Namespace) -> dict:
+    B, T, _, H, H_kv, K, V = shape
+    group = dist.group.WORLD
+    place = Placement(layout, dist.get_rank(), dist.get_world_size())
+    n = T // place.ranks
+    own = tree_inputs(args.inputs, B, n, n, H, H_kv, K, V, DTYPES[args.dtype], args.device, args.seed + place.rank)
+    options = {"top_k_per_layer": top_k, "backend": args.backend}
+    call = lambda *x: distributed.context_parallel_forward(*x, group=group, layout=layout, **options)  # noqa: E731
+    call(*own)  # agreement and connections are made once
+    result = {
+        "op": "context_parallel", "inputs": args.inputs, "layout": layout, "ranks": place.ranks, "T": T, "B": B, "H": H,
+        "H_kv": H_kv, "K": K, "V": V, "dtype": args.dtype, "top_k": top_k, "backend": args.backend,
+        **_both(call, own, args.device, True),
+    }  # fmt: skip
+    with no_exchange():
+        result["compute"] = _both(call, own, args.device, True)
+    with no_compute():
+        result["exchange"] = _both(call, own, args.device, True)
+    counted = imbalance(T, place.ranks, layout, top_k)
+    for name in ("forward", "backward"):
+        times, exchange = result[name], result["exchange"][name]["ms"]
+        apart = result["compute"][name]["ms"] + exchange
+        times["overlap"] = round((apart - times["ms"]) / exchange, 3)
+        token = B * H_kv * (K + V)
+        sent = token * torch.finfo(DTYPES[args.dtype]).bits // 8 + (4 * token if name == "backward" else 0)
+        received = sent * T * (place.ranks - 1) / place.ranks
+        result["exchange"][name]["gb_per_s"] = round(received / exchange / 1e6, 1)
+        if alone is not None:
+            times["speedup"] = round(alone[name]["ms"] / times["ms"], 3)
+            times["model_ms"] = round(alone[name]["ms"] / place.ranks * counted + exchange, 4)
+            times["to_model"] = round(times["ms"] / times["model_ms"], 3)
+    result["imbalance"] = {"counted": round(counted, 4), "measured": _imbalance(result["compute"])}
+    if alone is not None:
+        result["one"] = alone
+        result["speedup"] = round(alone["ms"] / result["ms"], 3)
+    if result["ms"] < 1e3 * MEMORY_S:
+        result["memory"] = _memory(own, call, place, args, options)
+    return result
+
+
+def _imbalance(times: dict) -> float:
+    ranks = [sum(x) for x in zip(times["forward"]["ranks_ms"], times["backward"]["ranks_ms"])]
+    return round(max(ranks) / (sum(ranks) / len(ranks)), 4)
+
+
+def run(args: argparse.Namespace) -> list[dict] | None:
+    """The figures on the first rank, None on the others."""
+    if "RANK" not in os.environ:
+        sys.exit("bench context_parallel measures several ranks: start it by torchrun --nproc-per-node N -m htree_cuda")
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    try:
+        figures = _figures(args)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return figures if int(os.environ["RANK"]) == 0 else None
+
+
+def _figures(args: argparse.Namespace) -> list[dict]:
+    figures, world, first = [], dist.get_world_size(), dist.get_rank() == 0
+    started = time.perf_counter()
+    for H, H_kv, top_k in shapes(args):
+        for T in args.lengths:
+            shape = (args.batch, T, T, H, H_kv, args.dim, args.dim)
+            alone = None if args.no_single else _alone(shape, top_k, args)
+            weak = None
+            if args.weak_up_to >= T:
+                weak = _alone((args.batch, T // world, T // world, *shape[3:]), top_k, args)
+            for layout in args.layouts:
+                figures.append(_figure(shape, top_k, layout, alone, args))
+                figures[-1]["weak"] = None if weak is None else {"T": T // world, **weak}
+                if args.device == "cuda":
+                    torch.cuda.empty_cache()
+                if first:
+                    row = "  ".join(f"{name} {cell(figures[-1])}" for name, cell in COLUMNS.items())
+                    print(f"[{time.perf_counter() - started:.0f} s] {row}", file=sys.stderr, flush=True)
+    return figures
+
+
+def _weak(f: dict) -> str:
+    """Share of a rank's rate that is left where the sequence grows with the ranks: what one rank would take for its
+    share of the longer sequence's work, over what it takes."""
+    if f["weak"] is None:
+        return "-"
+    grown = visited(f["T"], 0, f["T"], 16, f["top_k"], 16 * f["top_k"])[0] / f["ranks"]
+    work = grown / visited(f["weak"]["T"], 0, f["weak"]["T"], 16, f["top_k"], 16 * f["top_k"])[0]
+    return f"{f['weak']['ms'] * work / f['ms']:.2f}"
+
+
+def _memory_share(f: dict, name: str) -> str:
+    memory = f.get("memory", {}).get(name)
+    return f"{memory['peak_bytes'] / memory['allowed_bytes']:.3f}" if memory and memory["allowed_bytes"] else "-"
+
+
+COLUMNS = {
+    "H": lambda f: f"{f['H']}/{f['H_kv']}",
+    "top_k": lambda f: str(f["top_k"]),
+    "T": lambda f: f"{f['T']:,}",
+    "layout": lambda f: f["layout"],
+    "one ms": lambda f: f"{f['one']['forward']['ms']:.1f}+{f['one']['backward']['ms']:.1f}" if "one" in f else "-",
+    "ms": lambda f: f"{f['forward']['ms']:.1f}+{f['backward']['ms']:.1f}",
+    "speedup": lambda f: f"{f['speedup']:.2f}" if "speedup" in f else "-",
+    "weak": _weak,
+    "compute": lambda f: f"{f['compute']['forward']['ms']:.1f}+{f['compute']['backward']['ms']:.1f}",
+    "exchange": lambda f: f"{f['exchange']['forward']['ms']:.2f}+{f['exchange']['backward']['ms']:.2f}",
+    "overlap": lambda f: f"{f['forward']['overlap']:.2f} {f['backward']['overlap']:.2f}",
+    "imbalance": lambda f: f"{f['imbalance']['measured']:.3f}",
+    "to model": lambda f: " ".join(str(f[n].get("to_model", "-")) for n in ("forward", "backward")),
+    "memory": lambda f: " ".join(_memory_share(f, n) for n in ("forward", "step")),
+    "peak GB": lambda f: f"{f['memory']['step']['peak_bytes'] / 1e9:.2f}" if "memory" in f else "-",
+}
+
+
+def plot(figures: list[dict], path) -> None:
+    """Speedup over one rank, a group of bars for each shape and length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figures = [f for f in figures if "speedup" in f]
+    layouts = list(dict.fromkeys(f["layout"] for f in figures))
+    points = list(dict.fromkeys((f["H"], f["H_kv"], f["top_k"], f["T"]) for f in figures))
+    fig, ax = plt.subplots(figsize=(1.6 + 1.0 * len(points), 3.6), layout="constrained")
+    width = 0.8 / len(layouts)
+    for i, layout in enumerate(layouts):
+        found = {(f["H"], f["H_kv"], f["top_k"], f["T"]): f["speedup"] for f in figures if f["layout"] == layout}
+        places = [x + (i - (len(layouts) - 1) / 2) * width for x in range(len(points))]
+        bars = ax.bar(places, [found.get(point, 0.0) for point in points], width, label=layout)
+        ax.bar_label(bars, fmt="%.2f", fontsize=7)
+    ranks = figures[0]["ranks"]
+    ax.axhline(ranks, color="gray", linewidth=0.8, linestyle=":")
+    ax.set_xticks(range(len(points)))
+    ax.set_xticklabels([f"H {H}/{kv}\ntop_k {k}\n{T // 1024}K" for H, kv, k, T in points], fontsize=8)
+    ax.set(ylabel="times as fast as one GPU", ylim=(0, 1.15 * ranks))
+    ax.set_title("forward and backward of one sequence", fontsize=9)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, fontsize=8, loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
