@@ -298,7 +298,8 @@ def _checked(
         deterministic = torch.are_deterministic_algorithms_enabled()
     keep = checks.common.SAVE_SELECTION[options["save_selection"] if needs_grad else False]
     call = Call(
-        place, group, tree, deterministic, keep, flags[1] and given is None, needs_grad, rope_inv_freq, cu_seqlens, max_seqlen, given
+        place, group, tree, deterministic, keep, flags[1] and given is None, needs_grad, rope_inv_freq, cu_seqlens,
+        max_seqlen, given,
     )  # fmt: skip
     return q, k, v, call
 
@@ -311,6 +312,7 @@ def _facts(q, k, v, layout, options, call) -> dict:
         **{f"the shape of {name}": tuple(x.shape) for name, x in tensors.items()}, "dtype": q.dtype,
         "device": q.device.type, "layout": layout, **call.tree,
         **{name: None if x is None else agreement.digest(x) for name, x in small.items()},
-        "attn_sink": options["attn_sink"] is not None, "selection": call.given is not None, "max_seqlen": call.max_seqlen,
-        "save_selection": options["save_selection"], "whether a gradient is wanted": call.needs_grad,
+        "attn_sink": options["attn_sink"] is not None, "selection": call.given is not None,
+        "max_seqlen": call.max_seqlen, "save_selection": options["save_selection"],
+        "whether a gradient is wanted": call.needs_grad,
     }  # fmt: skip

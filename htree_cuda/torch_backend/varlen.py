@@ -153,9 +153,10 @@ def backward(
         chosen = selection.new_empty(found, len(members.b), shape.queries, *selection.shape[-2:])
         for layer in range(found):
             chosen[layer] = selection[layer][of_q]
+        options = {} if add_to is None else {"add_to": tuple(x[of_k].clone() for x in add_to)}
         gradients = run(
             dout[of_q], dlse[of_q], q[of_q], k[of_k], v[of_k], out[of_q], lse[of_q], chosen, mine,
-            deterministic=deterministic, **({} if add_to is None else {"add_to": tuple(x[of_k].clone() for x in add_to)}),
+            deterministic=deterministic, **options,
         )  # fmt: skip
         for total, index, mine_only in zip((dq, dk, dv), (of_q, of_k, of_k), gradients):
             _assign(total, index, mine_only)

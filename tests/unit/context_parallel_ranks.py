@@ -107,7 +107,7 @@ def check_options_of_the_rotation_and_sinks():
 
 
 def check_a_selection_that_is_replayed():
-    """Of other queries, so that what is chosen anew would differ."""
+    """Of other queries, so that what these would choose differs."""
     group = dist.group.WORLD
     (q, k, v), grads = inputs()
     other, _ = inputs(seed=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -131,3 +132,14 @@ def test_errors_of_the_helpers(group):
         cp.positions(7, group)
     with pytest.raises(TypeError, match=r"^positions: T must be an int, got 4.0"):
         cp.positions(4.0, group)
+
+
+@pytest.mark.parametrize("name", cp.__all__)
+def test_the_docstring_is_a_contract(name):
+    text = inspect.getdoc(getattr(cp, name))
+    found = re.findall(r"^(Args|Returns|Raises|Notes|Example|Source):", text, re.MULTILINE)
+    assert found == ["Args", "Returns", "Raises", "Notes", "Example", "Source"]
+    assert text.splitlines()[0].endswith(".") and f"`{name}`" in cp.__doc__
+    described = text[text.index("Args:") : text.index("Raises:")]
+    arguments = inspect.signature(getattr(cp, name)).parameters
+    assert [argument for argument in arguments if not re.search(rf"\b{argument}\b", described)] == []
