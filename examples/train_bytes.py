@@ -2,6 +2,7 @@
 
     python examples/train_bytes.py                                # both tasks, seed 0, minutes on 2 CPU cores
     python examples/train_bytes.py --preset gpu --seeds 0,1,2     # T = 32,768, one Hopper GPU
+    torchrun --nproc-per-node 2 examples/train_bytes.py --preset gpu --context-parallel     # T = 262,144, two of them
 
 Arms, equal in everything but the attention (parameters, their initial values, data and its order, steps):
 
@@ -36,10 +37,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from htree_cuda import HTreeAttention
+from htree_cuda import HTreeAttention, distributed
 from htree_cuda.bench.inputs import visited
 from htree_cuda.bench.protocol import identity
 from htree_cuda.definition import layer_sizes
@@ -218,7 +220,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Pre-norm decoder: tokens [B, T] int64 -> logits [B, T, vocabulary]."""
 
-    def __init__(self, preset: Preset, arm: str, vocabulary: int, window: int, backend: str):
+    def __init__(self, preset: Preset, arm: str, vocabulary: int, window: int, backend: str, **of_htree):
         super().__init__()
         shape = (preset.d_model, preset.n_heads, preset.n_kv_heads)
         options = {
@@ -228,7 +230,7 @@ class Decoder(nn.Module):
 
         def attention() -> HTreeAttention:
             if arm == "htree":
-                return HTreeAttention(*shape, **options)
+                return HTreeAttention(*shape, **options, **of_htree)
             return DenseAttention(*shape, window=window if arm == "window" else None, **options)
 
         self.embedding = nn.Embedding(vocabulary, preset.d_model)
@@ -331,7 +333,9 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor, autocast: bool) -
 class Run:
     """One (task, arm, seed): model, optimizer, step and log; saved and resumed as a whole."""
 
-    def __init__(self, preset: Preset, task_name: str, arm: str, seed: int, data, device: torch.device, backend: str):
+    def __init__(
+        self, preset: Preset, task_name: str, arm: str, seed: int, data, device: torch.device, backend: str, **of_htree
+    ):
         self.preset, self.arm, self.seed, self.data, self.device = preset, arm, seed, data, device
         self.task: Task = getattr(preset, task_name)
         model = {name: value for name, value in dataclasses.asdict(preset).items() if name not in TASKS}
@@ -341,7 +345,7 @@ class Run:
         }  # fmt: skip
         T = self.task.stages[-1].T
         torch.manual_seed(seed)
-        self.model = Decoder(preset, arm, data.vocabulary, preset.window(T), backend).to(device)
+        self.model = Decoder(preset, arm, data.vocabulary, preset.window(T), backend, **of_htree).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.task.lr, betas=(0.9, 0.95))
         self.step = 0
         self.seconds = 0.0
@@ -391,10 +395,14 @@ class Run:
         loss, _ = loss_of(self.model, *self.batch("train", stage, self.seed, self.step), self.preset.autocast)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        self.share_gradients()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1
         return loss.item()
+
+    def share_gradients(self) -> None:
+        """Nothing to do where one process has the whole batch."""
 
     def train(self, path: Path, stop_at: int | None = None) -> None:
         """To the last step, or to stop_at; a checkpoint at every evaluation and when interrupted."""
@@ -427,6 +435,62 @@ class Run:
             "arm": self.arm, "seed": self.seed, "final": self.log[-1], "log": self.log,
             "seconds": round(self.seconds, 1), "tokens_per_s": round(tokens / self.seconds),
         }  # fmt: skip
+
+
+class SharedRun(Run):
+    """A run in which every rank of a process group has a share of each sequence's tokens. Parameters are alike on all
+    ranks and stay so: each rank's gradient of its own tokens' mean loss is averaged over the group."""
+
+    def __init__(self, *args, group: dist.ProcessGroup):
+        super().__init__(*args, context_parallel_group=group)
+        self.group = group
+
+    def batch(self, part: str, stage: Stage, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        whole = self.data.batch(part, stage, seed, step)
+        return tuple(distributed.shard(x, 1, self.group).to(self.device) for x in whole)
+
+    def mean(self, x: float) -> float:
+        """Over the ranks, which have as many tokens each."""
+        total = torch.tensor(x, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=self.group)
+        return total.item() / dist.get_world_size(self.group)
+
+    def share_gradients(self) -> None:
+        for p in self.model.parameters():
+            dist.all_reduce(p.grad, group=self.group)
+            p.grad /= dist.get_world_size(self.group)
+
+    def evaluate(self) -> tuple[float, float]:
+        return tuple(self.mean(x) for x in super().evaluate())
+
+    def train_step(self) -> float:
+        return self.mean(super().train_step())
+
+
+def train_together(preset: Preset, args: argparse.Namespace) -> None:
+    """The text task with one sequence of --length tokens a step over the ranks that torchrun started; JSON beside the
+    checkpoints of the first rank."""
+    if "RANK" not in os.environ:
+        sys.exit("--context-parallel shares sequences between ranks: start it by torchrun --nproc-per-node N")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if preset.name == "gpu" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    task = Task((Stage(args.length, 1, args.steps),), preset.text.lr, max(1, args.steps // 4), 2)
+    preset = dataclasses.replace(preset, text=task)
+    run = SharedRun(preset, "text", "htree", args.seeds[0], Text(), device, args.backend, group=dist.group.WORLD)
+    run.train(args.out / f"{run.name}_rank{rank}.pt")
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    result = {
+        **identity(device.type), "T": args.length, "ranks": ranks, "tree": preset.tree(args.length),
+        "peak_bytes": int(run.mean(peak)), **run.result(),
+    }  # fmt: skip
+    if rank == 0:
+        log = args.out / "train_context_parallel.json"
+        log.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"T {args.length:,} on {ranks} ranks: {result['tokens_per_s']:,} tokens/s, {peak / 1e9:.1f} GB; {log}")
+    dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------------------------------------------------- report
@@ -515,8 +579,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", help="default: cuda for the gpu preset, else cpu")
     parser.add_argument("--backend", choices=("auto", "torch"), default="auto", help="of the htree arm")
     parser.add_argument("--throughput", type=numbers, metavar="T,T", help="also tokens per second at these lengths")
+    parser.add_argument("--context-parallel", action="store_true", help="long sequences over the ranks of torchrun")
+    parser.add_argument("--length", type=int, default=262144, help="with --context-parallel: T")
+    parser.add_argument("--steps", type=int, default=40, help="with --context-parallel: optimizer steps")
     args = parser.parse_args(argv)
     preset = PRESETS[args.preset]
+    if args.context_parallel:
+        args.out.mkdir(parents=True, exist_ok=True)
+        train_together(preset, args)
+        return 0
     device = torch.device(args.device or ("cuda" if args.preset == "gpu" else "cpu"))
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / f"train_{preset.name}.json"

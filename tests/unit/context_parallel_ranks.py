@@ -4,9 +4,11 @@ writes what each one said, an empty text where it passed."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -337,6 +339,26 @@ def check_mesh_with_fsdp_on_the_other_dimension():
         found = p.grad.full_tensor()  # the mean over dp
         dist.all_reduce(found, group=mesh["cp"].get_group())
         torch.testing.assert_close(found, sum(parts) / 2, **EXACT)
+
+
+def check_training_example():
+    """examples/train_bytes.py --context-parallel learns what one process learns."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+    import train_bytes as example
+
+    task = example.Task((example.Stage(64, 1, 4),), lr=1e-2, eval_every=2, eval_batches=1)
+    preset = dataclasses.replace(
+        example.PRESETS["cpu"], d_model=16, n_layers=2, n_heads=2, head_dim=8, top_k=2, text=task
+    )  # fmt: skip
+    place = (preset, "text", "htree", 0, example.Text(), torch.device("cpu"), "auto")
+    alone, shared = example.Run(*place), example.SharedRun(*place, group=dist.group.WORLD)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, run in (("alone", alone), ("shared", shared)):
+            run.train(Path(folder) / f"{name}.pt")
+    for x, y in zip(shared.log, alone.log, strict=True):
+        assert abs(x["train_loss"] - y["train_loss"]) < 1e-4 and abs(x["loss"] - y["loss"]) < 1e-4
+    for x, y in zip(shared.model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
 
 
 def main() -> None:
