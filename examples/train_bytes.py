@@ -19,7 +19,7 @@ Tasks:
             query than the window arm can see through all its layers.
 
 A run is a pure function of preset, task, arm and seed: batches are drawn from (seed, step), so an interrupted run that
-goes on from its checkpoint ends with the same bits on a CPU. docs/guides/training.md has the protocol and the results.
+goes on from its checkpoint ends with the same bits on a CPU. docs/training_study.md has the protocol and the results.
 """
 
 from __future__ import annotations

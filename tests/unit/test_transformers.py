@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import doctest
+import importlib.util
 import inspect
 import itertools
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,7 @@ transformers = pytest.importorskip("transformers", minversion="5.24")
 from htree_cuda.integrations import transformers as integration  # noqa: E402
 from htree_cuda.integrations.transformers import HTreeCacheLayer, convert, new_cache, revert  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 61
 WHOLE = {"top_k_per_layer": 32, "compression_rate": 4}  # sees everything up to 128 tokens
 SPARSE = {"top_k_per_layer": 4, "compression_rate": 4}  # up to 16
@@ -650,3 +653,35 @@ def test_docstrings(name):
     places = [text.index(f"\n{section}:") for section in ("Args", "Returns", "Raises", "Notes", "Example", "Source")]
     assert places == sorted(places)
     exec(compile(doctest.script_from_examples(text), name, "exec"), {"torch": torch})
+
+
+# ----------------------------------------------------------------------------------------------- the example, the guide
+
+
+def test_the_example_runs(capsys):
+    path = ROOT / "examples" / "convert_llama.py"
+    spec = importlib.util.spec_from_file_location("convert_llama", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    assert (
+        example.main(["--top-k", "8", "--compression-rate", "4", "--prompt", "100", "--new", "4", "--steps", "4"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "the same tokens: True" in out and "the same bits: True" in out and out.count("largest difference") == 4
+
+
+@torch.no_grad()
+def test_the_guide_runs(tmp_path):
+    """Every block of the page, in its order, on a small model."""
+    page = (ROOT / "docs" / "guides" / "huggingface.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    dense_model("llama").save_pretrained(tmp_path / "model")
+    ids, mask = padded([50, 11])
+    names = {
+        "path": tmp_path / "model", "folder": tmp_path / "folder", "ids": ids, "mask": mask,
+        "next_ids": tokens(2, 1), "next_mask": torch.cat((mask, mask[:, -1:]), dim=1),
+    }  # fmt: skip
+    for block in blocks:
+        exec(compile(block, "huggingface.md", "exec"), names)
+    assert len(blocks) == 3 and names["tokens"].shape == (2, 82) and names["tree"].lengths.tolist() == [50, 11]
+    assert names["model"].config.htree_cuda["top_k_per_layer"] == 64

@@ -1,0 +1,106 @@
+"""On a Hopper GPU: models of transformers over a tree, whose attention runs on the kernels."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from htree_cuda.integrations.transformers import convert  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.hardware]
+
+VOCAB = 61
+SPARSE = {"top_k_per_layer": 16}  # everything up to 256 tokens
+
+
+def dense_model(head_dim: int, scaled: bool = False):
+    torch.manual_seed(0)
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=head_dim, initializer_range=0.06, pad_token_id=0, bos_token_id=1,
+        eos_token_id=None, max_position_embeddings=4096,
+        rope_parameters={"rope_theta": 1e4, "original_max_position_embeddings": 64, **scaling} if scaled
+        else {"rope_theta": 1e4, "rope_type": "default"},
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).to("cuda").eval()
+
+
+def three(head_dim: int, scaled: bool = False):
+    """The kernels in bfloat16, the PyTorch backend in bfloat16, and the PyTorch backend in float32."""
+    dense = dense_model(head_dim, scaled)
+    exact = convert(copy.deepcopy(dense), **SPARSE, backend="torch")
+    dense = dense.to(torch.bfloat16)
+    plain = convert(copy.deepcopy(dense), **SPARSE, backend="torch")
+    return convert(copy.deepcopy(dense), **SPARSE), plain, exact.bfloat16().float(), dense
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(2, VOCAB, shape, generator=torch.Generator().manual_seed(0)).to("cuda")
+
+
+def judge(found, plain, exact) -> None:
+    """At most twice the error that the PyTorch backend makes in bfloat16, in norm."""
+    error, allowed = (found.float() - exact).norm(), (plain.float() - exact).norm()
+    assert torch.isfinite(found).all() and 0 < error <= 2 * allowed < 0.5 * exact.norm(), (error, allowed, exact.norm())
+
+
+@pytest.mark.parametrize(("head_dim", "scaled"), [(64, False), (128, False), (64, True)])
+def test_forward_and_gradients(head_dim, scaled):
+    kernels, plain, exact, dense = three(head_dim, scaled)
+    ids = tokens(2, 900)
+    mask = torch.ones_like(ids)
+    mask[1, :333] = 0
+    packed = {
+        "input_ids": ids.view(1, -1),
+        "position_ids": torch.cat([torch.arange(n) for n in (700, 13, 1087)])[None].to("cuda"),
+    }
+    for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}, packed):
+        results = []
+        for model in (kernels, plain, exact):
+            model.zero_grad()
+            logits = model(**inputs, use_cache=False).logits
+            real = logits[mask == 1] if "attention_mask" in inputs else logits
+            real.float().square().mean().backward()
+            results.append((real.detach(), torch.cat([p.grad.float().flatten() for p in model.parameters()])))
+        for found in zip(*results):
+            judge(*found)
+    with torch.no_grad():  # and while everything is seen, what the dense model computes
+        short = ids[:, :256]
+        judge(kernels(short).logits, dense(short).logits, exact(short).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_cached_steps_equal_a_whole_forward(head_dim):
+    """Prompts of unequal length, then steps of decoding by the kernel, as generate makes them."""
+    kernels, plain, exact, _ = three(head_dim)
+    ids = tokens(3, 700)
+    mask = torch.ones_like(ids)
+    mask[1, :333], mask[2, :598] = 0, 0
+    written = kernels.generate(
+        ids, attention_mask=mask, max_new_tokens=40, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+    assert written.cache.layers[0].tree.lengths.tolist() == [739, 406, 141]
+    sequence = written.sequences[:, :-1]
+    whole = torch.cat((mask, mask.new_ones(3, 39)), dim=1)
+    inputs = {"input_ids": sequence, "attention_mask": whole, "use_cache": False}
+    steps = torch.stack(written.logits, dim=1)
+    judge(steps, *(model(**inputs).logits[:, 699:] for model in (plain, exact)))
+    beams = kernels.generate(ids, attention_mask=mask, max_new_tokens=8, num_beams=3, do_sample=False)
+    assert beams.shape == (3, 708)
+    alone = kernels.generate(ids[1:2, 333:], max_new_tokens=40, do_sample=False)
+    same = (alone[0] == written.sequences[1, 333:]).float().mean()
+    assert same > 0.9, "a row alone writes what it writes in a batch, near ties apart"
+
+
+def test_what_the_kernels_do_not_cover_names_the_way_out():
+    import htree_cuda
+
+    model = convert(dense_model(64), **SPARSE)  # float32
+    with pytest.raises(htree_cuda.UnsupportedError, match='backend="torch"'):
+        model(tokens(1, 300))
