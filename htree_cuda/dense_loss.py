@@ -58,7 +58,8 @@ def dense_indexer_loss(
         reduction: "mean": over the queries that see a key (0 where none does); "sum"; "none".
         group: torch.distributed process group whose ranks hold the other heads of q and lse; q_i, k_i, weights and the
             window are the same on all of them. Every rank of it must make the call, and its backward. Default None.
-        backend: "auto" or "torch", as in `forward`. There is no kernel: CUDA tensors need "torch".
+        backend: "auto" or "torch", as in `forward`. The attention is made by `attn_dist`'s kernel; the logits and their
+            gradient are PyTorch operations on any device.
         deterministic: bool; default None. Gradients are bitwise repeatable in any case.
 
     Returns:

@@ -118,7 +118,7 @@ class DSAttention(nn.Module):
         stage: "sparse" (default), or "warmup": dense attention, and the indexer learns from all visible keys. It may be
             set between calls.
         backend: "auto" or "torch", as in `htree_cuda.forward`. Dense attention in stage "warmup" is PyTorch's
-            scaled_dot_product_attention, and its indexer's loss runs as PyTorch operations, with either.
+            scaled_dot_product_attention with either.
         device, dtype: of the parameters.
 
     Shape of the call ``module(x, past=None, return_kv=False)``:
@@ -308,7 +308,7 @@ class DSAttention(nn.Module):
         with torch.no_grad():
             absorbed = self.absorb(q)
             keys = kv.to(absorbed.dtype)
-            numbers = {"sm_scale": self.sm_scale, "backend": "torch"}
+            numbers = {"sm_scale": self.sm_scale, "backend": self.backend}
             lse = torch.ops.htree_cuda.dense_lse(absorbed, keys, q_start=[start] * q.shape[0], **numbers)
         natural = {"lse_base": torch.e, "q_start": start}
         return out, dense_indexer_loss(*indexer, absorbed, keys, lse, **natural, **numbers)

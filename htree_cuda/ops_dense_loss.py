@@ -17,13 +17,18 @@ _TENSORS = "Tensor q_i, Tensor k_i, Tensor weights, Tensor q, Tensor k, Tensor l
 
 def _problem(op: str, tensors: tuple[Tensor | None, ...], group: str, options: dict) -> dense_loss.Problem:
     params = checks.dense_loss.dense_indexer_loss(*tensors, op=op, **options)
-    if not _use_torch(op, tensors[0], options["backend"]):
-        checks.support.no_kernel(op)
     q_i, k_i, weights, q, k, lse, k_start, k_end = _with_batch(params, *tensors)
+    attend = dense_loss.attention
+    if not _use_torch(op, q, options["backend"]):
+        checks.support.dense_indexer_loss(op, q, k, params.sm_scale)
+        from . import dense_kernels
+
+        attend = dense_kernels.attention
     rule = IndexerParams(params.batched, params.q_start, params.k_stride)
     window = dense_loss.Window(*q.shape[:2], q.device, rule, k_start, k_end)
     ranks = torch.distributed.distributed_c10d._resolve_process_group(group) if group else None
-    return dense_loss.Problem(q_i, k_i, weights, q, k, lse, window, params.sm_scale, params.lse_base, ranks)
+    numbers = (params.sm_scale, params.lse_base)
+    return dense_loss.Problem(q_i, k_i, weights, q, k, lse, window, *numbers, ranks, attend)
 
 
 @torch.library.custom_op(
@@ -104,7 +109,10 @@ def dense_lse(q: Tensor, k: Tensor, *, sm_scale: float, q_start: list[int], back
     """[B, s_q, h_q] natural lse of dense causal attention, q [B, s_q, h_q, d_qk], k [B, s_kv, 1, d_qk]. No gradient."""
     starts = checks.dense_loss.dense_lse(q, k, sm_scale=sm_scale, q_start=q_start, backend=backend)
     if not _use_torch("dense_lse", q, backend):
-        checks.support.no_kernel("dense_lse")
+        checks.support.dense_lse(q, k, sm_scale)
+        from . import dense_kernels
+
+        return dense_kernels.dense_lse(q, k, starts, sm_scale)
     window = dense_loss.Window(*q.shape[:2], q.device, IndexerParams(True, starts, 1))
     return dense_loss.dense_lse(q, k, window, sm_scale)
 

@@ -15,7 +15,8 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 # The kernel family that an op needs; the other ops have no kernel, or are in every build.
 FAMILIES = {
     "forward": {"htree"}, "backward": {"htree"}, "append": {"decode"}, "forward_cached": {"decode"},
-    "attn_dist": {"dsa"}, "sparse_attention": {"dsa"},
+    "attn_dist": {"dsa"}, "dense_indexer_loss": {"dsa"}, "dense_indexer_loss_backward": {"dsa"}, "dense_lse": {"dsa"},
+    "sparse_attention": {"dsa"},
 }  # fmt: skip
 
 
@@ -190,6 +191,16 @@ def sparse_attention(
     _list_kernel(op, q, {"q": q, "kv": kv}, topk_length, sm_scale, indices.shape[3], SPARSE_ATTENTION_HEAD_DIMS)
     if d_v != SPARSE_ATTENTION_D_V:
         _way_out(op, f"the kernel needs d_v to be {SPARSE_ATTENTION_D_V}, got {d_v}")
+
+
+def dense_indexer_loss(op: str, q: Tensor, k: Tensor, sm_scale: float) -> None:
+    """What attn_dist's kernel supports of the attention of a valid call of dense_indexer_loss (tensors batched)."""
+    _list_kernel(op, q, {"q": q, "k": k}, None, sm_scale, k.shape[1], ATTN_DIST_HEAD_DIMS)
+
+
+def dense_lse(q: Tensor, k: Tensor, sm_scale: float) -> None:
+    """What sparse_attention's kernel supports of a valid call of dense_lse."""
+    _list_kernel("dense_lse", q, {"q": q, "k": k}, None, sm_scale, k.shape[1], SPARSE_ATTENTION_HEAD_DIMS)
 
 
 def sparse_attention_gradients(**requires_grad: bool) -> NoReturn:

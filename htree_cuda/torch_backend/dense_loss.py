@@ -7,7 +7,7 @@ The backward keeps inputs and two numbers a query, and computes scores and logit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +80,7 @@ def _indexer(q: Tensor, k: Tensor, weights: Tensor, acc: torch.dtype) -> Tensor:
     return logits
 
 
-def _attention(q: Tensor, k: Tensor, lse: Tensor, sm_scale: float, lse_base: float, acc: torch.dtype) -> Tensor:
+def attention(q: Tensor, k: Tensor, lse: Tensor, sm_scale: float, lse_base: float, acc: torch.dtype) -> Tensor:
     """[n, m]: sum over heads of exp(score - lse), lse [n, h]; a head whose lse is infinite adds nothing."""
     total = torch.zeros(q.shape[0], k.shape[0], dtype=acc, device=q.device)
     lse2 = lse.to(acc) * math.log2(lse_base)
@@ -105,6 +105,7 @@ class Problem:
     sm_scale: float
     lse_base: float
     group: torch.distributed.ProcessGroup | None
+    attend: Callable[..., Tensor] = attention  # what makes a tile of the attention
 
     @property
     def acc(self) -> torch.dtype:
@@ -118,7 +119,7 @@ class Problem:
         """(attention summed over the heads, 0 where not visible; logits, -inf where not visible; visible)."""
         visible = self.window.visible(b, rows, cols)
         lse = self.lse[b, rows]
-        a = _attention(self.q[b, rows], self.k[b, cols, 0], lse, self.sm_scale, self.lse_base, self.acc)
+        a = self.attend(self.q[b, rows], self.k[b, cols, 0], lse, self.sm_scale, self.lse_base, self.acc)
         a.masked_fill_(~visible, 0.0)
         if self.group is not None:
             torch.distributed.all_reduce(a, group=self.group)

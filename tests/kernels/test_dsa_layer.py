@@ -97,25 +97,28 @@ def test_repeats_of_the_forward_are_bitwise_identical():
         assert torch.equal(again, out) and torch.equal(again_loss, loss)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_loss_of_the_warm_up(dtype):
+@pytest.mark.parametrize(
+    "dtype, backend",
+    [(torch.bfloat16, "auto"), (torch.float16, "auto"), (torch.bfloat16, "torch"), (torch.float32, "torch")],
+)
+def test_the_loss_of_the_warm_up(dtype, backend):
     """On the GPU tensor cores multiply what they may; the CPU has float64 products of the same inputs."""
     s_q, s_kv, h_q, h_i = 300, 9000, 20, 12  # more keys than a tile
     acc = torch.float32
     q_i, k_i = (torch.randn(n, h, 64).to(dtype) for n, h in ((s_q, h_i), (s_kv, 1)))
     weights = torch.randn(s_q, h_i)
-    q, k = (torch.randn(n, h, 96).to(dtype) for n, h in ((s_q, h_q), (s_kv, 1)))
-    numbers = {"sm_scale": 0.1, "q_start": [s_kv - s_q], "backend": "torch"}
-    lse = torch.ops.htree_cuda.dense_lse(q[None].double(), k[None].double(), **numbers)[0]
+    q, k = (torch.randn(n, h, 576).to(dtype) for n, h in ((s_q, h_q), (s_kv, 1)))
+    numbers = {"sm_scale": 0.04, "q_start": [s_kv - s_q]}
+    lse = torch.ops.htree_cuda.dense_lse(q[None].double(), k[None].double(), **numbers, backend="torch")[0]
     results = []
     for device, precision in (("cpu", torch.float64), ("cuda", None)):
         inputs = [x.to(device, precision or x.dtype).requires_grad_() for x in (q_i, k_i, weights)]
         constants = [q.to(device, precision or dtype), k.to(device, precision or dtype)]
-        found_lse = torch.ops.htree_cuda.dense_lse(*(x[None] for x in constants), **numbers)[0]
+        found_lse = torch.ops.htree_cuda.dense_lse(*(x[None] for x in constants), **numbers, backend=backend)[0]
         torch.testing.assert_close(found_lse.double().cpu(), lse, rtol=0, atol=1e-4)
         loss = htree_cuda.dense_indexer_loss(
             *inputs, *constants, lse.to(device, precision or acc), lse_base=torch.e,
-            **{**numbers, "q_start": s_kv - s_q},
+            **{**numbers, "q_start": s_kv - s_q}, backend=backend,
         )  # fmt: skip
         results.append((loss, *torch.autograd.grad(loss, inputs)))
     step = {torch.float32: 1e-4, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[dtype]
@@ -125,7 +128,8 @@ def test_the_loss_of_the_warm_up(dtype):
         assert (a.double().cpu() - b).norm() <= step * b.norm()
 
 
-def test_the_warm_up_of_a_long_context_keeps_its_memory():
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_the_warm_up_of_a_long_context_keeps_its_memory(backend):
     """s_q x s_kv floats would be 1 GiB; a head's scores of all queries another 64."""
     s_q, s_kv = 4096, 65536
     q_i, k_i = (torch.randn(n, h, 128, device="cuda").bfloat16().requires_grad_() for n, h in ((s_q, 64), (s_kv, 1)))
@@ -134,7 +138,7 @@ def test_the_warm_up_of_a_long_context_keeps_its_memory():
     lse = torch.full((s_q, 8), 12.0, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    loss = htree_cuda.dense_indexer_loss(q_i, k_i, weights, q, k, lse, q_start=s_kv - s_q, backend="torch")
+    loss = htree_cuda.dense_indexer_loss(q_i, k_i, weights, q, k, lse, q_start=s_kv - s_q, backend=backend)
     assert torch.cuda.max_memory_allocated() - before <= 256 << 20
     gradients = torch.autograd.grad(loss, (q_i, k_i, weights))
     kept = sum(x.numel() * x.element_size() for x in gradients) + 4 * k_i.numel()

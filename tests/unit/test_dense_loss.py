@@ -16,6 +16,7 @@ from htree_cuda import UnsupportedError, ops_dense_loss
 from htree_cuda import definition_dense_loss as definition
 from htree_cuda.params import IndexerParams
 from htree_cuda.torch_backend import dense_loss
+from htree_cuda.torch_backend import lists as torch_lists
 from tests.inputs import examples
 
 OP = torch.ops.htree_cuda.dense_indexer_loss
@@ -429,7 +430,48 @@ def test_errors(match, error, change):
         htree_cuda.dense_indexer_loss(*tensors, **args)
 
 
-def test_without_a_kernel_the_error_names_the_way_out(monkeypatch):
+def test_what_the_kernels_lack_names_the_way_out(monkeypatch):
     monkeypatch.setattr(ops_dense_loss, "_use_torch", lambda op, x, backend: False)
-    with pytest.raises(UnsupportedError, match=r'dense_indexer_loss: there is no kernel for it; pass backend="torch"'):
-        htree_cuda.dense_indexer_loss(*problem(grad=False))
+    args = problem(grad=False, d_qk=576)
+    with pytest.raises(UnsupportedError, match=r'dense_indexer_loss: .*q is torch.float64; pass backend="torch"'):
+        htree_cuda.dense_indexer_loss(*args)
+    args = problem(grad=False, d_qk=8, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match=r"dense_indexer_loss: the kernel needs d_qk to be one of 576, .* got 8"):
+        htree_cuda.dense_indexer_loss(*args)
+    with pytest.raises(UnsupportedError, match=r"dense_lse: the kernel needs d_qk to be one of 576, 512, got 8"):
+        torch.ops.htree_cuda.dense_lse(args[3][None], args[4][None], sm_scale=1.0, q_start=[0], backend="auto")
+
+
+def test_the_kernels_get_one_list_of_all_rows(monkeypatch):
+    """With launchers that compute by the PyTorch backend: tiles, strides and groups of heads as a GPU gets them."""
+    from htree_cuda import dense_kernels
+
+    def launch(op, outputs):
+        def run(*args, attn_sink=None, **numbers):
+            tensors, results = args[:-outputs], args[-outputs:]
+            if op is torch_lists.sparse_attention:
+                numbers |= {"attn_sink": attn_sink, "d_v": results[0].shape[3]}
+            else:
+                tensors = (*tensors[:3], tensors[3])
+            assert tensors[2].shape[1] == 1 or tensors[2].stride(1) == 0, "one list for all queries"
+            found = op(*tensors, **numbers)
+            for result, x in zip(results, found if outputs > 1 else (found,), strict=True):
+                result.copy_(x)
+
+        return run
+
+    monkeypatch.setattr(dense_kernels.kernels, "attn_dist", launch(torch_lists.attn_dist, 1))
+    monkeypatch.setattr(dense_kernels.kernels, "sparse_attention", launch(torch_lists.sparse_attention, 2))
+    monkeypatch.setattr(dense_kernels, "MAX_HEADS", 64)
+    monkeypatch.setattr(dense_kernels, "MAX_OUT_BYTES", 2 * 70 * 512 * 2)
+    q_i, k_i, weights, q, k, _ = problem(B=2, d_qk=576, h_q=70, dtype=torch.bfloat16)
+    numbers = {"sm_scale": 0.04, "q_start": [15, 9], "backend": "auto"}
+    results = []
+    for torch_backend in (True, False):
+        monkeypatch.setattr(ops_dense_loss, "_use_torch", lambda op, x, backend, answer=torch_backend: answer)
+        lse = torch.ops.htree_cuda.dense_lse(q, k, **numbers)
+        rule = {**numbers, "lse_base": math.e}
+        loss = htree_cuda.dense_indexer_loss(q_i, k_i, weights, q, k, lse, **rule)
+        results.append((lse, loss, *torch.autograd.grad(loss, (q_i, k_i, weights))))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2 if a.dtype == torch.bfloat16 else 1e-4, atol=1e-5)
