@@ -8,14 +8,19 @@ import torch
 from torch import Tensor
 
 # Bytes of temporaries one chunk of queries may hold (a single query may exceed it). On a CPU a chunk that fits the
-# caches wins; on a GPU it only has to amortise launches.
+# caches wins; on a GPU large chunks amortise launches, and its memory, not what is free of it, bounds them.
 CHUNK_BYTES_CPU = 32 << 20
-CHUNK_BYTES_GPU = 1 << 30
+CHUNK_BYTES_GPU = 4 << 30
+SHARE_OF_GPU = 16
 
 
 def budget(device: torch.device) -> int:
     """Bytes of temporaries that one chunk of queries may hold on this device."""
-    return CHUNK_BYTES_CPU if device.type == "cpu" else CHUNK_BYTES_GPU
+    if device.type == "cpu":
+        return CHUNK_BYTES_CPU
+    if device.type != "cuda":
+        return CHUNK_BYTES_GPU // 4
+    return min(CHUNK_BYTES_GPU, torch.cuda.get_device_properties(device).total_memory // SHARE_OF_GPU)
 
 
 class Scratch:

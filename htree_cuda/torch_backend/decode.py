@@ -22,8 +22,9 @@ from ..layout import TreeLayout
 from ..params import CachedParams
 from . import sinks
 from .chunks import budget
+from .layers import Layer
 from .rotation import rotate
-from .tree import _Layer, _log_importance, _select
+from .tree import _log_importance, _select
 
 
 class CacheTensors(NamedTuple):
@@ -126,7 +127,7 @@ def truncate(cache_lengths: Tensor, overflowed: Tensor, reserved: Tensor, shared
 # ------------------------------------------------------------------------------------------------------------- attend
 
 
-class _Candidates(_Layer):
+class _Candidates(Layer):
     """Candidates of one layer; ``readable`` marks the valid ones whose keys and values are stored and may be read."""
 
     def __init__(self, layer: int, n: Tensor, node: Tensor):
@@ -161,7 +162,7 @@ def _attend(rows: _Rows, cache: CacheTensors, layout: TreeLayout, table: Tensor,
     # With more children than tokens there is one node anyway: gathers need not be wider.
     r = min(params.compression_rate, max(2, 1 << (layout.max_tokens - 1).bit_length()))
     acc = rows.q.dtype
-    cos, sin = table[..., 0], table[..., 1]
+    cos, sin = table[:, : params.rope_dim // 2].unbind(2)
     scores, values, selection = [], [], []
     parents = n = None
     for layer in reversed(range(len(layer_sizes(longest, r, params.max_top_nodes)))):

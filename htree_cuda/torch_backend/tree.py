@@ -3,12 +3,12 @@
 * Everything runs on rows ``(b, h_kv, query)``. A chunk of queries walks the tree top-down once; the number of
   candidates of a query depends on its position alone, so no shape depends on data.
 * At the top layer, candidates are the first nodes for every query: keys are rotated once, and all queries share one
-  matrix product. Lower layers gather each query's candidates; position p of a candidate is its place in the gathered
-  block, so one [n, K/2] table of angles serves every query.
+  matrix product. Lower layers gather each query's parents with all their children (`layers.py`).
 * Rows that a query must not see (nodes beyond it, its rightmost node above the bottom, expanded nodes, padding) are
-  zeroed in the gathered keys and values, not just given probability zero: 0 * NaN is NaN. The products of the
-  top layer share their rows; where one is not finite (looked up once a call: the only synchronisation), the product
-  runs without it and NaN is put back where it is attended. That changes no bit of any other number.
+  zeroed in the gathered keys and values where some are not finite, not just given probability zero: 0 * NaN is NaN. The
+  products of the top layer share their rows; where one is not finite, the product runs without it and NaN is put back
+  where it is attended. That changes no bit of any other number. What is not finite is looked up once a call, which is
+  the only synchronisation.
 * The backward keeps nothing but the selection and walks again, chunk by chunk.
 """
 
@@ -19,13 +19,15 @@ import math
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..definition import accumulation_dtype, infinite_to_nan, layer_sizes
 from ..params import TreeParams
 from . import sinks
 from .chunks import Scratch, budget
-from .rotation import rope_tables, rotate
+from .layers import Layer, LowerLayer, Rotations, Siblings, TopLayer
+from .rotation import rope_tables
 
 # --------------------------------------------------------------------------------------------------------------- tree
 
@@ -72,155 +74,18 @@ def _unpool(grad: Tensor, below: int, r: int) -> Tensor:
     return (grad / count).repeat_interleave(r, dim=1)[:, :below]
 
 
-# ------------------------------------------------------------------------------------------------------------- layers
-
-
-class _Layer:
-    """One layer for one chunk of queries: who the candidates are, and the products with their keys and values.
-
-    n: [rows] number of candidates of each query; valid, rightmost: [rows, width] marks over candidate positions.
-    """
-
-    def __init__(self, layer: int, n: Tensor, width: int):
-        position = torch.arange(width, device=n.device)
-        self.layer = layer
-        self.n = n
-        self.valid = position < n[:, None]
-        self.rightmost = position == n[:, None] - 1
-
-
-class _TopLayer(_Layer):
-    """Dense: candidates are nodes 0 .. width-1 for every query, so rows of one (b, h_kv) share their products.
-
-    keys, rotated: [BH, width, K], values: [BH, width, V] in the accumulation dtype. ``bad_*`` mark non-finite entries
-    (None where there is none): they are taken out of the products and put back as NaN only where a leaf holds them.
-    """
-
-    def __init__(self, layer: int, n: Tensor, keys_rot: Tensor, values: Tensor, bad_keys, bad_values, rotate_by):
-        super().__init__(layer, n, values.shape[1])
-        self.keys_rot, self.values, self.rotate_by = keys_rot, values, rotate_by
-        self.bad_keys, self.bad_values = bad_keys, bad_values
-
-    def _per_bh(self, x: Tensor) -> Tensor:
-        return x.reshape(self.values.shape[0], -1, x.shape[-1])
-
-    def _node(self, width: int) -> Tensor:
-        return torch.arange(width, device=self.n.device).expand(self.n.shape[0], width)
-
-    def nodes(self) -> Tensor:
-        return self._node(self.values.shape[1])
-
-    def scores(self, q_rot: Tensor) -> Tensor:
-        s = self._per_bh(q_rot) @ self.keys_rot.transpose(1, 2)
-        return s.reshape(*q_rot.shape[:2], -1)
-
-    def value_products(self, dout: Tensor) -> Tensor:
-        return (self._per_bh(dout) @ self.values.transpose(1, 2)).reshape(*dout.shape[:2], -1)
-
-    def _masked_product(self, weights: Tensor, leaves: Tensor, rows: Tensor, bad: Tensor | None) -> Tensor:
-        """weights [rows, G, width] @ rows [BH, width, D] -> [rows, G, D]; what is not finite counts at leaves only."""
-        if bad is None:
-            return (self._per_bh(weights) @ rows).reshape(*weights.shape[:2], -1)
-        out = (self._per_bh(weights) @ rows.masked_fill(bad, 0.0)).reshape(*weights.shape[:2], -1)
-        hit = (self._per_bh(leaves.to(weights.dtype)) @ bad.to(weights.dtype)).reshape(leaves.shape[0], 1, -1) > 0
-        return torch.where(hit, math.nan, out)
-
-    def _transposed_product(self, weights: Tensor, leaves: Tensor, rows: Tensor, all_finite: bool) -> Tensor:
-        """weights [rows, G, width], transposed, @ rows [rows, G, D] -> [BH, width, D]; likewise."""
-        if all_finite:
-            return self._per_bh(weights).transpose(1, 2) @ self._per_bh(rows)
-        bad = ~rows.isfinite()
-        out = self._per_bh(weights).transpose(1, 2) @ self._per_bh(rows.masked_fill(bad, 0.0))
-        marks = self._per_bh(leaves.to(weights.dtype)).transpose(1, 2)
-        return torch.where(marks @ self._per_bh(bad.any(1).to(weights.dtype)) > 0, math.nan, out)
-
-    def weighted_values(self, p: Tensor, leaves: Tensor) -> Tensor:
-        return self._masked_product(p, leaves, self.values, self.bad_values)
-
-    def weighted_keys(self, dS: Tensor, leaves: Tensor) -> Tensor:
-        return self._masked_product(dS, leaves, self.keys_rot, self.bad_keys)
-
-    def add_gradients(self, dk: Tensor, dv: Tensor, dS: Tensor, P: Tensor, q_rot: Tensor, dout: Tensor, leaves, finite):
-        width = self.values.shape[1]
-        dk_rot = self._transposed_product(dS, leaves, q_rot, finite)
-        dk[:, :width] += self.rotate_by(slice(width), dk_rot, sign=-1)
-        dv[:, :width] += self._transposed_product(P, leaves, dout, finite)
-
-
-class _LowerLayer(_Layer):
-    """Gathered: candidates are the children of each query's own parents.
-
-    keys: [BH, N_l, K], values: [BH, N_l, V] in the input dtype; parents: [rows, P] ascending, padded with anything.
-    """
-
-    def __init__(
-        self, layer: int, n: Tensor, t: Tensor, parents: Tensor, keys, values, rotate_by, r: int, scratch, deterministic
-    ):
-        width = parents.shape[1] * r
-        super().__init__(layer, n, width)
-        self.rotate_by = rotate_by
-        children = (parents[:, :, None] * r + torch.arange(r, device=n.device)).flatten(1)
-        self.node = torch.where(self.valid, children, (t // r**layer)[:, None])
-        BH, N, _ = keys.shape
-        rows_per_bh = n.shape[0] // BH
-        first = torch.arange(BH, device=n.device).repeat_interleave(rows_per_bh) * N
-        self.flat = (self.node + first[:, None]).flatten()
-        self.scratch, self.acc, self.deterministic = scratch, accumulation_dtype(keys.dtype), deterministic
-        gathered = self._gather(keys, "gathered")
-        self.keys_rot = rotate_by(slice(width), gathered, out=self._buffer("keys", gathered.shape[2]))
-        self.values = self._gather(values, "values")
-        if self.values.dtype != self.acc:
-            self.values = self._buffer("values", values.shape[2]).copy_(self.values)
-
-    def _buffer(self, name: str, dim: int) -> Tensor:
-        return self.scratch.get(name, (*self.node.shape, dim), self.acc)
-
-    def _gather(self, x: Tensor, name: str) -> Tensor:
-        rows = self.scratch.get(name, (self.flat.shape[0], x.shape[2]), x.dtype)
-        torch.index_select(x.flatten(0, 1), 0, self.flat, out=rows)
-        return rows.view(*self.node.shape, x.shape[2])
-
-    def _add_rows(self, total: Tensor, rows: Tensor) -> None:
-        """Adds rows [rows, width, D] to their nodes of total [BH, N_l, D]."""
-        total, rows = total.flatten(0, 1), rows.flatten(0, 1)
-        if self.deterministic and total.is_cuda:
-            # On CUDA index_add_ adds atomically, in any order; index_put_ sorts stably first and adds in that order.
-            total.index_put_((self.flat,), rows, accumulate=True)
-        else:
-            total.index_add_(0, self.flat, rows)
-
-    def nodes(self) -> Tensor:
-        return self.node
-
-    def scores(self, q_rot: Tensor) -> Tensor:
-        return torch.bmm(q_rot, self.keys_rot.transpose(1, 2))
-
-    def value_products(self, dout: Tensor) -> Tensor:
-        return torch.bmm(dout, self.values.transpose(1, 2))
-
-    def weighted_values(self, p: Tensor, leaves: Tensor) -> Tensor:
-        return torch.bmm(p, self.values.masked_fill_(~leaves[:, :, None], 0.0))
-
-    def weighted_keys(self, dS: Tensor, leaves: Tensor) -> Tensor:
-        return torch.bmm(dS, self.keys_rot.masked_fill_(~leaves[:, :, None], 0.0))
-
-    def add_gradients(self, dk: Tensor, dv: Tensor, dS: Tensor, P: Tensor, q_rot: Tensor, dout: Tensor, leaves, finite):
-        not_leaf = ~leaves[:, :, None]
-        dk_rot = torch.bmm(dS.transpose(1, 2), q_rot, out=self._buffer("products", q_rot.shape[2]))
-        dk_rot.masked_fill_(not_leaf, 0.0)
-        rows = self.rotate_by(slice(dk_rot.shape[1]), dk_rot, sign=-1, out=self._buffer("rotated", q_rot.shape[2]))
-        self._add_rows(dk, rows)
-        rows = torch.bmm(P.transpose(1, 2), dout, out=self._buffer("products", dout.shape[2]))
-        rows.masked_fill_(not_leaf, 0.0)
-        self._add_rows(dv, rows)
-
-
 # --------------------------------------------------------------------------------------------------------------- walk
 
 
-def _bad(x: Tensor) -> Tensor | None:
-    bad = ~x.isfinite()
-    return bad if bool(bad.any()) else None
+def _all_finite(*tensors: Tensor) -> list[bool]:
+    """Whether each is finite throughout; one synchronisation for all."""
+    return torch.stack([x.isfinite().all() for x in tensors]).tolist()
+
+
+def _by_parent(x: Tensor, r: int) -> Tensor:
+    """[BH, N, D] -> [BH, ceil(N / r), r, D], a view unless the last parent has missing children, which become zeros."""
+    missing = -x.shape[1] % r
+    return (F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(1, (-1, r))
 
 
 class _Walk:
@@ -247,18 +112,24 @@ class _Walk:
             widest = max(widest, min(params.top_k, self.tree_k[1].shape[1]) * r)
         R = self.K if params.rope_dim is None else params.rope_dim
         self.widest = widest
-        self.cos, self.sin = rope_tables(widest, R, params.rope_base, self.acc, q.device, params.rope_inv_freq)
-        self.top_keys_rot = self.rotate_by(slice(self.tree_k[-1].shape[1]), self.tree_k[-1])
+        cos, sin = rope_tables(widest, R, params.rope_base, self.acc, q.device, params.rope_inv_freq)
+        self.rotations = Rotations(cos, sin, params.rope_interleaved)
+        self.top_keys_rot = self.rotations.at(slice(self.tree_k[-1].shape[1]), self.tree_k[-1])
         self.top_values = self.tree_v[-1].to(self.acc)
-        self.bad_keys, self.bad_values = _bad(self.top_keys_rot), _bad(self.top_values)
+        finite = _all_finite(*self.tree_k[:-1], self.top_keys_rot, *self.tree_v)
+        self.finite_keys, self.finite_values = finite[: self.L], finite[self.L :]
+        self.bad_keys = None if self.finite_keys[-1] else ~self.top_keys_rot.isfinite()
+        self.bad_values = None if self.finite_values[-1] else ~self.top_values.isfinite()
+        self.siblings_of: tuple[slice, dict[int, Siblings]] = slice(0), {}
 
     def chunks(self) -> Iterator[tuple[slice, slice]]:
         """(slice of b*H_kv + h_kv, slice of queries). Their sizes follow from shapes alone."""
         if self.BH == 0 or self.T_q == 0:
             return
-        row_bytes = self.widest * self.top_values.element_size() * (3 * self.K + 3 * self.V + 6 * self.G + 8)
-        rows = max(1, budget(self.q.device) // row_bytes)
-        bh_step = min(self.BH, rows)
+        candidate = 2 * self.K + 2 * self.V + 3 * self.G * self.K // self.params.compression_rate + 6 * self.G + 8
+        rows = max(1, budget(self.q.device) // (self.widest * self.top_values.element_size() * candidate))
+        # Few heads at once and many queries: what is made for all queries of a head stays small.
+        bh_step = min(self.BH, max(1, rows // self.T_q))
         q_step = max(1, rows // bh_step)
         for bh in range(0, self.BH, bh_step):
             for first in range(0, self.T_q, q_step):
@@ -283,41 +154,54 @@ class _Walk:
         t = torch.arange(queries.start, queries.stop, device=self.q.device) + self.params.q_start
         return t.repeat(bh.stop - bh.start)
 
-    def top_layer(self, t: Tensor, bh: slice, queries: slice) -> _TopLayer:
+    def top_layer(self, t: Tensor, bh: slice, queries: slice) -> TopLayer:
         layer = self.L - 1
         stride = self.params.compression_rate**layer
         width = (self.params.q_start + queries.stop - 1) // stride + 1
         bad_keys = None if self.bad_keys is None else self.bad_keys[bh, :width]
         bad_values = None if self.bad_values is None else self.bad_values[bh, :width]
         keys_rot, values = self.top_keys_rot[bh, :width], self.top_values[bh, :width]
-        return _TopLayer(layer, t // stride + 1, keys_rot, values, bad_keys, bad_values, self.rotate_by)
+        return TopLayer(layer, t // stride + 1, keys_rot, values, bad_keys, bad_values, self.rotations)
 
-    def lower_layer(self, above: _Layer, t: Tensor, parents: Tensor, bh: slice) -> _LowerLayer:
+    def siblings(self, layer: int, bh: slice) -> Siblings:
+        """The layer by parents; where queries look at more than it has, made ready once for all of them."""
+        if self.siblings_of[0] != bh:
+            self.siblings_of = bh, {}
+        kept = self.siblings_of[1]
+        if layer not in kept:
+            keys, values = (
+                _by_parent(tree[layer][bh], self.params.compression_rate) for tree in (self.tree_k, self.tree_v)
+            )
+            ready = self.T_q * self.params.top_k >= keys.shape[1]
+            if ready:
+                keys = self.rotations.at(slice(self.params.compression_rate), keys)
+                values = values.to(self.acc)
+            kept[layer] = Siblings(keys, values, ready, self.finite_keys[layer], self.finite_values[layer])
+        return kept[layer]
+
+    def lower_layer(self, above: Layer, t: Tensor, parents: Tensor, bh: slice) -> LowerLayer:
         r, layer = self.params.compression_rate, above.layer - 1
         n = (above.n.clamp(max=self.params.top_k) - 1) * r + t // r**layer % r + 1
-        keys, values = self.tree_k[layer][bh], self.tree_v[layer][bh]
-        return _LowerLayer(layer, n, t, parents, keys, values, self.rotate_by, r, self.scratch, self.deterministic)
+        siblings = self.siblings(layer, bh)
+        return LowerLayer(layer, n, t, parents, siblings, self.rotations, self.scratch, self.deterministic)
 
-    def query_at(self, q: Tensor, layer: _Layer, sign: int = 1) -> Tensor:
-        """q [rows, G, K] rotated to each query's own position n - 1 (sign -1: rotated back)."""
-        cos, sin = self.cos[layer.n - 1][:, None], self.sin[layer.n - 1][:, None]
-        return rotate(q, cos, sin, sign, interleaved=self.params.rope_interleaved)
-
-    def rotate_by(self, places: slice, x: Tensor, sign: int = 1, out: Tensor | None = None) -> Tensor:
-        """x [..., places, K] rotated by places of a candidate list."""
-        return rotate(x, self.cos[places], self.sin[places], sign, out, self.params.rope_interleaved)
+    def empty_gradients(self, tree: list[Tensor]) -> list[Tensor]:
+        """Zeros for every layer, as its `add_gradients` takes them."""
+        shapes = [_by_parent(x[:1, :, :0], self.params.compression_rate).shape[1:3] for x in tree[:-1]]
+        shapes = [(self.BH, *shape, tree[0].shape[2]) for shape in shapes] + [tree[-1].shape]
+        return [torch.zeros(shape, dtype=self.acc, device=self.q.device) for shape in shapes]
 
     def heads(self, x: Tensor, bh: slice, queries: int) -> Tensor:
         """[H] -> [bh * queries, G], one row for each of so many queries."""
         return x.view(1, self.H_kv, self.G).expand(self.B, -1, -1).flatten(0, 1)[bh].repeat_interleave(queries, 0)
 
-    def given(self, selection: Tensor, layer: _Layer, bh: slice, queries: slice) -> tuple[Tensor, Tensor]:
+    def given(self, selection: Tensor, layer: Layer, bh: slice, queries: slice) -> tuple[Tensor, Tensor]:
         """What `_select` returns, from a selection that was made before."""
         nodes = selection[layer.layer - 1][:, queries].transpose(1, 2).flatten(0, 1)[bh]
         return _replay(nodes.flatten(0, 1).to(torch.int64), layer, self.params.top_k)
 
 
-def _log_importance(s: Tensor, layer: _Layer, strict_causal: bool) -> Tensor:
+def _log_importance(s: Tensor, layer: Layer, strict_causal: bool) -> Tensor:
     """s: [rows, G, width] with -inf at invalid positions -> [rows, width]; NaN ranks as +inf, as in the definition."""
     visible = s.masked_fill(layer.rightmost[:, None], -math.inf) if strict_causal else s
     lse = torch.logsumexp(visible, dim=2, keepdim=True)
@@ -325,7 +209,7 @@ def _log_importance(s: Tensor, layer: _Layer, strict_causal: bool) -> Tensor:
     return log_imp.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
 
 
-def _select(log_imp: Tensor, layer: _Layer, top_k: int) -> tuple[Tensor, Tensor]:
+def _select(log_imp: Tensor, layer: Layer, top_k: int) -> tuple[Tensor, Tensor]:
     """The min(top_k, n) most important candidates, ties to the lower position, the rightmost always.
 
     Returns marks [rows, width] and nodes [rows, min(top_k, width)], ascending, padded with -1. No sort: the k-th
@@ -346,13 +230,13 @@ def _select(log_imp: Tensor, layer: _Layer, top_k: int) -> tuple[Tensor, Tensor]
     return marks, _marked(marks, layer, k)
 
 
-def _marked(marks: Tensor, layer: _Layer, k: int) -> Tensor:
+def _marked(marks: Tensor, layer: Layer, k: int) -> Tensor:
     """The nodes of marked candidates, at most k a row, ascending, padded with -1: [rows, k]."""
     nodes = torch.full((marks.shape[0], k + 1), -1, dtype=torch.int64, device=marks.device)
     return nodes.scatter_(1, torch.where(marks, marks.cumsum(1) - 1, k), layer.nodes())[:, :k]
 
 
-def _replay(given: Tensor, layer: _Layer, top_k: int) -> tuple[Tensor, Tensor]:
+def _replay(given: Tensor, layer: Layer, top_k: int) -> tuple[Tensor, Tensor]:
     """Marks and nodes as of `_select`, for nodes [rows, top_k] that somebody else selected. Whatever they are,
     min(top_k, n) candidates are marked, the rightmost among them: what is no candidate is left out, and the lowest
     candidates stand in for what is missing."""
@@ -391,9 +275,9 @@ def forward(
         row_max = q_rows.new_full(q_rows.shape[:2], -math.inf)
         row_sum = q_rows.new_zeros(q_rows.shape[:2])
         acc = q_rows.new_zeros(*q_rows.shape[:2], walk.V)
-        layer: _Layer = walk.top_layer(t, bh, queries)
+        layer: Layer = walk.top_layer(t, bh, queries)
         while True:
-            s = layer.scores(walk.query_at(q_rows, layer)).mul_(params.scale)
+            s = layer.scores(q_rows).mul_(params.scale)
             s.masked_fill_(~layer.valid[:, None], -math.inf)
             leaves, parents = layer.valid, None
             if layer.layer > 0:
@@ -448,12 +332,11 @@ def backward(
     accumulation dtype, which are then returned.
     """
     walk = _Walk(q, k, v, params, deterministic=deterministic)
-    finite = _bad(q) is None and _bad(dout) is None
+    finite = all(_all_finite(q, dout))
     if params.attn_sink is not None:
         lse, dlse = sinks.folded(lse, dlse, params.attn_sink)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    dtree_k = [torch.zeros(x.shape, dtype=walk.acc, device=x.device) for x in walk.tree_k]
-    dtree_v = [torch.zeros(x.shape, dtype=walk.acc, device=x.device) for x in walk.tree_v]
+    dtree_k, dtree_v = walk.empty_gradients(walk.tree_k), walk.empty_gradients(walk.tree_v)
     for bh, queries in walk.chunks():
         t = walk.positions(bh, queries)
         q_rows = walk.rows(q, bh, queries)
@@ -462,25 +345,28 @@ def backward(
         offset = walk.rows(dlse[..., None], bh, queries)
         offset = offset - (do * walk.rows(out, bh, queries)).sum(2, keepdim=True)
         dq_rows = torch.zeros_like(q_rows)
-        layer: _Layer = walk.top_layer(t, bh, queries)
+        layer: Layer = walk.top_layer(t, bh, queries)
         while True:
             leaves, parents = layer.valid, None
             if layer.layer > 0:
                 marks, parents = walk.given(selection, layer, bh, queries)
                 leaves = layer.valid & ~marks
-            q_rot = walk.query_at(q_rows, layer)
             not_leaf = ~leaves[:, None]
-            P = layer.scores(q_rot).mul_(params.scale).sub_(lse_rows).masked_fill_(not_leaf, -math.inf).exp_()
+            P = layer.scores(q_rows).mul_(params.scale).sub_(lse_rows).masked_fill_(not_leaf, -math.inf).exp_()
             dS = layer.value_products(do).add_(offset).mul_(P).mul_(params.scale).masked_fill_(not_leaf, 0.0)
-            dq_rows += walk.query_at(layer.weighted_keys(dS, leaves), layer, sign=-1)
-            layer.add_gradients(dtree_k[layer.layer][bh], dtree_v[layer.layer][bh], dS, P, q_rot, do, leaves, finite)
+            dq_rows += layer.query_gradient(dS, leaves)
+            layer.add_gradients(dtree_k[layer.layer][bh], dtree_v[layer.layer][bh], dS, P, do, leaves, finite)
             if parents is None:
                 break
             layer = walk.lower_layer(layer, t, parents, bh)
         walk.put_rows(dq, bh, queries, dq_rows)
+    r = walk.params.compression_rate
+    for i, x in enumerate(walk.tree_k[:-1]):
+        dtree_k[i] = walk.rotations.at(slice(r), dtree_k[i], -1).flatten(1, 2)[:, : x.shape[1]]
+        dtree_v[i] = dtree_v[i].flatten(1, 2)[:, : x.shape[1]]
     for dtree in (dtree_k, dtree_v):
         for i in reversed(range(1, walk.L)):
-            dtree[i - 1] += _unpool(dtree[i], dtree[i - 1].shape[1], walk.params.compression_rate)
+            dtree[i - 1] += _unpool(dtree[i], dtree[i - 1].shape[1], r)
     sums = [dtree[0].unflatten(0, (walk.B, walk.H_kv)).transpose(1, 2) for dtree in (dtree_k, dtree_v)]
     if add_to is not None:
         return dq, *(x.add_(own) for x, own in zip(add_to, sums, strict=True))

@@ -13,6 +13,7 @@ import torch
 
 import htree_cuda
 from htree_cuda import definition
+from htree_cuda.torch_backend import layers
 from htree_cuda.torch_backend import tree as torch_tree
 
 from .. import baseline
@@ -54,15 +55,12 @@ def one_parent_dropped(q, k, v):
 
 def rank_off_by_one(q, k, v):
     """Candidate positions shifted by one against the query."""
-    original = torch_tree._Walk.query_at
+    original = layers.Layer.query_place
     try:
-        torch_tree._Walk.query_at = lambda self, q, layer, sign=1: torch_tree.rotate(
-            q, self.cos[layer.n.clamp(max=self.cos.shape[0] - 1)][:, None],
-            self.sin[layer.n.clamp(max=self.sin.shape[0] - 1)][:, None], sign,
-        )  # fmt: skip
+        layers.Layer.query_place = lambda self: self.n.clamp(max=int(self.n.max()) - 1)
         out, lse, _ = run(q, k, v)
     finally:
-        torch_tree._Walk.query_at = original
+        layers.Layer.query_place = original
     return out, lse, run(q, k, v)[2]
 
 
