@@ -1,5 +1,5 @@
 """The one Python benchmark program: `python -m htree_cuda bench COMMAND ...`, COMMAND being forward, backward, decode,
-attn_dist, sparse_attention or dsa.
+attn_dist, sparse_attention, dsa or, started by torchrun, context_parallel.
 
 Protocol. On a GPU: 0.5 s of warm-up, then back-to-back calls for at least 1 s (at least 5 calls), CUDA events around
 each; median and 90th percentile; SM clock and power are read while the calls run. Beyond --dense-up-to dense attention

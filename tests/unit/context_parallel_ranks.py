@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -339,6 +340,35 @@ def check_mesh_with_fsdp_on_the_other_dimension():
         found = p.grad.full_tensor()  # the mean over dp
         dist.all_reduce(found, group=mesh["cp"].get_group())
         torch.testing.assert_close(found, sum(parts) / 2, **EXACT)
+
+
+def check_the_code_of_the_guide():
+    """Its blocks, in their order, on four ranks with smaller numbers."""
+    if dist.get_world_size() != 4:
+        return
+    from torch.distributed.fsdp import fully_shard
+
+    page = Path(__file__).resolve().parents[2] / "docs" / "guides" / "context_parallel.md"
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    group = dist.group.WORLD
+    (q, k, v), _ = inputs(T=64)
+    names = {
+        "torch": torch, "nn": nn, "dist": dist, "htree_cuda": htree_cuda, "distributed": cp, "group": group,
+        "init_device_mesh": init_device_mesh, "fully_shard": fully_shard,
+    }  # fmt: skip
+    for block, given in zip(
+        blocks,
+        (
+            {"q": q, "k": k, "v": v},
+            {"x": torch.randn(1, 64, 256)},
+            {
+                **{name: cp.shard(x[0], 0, group, "contiguous") for name, x in (("q", q), ("k", k), ("v", v))},
+                "cu": torch.tensor([0, 30, 64], dtype=torch.int32),
+            },
+        ),
+        strict=True,
+    ):
+        exec(compile(block.replace('"cuda"', '"cpu"'), page.name, "exec"), names | given)
 
 
 def check_training_example():
