@@ -39,12 +39,10 @@ __device__ __forceinline__ bool named_sync_or(int id, int threads, bool value) {
   return any != 0;
 }
 
-// All threads of the cluster wait for each other, and their earlier writes to shared memory of the cluster are visible to
-// one another afterwards.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+// All threads of the cluster wait for each other: each arrives, and later waits. What a thread did before it arrived is
+// visible to others once they have waited.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // ---- mbarrier: addresses are shared-memory addresses of 8-byte aligned 64-bit words ------------------------------
 

@@ -207,24 +207,29 @@ __device__ __forceinline__ uint32_t map_to_rank(uint32_t shared, uint32_t rank) 
   return mapped;
 }
 
-__device__ __forceinline__ void store_cluster_8B(uint32_t address, float2 value) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
+// Stores that complete their bytes of an mbarrier in the same CTA as `address`; both are addresses of the cluster's shared memory.
+__device__ __forceinline__ void store_async(uint32_t address, uint32_t value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address), "r"(value),
+               "r"(barrier)
+               : "memory");
 }
 
-__device__ __forceinline__ void store_cluster_4B(uint32_t address, uint32_t value) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+__device__ __forceinline__ void store_async(uint32_t address, float2 value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+               "f"(value.x), "f"(value.y), "r"(barrier)
+               : "memory");
 }
 
-__device__ __forceinline__ float2 load_cluster_8B(uint32_t address) {
-  float2 value;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
-  return value;
+__device__ __forceinline__ void store_async(uint32_t address, uint4 value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+               "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier)
+               : "memory");
 }
 
-__device__ __forceinline__ float load_cluster_4B(uint32_t address) {
-  float value;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-  return value;
+__device__ __forceinline__ void store_async(uint32_t address, float4 value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+               "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+               : "memory");
 }
 
 // ---- global memory -----------------------------------------------------------------------------------------------

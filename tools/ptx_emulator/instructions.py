@@ -387,6 +387,10 @@ class Instructions:
         ctype, space = self.ctype(op), self.space(op)
         values = split_operands(args[1][1:-1]) if args[1].startswith("{") else [args[1]]
         items = ", ".join(self.value(ctype, x) for x in values)
+        if op[1] == "async":
+            to, barrier = (f"t.resolve({self.address(x)})" for x in (args[0], args[2]))
+            self.run(f"t.store_async<{ctype}, {len(values)}>({to}, {{{items}}}, {barrier})")
+            return
         self.run(f"t.store_{space}<{ctype}, {len(values)}>({self.address(args[0])}, {{{items}}})")
 
     def op_atom(self, op, args):

@@ -110,6 +110,7 @@ struct AsyncOperation {
   uint32_t bytes = 0;
   Place source{nullptr, 0};  // shared memory that must not change before it has been read
   bool late = false;         // lands when nothing else happens
+  bool fenced = true;        // what it writes over was fenced before: a bulk copy, not st.async
 };
 
 // The warps of a warpgroup execute the same instructions on it, each at its own time: what one of them has executed and

@@ -121,8 +121,9 @@ void require_fenced(Thread& thread, Block& block, uint32_t offset, uint32_t byte
 }
 
 void land_operation(size_t index) {
-  AsyncOperation operation = std::move(machine.in_flight[index]);
-  machine.in_flight.erase(machine.in_flight.begin() + static_cast<long>(index));
+  std::swap(machine.in_flight[index], machine.in_flight.back());
+  AsyncOperation operation = std::move(machine.in_flight.back());
+  machine.in_flight.pop_back();
   if (operation.source.block != nullptr) {
     char const* const now = operation.source.block->shared + operation.source.offset;
     if (std::memcmp(now, operation.rows[0].data.data(), operation.rows[0].data.size()) != 0) {
@@ -253,7 +254,9 @@ void start(Thread& thread, AsyncOperation operation) {
   }
   for (Row const& row : operation.rows) {
     watch_copy(*row.block, row.offset, row.bytes, Access::write);
-    require_fenced(thread, *row.block, row.offset, row.bytes, "cp.async.bulk writes");
+    if (operation.fenced) {
+      require_fenced(thread, *row.block, row.offset, row.bytes, "cp.async.bulk writes");
+    }
     std::memset(row.block->shared + row.offset, 0xff, row.bytes);
     std::fill_n(row.block->marks.begin() + row.offset / kGranule, (row.bytes + kGranule - 1) / kGranule, kClean);
   }
@@ -292,6 +295,23 @@ void Thread::bulk_share(Place to, Place from, uint32_t bytes, Place barrier) {
   operation.barrier = barrier;
   operation.bytes = bytes;
   operation.source = from;
+  start(*this, std::move(operation));
+}
+
+void Thread::store_async(Place to, void const* value, uint32_t bytes, Place barrier) {
+  maybe_yield();
+  if (to.offset % bytes != 0 || to.block != barrier.block) {
+    fail("st.async of " + std::to_string(bytes) + " bytes to " + std::to_string(to.offset) + ", signalled to rank " +
+         std::to_string(barrier.block->rank) + " of rank " + std::to_string(to.block->rank));
+  }
+  remote(to, bytes);
+  char const* const data = static_cast<char const*>(value);
+  AsyncOperation operation;
+  operation.rows.push_back({to.block, to.offset, bytes, 0, std::vector<char>(data, data + bytes)});
+  operation.barrier = barrier;
+  operation.bytes = bytes;
+  operation.fenced = false;
+  release(*this, find(this, barrier).clock);  // complete-tx of a store releases; its phase cannot end before it has landed
   start(*this, std::move(operation));
 }
 

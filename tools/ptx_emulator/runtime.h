@@ -549,6 +549,10 @@ struct Thread {
     std::memcpy(cluster_access(resolve(address), sizeof(value), Access::write), &value, sizeof(value));
   }
   template <class T, int kCount>
+  void store_async(Place to, Loaded<T, kCount> value, Place barrier) {
+    store_async(to, &value, sizeof(value), barrier);
+  }
+  template <class T, int kCount>
   void store_generic(uint64_t address, Loaded<T, kCount> value) {
     if (is_shared(address)) {
       store_shared<T, kCount>(generic_to_shared(address), value);
@@ -633,6 +637,7 @@ struct Thread {
   void copy_arrive_noinc(Place barrier);
   void bulk_load(Place to, uint64_t from, uint32_t bytes, Place barrier);
   void bulk_share(Place to, Place from, uint32_t bytes, Place barrier);
+  void store_async(Place to, void const* value, uint32_t bytes, Place barrier);
   void bulk_store(uint64_t to, Place from, uint32_t bytes);
   void bulk_commit();
   void bulk_wait(uint32_t pending, bool only_read);

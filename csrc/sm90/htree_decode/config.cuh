@@ -13,8 +13,9 @@
 //                 c; the query rotates in place from one block of the warp to the next
 //   scores        of a selecting layer stay in shared memory, where the lane that computed them reads them again, so keys
 //                 are read once
-//   exchange      through the cluster's shared memory: (maximum, sum) of every part; histograms of importances, from which
-//                 each CTA finds the same threshold; nodes, by the CTA that selected them to the one that expands them
+//   exchange      through the cluster's shared memory (exchange.cuh): (maximum, sum) of every part; histograms of
+//                 importances, from which each CTA finds the same threshold; nodes, by the CTA that selected them to the one
+//                 that expands them; outputs, to the CTA that adds them
 //   registers     128 a thread with 8 heads or fewer (two CTAs of 8 warps an SM), up to 255 above (one)
 #pragma once
 
@@ -67,9 +68,15 @@ __host__ __device__ constexpr int score_lanes(int G) { return 4 * (G < 8 ? G : 8
 // What a round of the selection has found: the bin that holds the threshold.
 struct Digit {
   uint32_t bin;
-  uint32_t room;   // of its candidates, how many are selected
-  uint32_t count;  // how many there are
+  uint32_t room;          // of its candidates, how many are selected
+  uint32_t count;         // how many there are
+  uint32_t above_before;  // of the parts before this one: candidates above the bin, of those that the round has counted
+  uint32_t count_before;  // likewise, in the bin
 };
+
+// What is sent between the CTAs of a cluster.
+enum class Message : int { kSums, kNodes, kEvenCounts, kOddCounts, kOutputs };
+inline constexpr int kMessages = 5;
 
 // While layers are scored and attended.
 template <class Cfg>
@@ -77,7 +84,6 @@ struct LayerSmem {
   union {
     float4 queries[Cfg::kWarps * Cfg::kQueryVectors * 32];  // until all CTAs have their scores
     struct {
-      uint4 histogram[kBins / 4];
       uint32_t histograms[2 * kMaxParts * (kBins / 2)];  // of every part, two bins a word; two rounds, alternating
       uint32_t importance[kMaxPartBlocks * kSiblings];
     };
@@ -89,18 +95,20 @@ struct LayerSmem {
 template <class Cfg>
 struct MergeSmem {
   float4 out[Cfg::kWarps * Cfg::kTileHeads * Cfg::kV / 4];
-  float4 merged[Cfg::kTileHeads * Cfg::kV / 4];
 };
 
 template <class Cfg>
 struct Smem {
   float4 rotations[(kSiblings + 1) * Cfg::kRotationStride / 2];  // positions 0 .. 15, and a warp's step between blocks
   uint4 query[Cfg::kTileHeads * Cfg::kK / 8];                    // the heads as given
+  float4 outputs_of_parts[Cfg::kTileHeads * Cfg::kV / 4];        // [parts][heads][dimensions that this CTA adds]
+  uint4 histogram[kBins / 4];                                    // of the part's importances
   float2 part_sums[kMaxParts * kHeads];                          // maximum and sum of the scores of each part
   float2 warp_sums[Cfg::kWarps * kHeads];
   float2 merged_sums[kHeads];
-  uint32_t counts[kMaxParts];             // candidates that each part has selected
-  uint32_t bin_sums[4];                   // of 64 bins each, of all parts
+  std::uint64_t inboxes[kMessages];       // mbarriers
+  uint32_t phases[Cfg::kThreads];         // each thread's own: bit i is the parity of message i that it awaits next
+  uint32_t bin_sums[4];                   // of 64 bins each, of all parts, and 16 bits up of the parts before this one
   uint32_t expanded[kMaxPartWords];       // bit i % 32 of word i / 32: candidate i of the part is expanded
   uint32_t equal[kMaxPartWords];          // likewise, its importance is the threshold
   std::int32_t nodes[2 * kMaxPartBlocks]; // parents of the part's blocks, in this layer and in the next, alternating

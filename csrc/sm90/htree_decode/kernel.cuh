@@ -3,11 +3,13 @@
 //   for every layer
 //     score_part     keys of the part -> scores in shared memory                                            score.cuh
 //     above the tokens
-//       sum_part, share_sums  (maximum, sum) of the part to all CTAs; a cluster barrier                            score.cuh
-//       score_importance     importances of the part                                                              score.cuh
-//       select_layer   rounds of counting, each with a cluster barrier; nodes to the CTAs that expand them  select.cuh
+//       sum_part, share_sums  (maximum, sum) of the part to all CTAs                                        score.cuh
+//       score_importance      importances of the part                                                       score.cuh
+//       select_layer   rounds of counting, whose counts go to all CTAs; nodes to those that expand them     select.cuh
 //     attend_part    values of what is not expanded, from the stored scores                                 attend.cuh
-//   merge_warps, cluster barrier, write_output, cluster barrier                                             merge.cuh
+//   merge_warps, write_output   outputs to the CTAs that add them                                           merge.cuh
+//
+// What CTAs send each other is in exchange.cuh.
 //
 // All layers run the same instructions: a query passes each loop a few times only, and what it waits for most where there are
 // two loops instead of one is instructions that the SM has to fetch.
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
     int const queries = min(max(wanted, 0), args.T_q);
     std::int64_t const t = min(max(tokens, 0), args.cache.max_tokens) - queries + unit.j;
     unit.t = t;
-    if (threadIdx.x == 0) smem.unit = unit;
+    if (threadIdx.x == 0) smem.unit = unit, open_inboxes(args, smem, parts_of(args.top_k));
     __syncthreads();
     if (unit.j >= queries || t < 0 || overflowed) {  // the same in all CTAs of the cluster
       write_nothing<Cfg>(args, smem, part_index(), parts_of(args.top_k), overflowed && unit.j < queries);
@@ -121,6 +123,8 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
     }
   }
 
+  smem.phases[threadIdx.x] = 0;
+  barriers::cluster_arrive();  // everybody's inboxes are open when all have waited, below
   if (part_index() == 0) {
 #pragma unroll 1
     for (int layer = tree::entry_layer(smem.unit.t, args.top_k) + 1; layer <= args.selection_layers; ++layer) {
@@ -145,23 +149,22 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
       begin_query<Cfg>(args, layer, smem, warp, q);
       score_part<Cfg>(args, layer, smem, q, warp);
     }
+    if (l == tree::entry_layer(smem.unit.t, args.top_k)) barriers::cluster_wait();
     if (l > 0) {
       sum_part<Cfg>(args, layer, smem, warp);
       share_sums<Cfg>(smem, part_index(), parts_of(args.top_k));
-      barriers::cluster_sync();
       prefetch_values<Cfg>(args, layer, warp);
+      receive<Cfg>(args, smem, Message::kSums, parts_of(args.top_k));
       score_importance<Cfg>(args, layer, smem, parts_of(args.top_k), warp);
-      select_layer<Cfg>(layer, smem, args.top_k, part_index(), parts_of(args.top_k),
-                        smem.nodes + l % 2 * kMaxPartBlocks);
+      select_layer<Cfg>(args, layer, smem, part_index(), parts_of(args.top_k), smem.nodes + l % 2 * kMaxPartBlocks);
       write_nodes<Cfg>(args, smem, l, part_index(), smem.nodes + l % 2 * kMaxPartBlocks);
     }
     attend_part<Cfg>(args, layer, smem, l > 0, warp, state);
   }
   state.load_output(lane_outputs<Cfg>(smem, warp));
-  merge_warps<Cfg>(smem, warp, state);
-  barriers::cluster_sync();
+  merge_warps<Cfg>(args, smem, part_index(), parts_of(args.top_k), warp, state);
+  receive<Cfg>(args, smem, Message::kOutputs, parts_of(args.top_k));
   write_output<Cfg>(args, smem, part_index(), parts_of(args.top_k), smem.unit.first_head(args));
-  barriers::cluster_sync();
 }
 
 }  // namespace htree_cuda::sm90::htree_decode

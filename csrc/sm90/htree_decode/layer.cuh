@@ -66,6 +66,9 @@ struct Layer {
   // Candidates of the part that have an importance: the rightmost of all has none.
   __device__ __forceinline__ int part_candidates() const { return min(kSiblings * last, n - 1) - kSiblings * first; }
 
+  // Candidates of a block that have an importance.
+  __device__ __forceinline__ int importances_of(int block) const { return min(kSiblings, n - 1 - kSiblings * block); }
+
   // How many candidates of a block of the part can be read.
   __device__ __forceinline__ int readable_of(int block) const { return block == blocks - 1 ? readable : kSiblings; }
 };

@@ -11,9 +11,11 @@
 
 namespace htree_cuda::sm90::htree_decode {
 
-// The CTA's output goes to merge.merged [heads][V], relative to the maxima of merged_sums.
+// The CTA's output, relative to the maxima of merged_sums, goes to the CTAs that add the parts: each has a share of the
+// dimensions.
 template <class Cfg>
-__device__ __forceinline__ void merge_warps(Smem<Cfg>& smem, int warp, State<Cfg> const& state) {
+__device__ __forceinline__ void merge_warps(Args const& args, Smem<Cfg>& smem, int part, int parts, int warp,
+                                            State<Cfg> const& state) {
   int const lane = threadIdx.x % 32;
   __syncthreads();  // scores and importances are not needed any more
 #pragma unroll
@@ -50,9 +52,18 @@ __device__ __forceinline__ void merge_warps(Smem<Cfg>& smem, int warp, State<Cfg
     smem.merged_sums[threadIdx.x] = {most, sum};
   }
   __syncthreads();
-  constexpr int kVectors = Cfg::kTileHeads * Cfg::kV / 4;
+  // Number 16 c + head hands the head's sum to CTA c.
 #pragma unroll 1
-  for (int i = threadIdx.x; i < kVectors; i += Cfg::kThreads) {
+  for (int i = threadIdx.x; i < parts * kHeads; i += Cfg::kThreads) {
+    int const head = i % kHeads;
+    if (head >= args.G) continue;
+    ptx::store_async(ptx::map_to_rank(ptx::shared_address(&smem.part_sums[part * kHeads + head]), i / kHeads),
+                     smem.merged_sums[head], ptx::map_to_rank(inbox(smem, Message::kOutputs), i / kHeads));
+  }
+  constexpr int kVectors = Cfg::kTileHeads * Cfg::kV / 4;
+  int const share = Cfg::kV / parts;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < args.G * (Cfg::kV / 4); i += Cfg::kThreads) {
     int const head = i / (Cfg::kV / 4);
     float4 out = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -61,12 +72,14 @@ __device__ __forceinline__ void merge_warps(Smem<Cfg>& smem, int warp, State<Cfg
       float4 const x = smem.merge.out[w * kVectors + i];
       out.x += x.x * factor, out.y += x.y * factor, out.z += x.z * factor, out.w += x.w * factor;
     }
-    smem.merge.merged[i] = out;
+    int const d = i % (Cfg::kV / 4) * 4;
+    float* const to = reinterpret_cast<float*>(smem.outputs_of_parts) + (part * Cfg::kTileHeads + head) * share + d % share;
+    ptx::store_async(ptx::map_to_rank(ptx::shared_address(to), d / share), out,
+                     ptx::map_to_rank(inbox(smem, Message::kOutputs), d / share));
   }
 }
 
-// out and lse of the query, each CTA its share of the dimensions. Between two cluster barriers: what others have merged is
-// read, and nobody leaves before it was.
+// out and lse of the query, each CTA its share of the dimensions, once it has the outputs of all parts.
 template <class Cfg>
 __device__ __forceinline__ void write_output(Args const& args, Smem<Cfg>& smem, int part, int parts, std::int64_t first_head) {
   int const share = Cfg::kV / parts;
@@ -75,18 +88,18 @@ __device__ __forceinline__ void write_output(Args const& args, Smem<Cfg>& smem, 
   for (int i = threadIdx.x; i < args.G * share; i += Cfg::kThreads) {
     int const head = i / share;
     int const d = part * share + i % share;
-    uint32_t const sums = ptx::shared_address(&smem.merged_sums[head]);
-    uint32_t const outs = ptx::shared_address(smem.merge.merged) + (head * Cfg::kV + d) * 4;
+    float2 const* const sums = smem.part_sums + head;
+    float const* const outs = reinterpret_cast<float const*>(smem.outputs_of_parts) + head * share + i % share;
     float most = kNoScore;
 #pragma unroll 4
-    for (int p = 0; p < parts; ++p) most = fmaxf(most, ptx::load_cluster_8B(ptx::map_to_rank(sums, p)).x);
+    for (int p = 0; p < parts; ++p) most = fmaxf(most, sums[p * kHeads].x);
     float x = 0.0f;
     float sum = 0.0f;
 #pragma unroll 4
     for (int p = 0; p < parts; ++p) {
-      float2 const of_part = ptx::load_cluster_8B(ptx::map_to_rank(sums, p));
+      float2 const of_part = sums[p * kHeads];
       float const factor = ptx::exp2_movable(of_part.x - most);
-      x += ptx::load_cluster_4B(ptx::map_to_rank(outs, p)) * factor;
+      x += outs[p * Cfg::kTileHeads * share] * factor;
       sum += of_part.y * factor;
     }
     x /= sum;

@@ -10,6 +10,7 @@
 #include "device/ptx.cuh"
 #include "args.cuh"
 #include "config.cuh"
+#include "exchange.cuh"
 #include "fragments.cuh"
 #include "layer.cuh"
 #include "softmax.cuh"
@@ -124,9 +125,11 @@ __device__ __forceinline__ void sum_part(Args const& args, Layer const& layer, S
   }
 }
 
-// Hands the sums of the part to every CTA of the cluster. A cluster barrier is needed before they are read.
+// Hands the sums of the part to every CTA of the cluster, and clears the histogram.
 template <class Cfg>
 __device__ __forceinline__ void share_sums(Smem<Cfg>& smem, int part, int parts) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kBins / 4; i += Cfg::kThreads) smem.histogram[i] = uint4{};
   __syncthreads();  // warp_sums
   // Number 16 c + head hands the head's sums to CTA c.
 #pragma unroll 1
@@ -136,12 +139,44 @@ __device__ __forceinline__ void share_sums(Smem<Cfg>& smem, int part, int parts)
     float2 whole = smem.warp_sums[head];
 #pragma unroll
     for (int w = 1; w < Cfg::kWarps; ++w) whole = combine(whole, smem.warp_sums[w * kHeads + head]);
-    ptx::store_cluster_8B(ptx::map_to_rank(ptx::shared_address(&smem.part_sums[part * kHeads + head]), i / kHeads), whole);
+    ptx::store_async(ptx::map_to_rank(ptx::shared_address(&smem.part_sums[part * kHeads + head]), i / kHeads), whole,
+                     ptx::map_to_rank(inbox(smem, Message::kSums), i / kHeads));
   }
 }
 
-// Importances of the part, as bits that compare as they do; NaN counts as infinity. A barrier of the CTA is needed before
-// they are read.
+// Importances begin .. begin + range may be the threshold. In the first round, all: bins are eighths of powers of two from
+// 2^-27 on, and the end bins hold what lies outside.
+struct Range {
+  static constexpr uint32_t kFirstBin = (127 - 27) << 3;
+  static constexpr int kFirstShift = 20;
+  static constexpr uint32_t kInfinity = 0x7f800000u;
+
+  uint32_t begin = 0;
+  uint32_t range = kInfinity;
+  bool first = true;
+
+  __device__ __forceinline__ int shift() const { return max(24 - __clz(range), 0); }
+  __device__ __forceinline__ bool holds(uint32_t x) const { return x - begin <= range; }
+  __device__ __forceinline__ uint32_t bin(uint32_t x) const {
+    if (!first) return (x - begin) >> shift();
+    uint32_t const eighth = x >> kFirstShift;
+    return eighth <= kFirstBin ? 0u : min(eighth - kFirstBin, kBins - 1u);
+  }
+  __device__ __forceinline__ void narrow(uint32_t bin) {
+    if (first) {
+      begin = bin == 0 ? 0u : (kFirstBin + bin) << kFirstShift;
+      range = bin == 0 ? ((kFirstBin + 1) << kFirstShift) - 1 : bin == kBins - 1 ? kInfinity - begin : (1u << kFirstShift) - 1;
+    } else {
+      int const bits = shift();
+      begin += bin << bits;
+      range = (1u << bits) - 1;
+    }
+    first = false;
+  }
+};
+
+// Importances of the part, as bits that compare as they do, and their histogram; NaN counts as infinity. A barrier of the CTA
+// is needed before they are read.
 template <class Cfg>
 __device__ __forceinline__ void score_importance(Args const& args, Layer const& layer, Smem<Cfg>& smem, int parts, int warp) {
   int const lane = threadIdx.x % 32;
@@ -177,7 +212,14 @@ __device__ __forceinline__ void score_importance(Args const& args, Layer const& 
     if (lane < 4) {
       uint32_t* const to = smem.layers.importance + (block - layer.first) * kSiblings + 2 * lane;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) to[e / 2 * 8 + e % 2] = min(__float_as_uint(sum[e]) & 0x7fffffffu, 0x7f800000u);
+      for (int e = 0; e < 4; ++e) {
+        int const candidate = e / 2 * 8 + e % 2;
+        uint32_t const x = min(__float_as_uint(sum[e]) & 0x7fffffffu, Range::kInfinity);
+        to[candidate] = x;
+        if (candidate + 2 * lane < layer.importances_of(block)) {
+          atomicAdd(reinterpret_cast<uint32_t*>(smem.histogram) + Range{}.bin(x), 1u);
+        }
+      }
     }
   }
 }

@@ -94,7 +94,7 @@ struct State {
         if (largest[i] > before + kSlack) max[i] = largest[i];
         float const factor = ptx::exp2_movable(before - max[i]);
         sum[i] *= factor;
-        int const lane = threadIdx.x % 4 * 8;
+        int const lane = static_cast<int>(ptx::lane_index() % 4 * 8);
         float const even = __shfl_sync(0xffffffffu, factor, lane);
         float const odd = __shfl_sync(0xffffffffu, factor, lane + 4);
 #pragma unroll

@@ -338,6 +338,30 @@ __global__ void __cluster_dims__(2, 1, 1) exchange(float const* in, float* out) 
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// The same by a store of every lane that completes bytes of the other block's barrier; wrong: the barrier expects half.
+template <bool kRight>
+__global__ void __cluster_dims__(2, 1, 1) exchange_stores(float const* in, float* out) {
+  __shared__ alignas(128) float theirs[32];
+  __shared__ uint64_t full;
+  int const lane = threadIdx.x;
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  if (lane == 0) {
+    init(&full, 1);
+    expect(&full, kRight ? 128 : 64);
+  }
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  uint32_t to, barrier;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(address(&theirs[lane])), "r"(rank ^ 1u));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(address(&full)), "r"(rank ^ 1u));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to),
+               "f"(in[32 * rank + lane]), "r"(barrier)
+               : "memory");
+  wait(&full, 0);
+  out[32 * rank + lane] = theirs[lane];
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // out = in by a grid that may begin before the one before it has ended.
 enum class Follow { kRight, kNoWait, kNextFirst };
 
@@ -415,6 +439,8 @@ extern "C" __attribute__((visibility("default"))) char const* run_fault(int whic
     case 91: launch_following(follow<Follow::kNoWait>, in, out); break;
     case 92: launch_following(follow<Follow::kNextFirst>, in, out); break;
     case 50: exchange<<<2, 32>>>(in, out); break;
+    case 53: exchange_stores<true><<<2, 32>>>(in, out); break;
+    case 54: exchange_stores<false><<<2, 32>>>(in, out); break;
   }
   cudaError_t const error = cudaGetLastError();
   return error == cudaSuccess ? "" : cudaGetErrorString(error);

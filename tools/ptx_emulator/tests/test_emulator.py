@@ -218,8 +218,17 @@ def test_ptxas_grants_the_registers_that_the_emulator_counts():
 def test_clusters_exchange(faults, races):
     a, out = torch.randn(64), torch.empty(64)
     for seed in SEEDS:
-        assert faults(50, a, out, seed=seed, races=races) == ""
-        assert torch.equal(out, a.roll(32))
+        for which in (50, 53):
+            assert faults(which, a, out.fill_(0), seed=seed, races=races) == ""
+            assert torch.equal(out, a.roll(32))
+
+
+def test_stores_that_nobody_waited_for_have_not_landed(faults):
+    a, out, noticed = torch.randn(64), torch.empty(64), 0
+    for seed in SEEDS:
+        message = faults(54, a, out, seed=seed)
+        noticed += message != "" or not torch.equal(out, a.roll(32))
+    assert noticed == len(SEEDS)
 
 
 @pytest.mark.parametrize(("name", "cases"), [("forward", 4), ("sparse_attention", 3)])
