@@ -11,16 +11,16 @@ namespace htree_cuda::sm90::htree_decode {
 
 template <class Cfg>
 __device__ __forceinline__ float4* lane_outputs(Smem<Cfg>& smem, int warp) {
-  return smem.outputs + warp * Cfg::kHeadTiles * Cfg::kDimTiles * 32 + threadIdx.x % 32;
+  return smem.outputs + warp * State<Cfg>::place(Cfg::kHeadTiles, 0) + threadIdx.x % 32;
 }
 
 // Scores are those that the lane stored. `selects`: candidates of smem.expanded are left out.
 template <class Cfg>
-__device__ __forceinline__ void attend_part(Args const& args, Layer const& layer, Smem<Cfg>& smem, bool selects, int warp,
-                                            State<Cfg>& state) {
+__device__ __forceinline__ void attend_part(Args const& args, Layer const& layer, Smem<Cfg>& smem, bool selects, int warp) {
   bool const stored = static_cast<int>(threadIdx.x % 32) < score_lanes(args.G);
   float4* const outputs = lane_outputs<Cfg>(smem, warp);
-  state.load_output(outputs);
+  State<Cfg> state;
+  state.load(outputs);
 #pragma unroll 1
   for (int block = layer.first + warp; block < layer.last; block += Cfg::kWarps) {
     int const place = block - layer.first;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void attend_part(Args const& args, Layer const& layer
     state.exponentiate(s, p);
     values.add(p, state.o);
   }
-  state.store_output(outputs);
+  state.store(outputs);
 }
 
 }  // namespace htree_cuda::sm90::htree_decode

@@ -1,9 +1,9 @@
 // Data sheet of the decode kernel: one query of one sequence, all heads of a KV head, over a cached tree.
 //
-//   cluster       8 CTAs, with top_k of 256 and more 16, serve one (query, KV head), from the entry layer down to the tokens,
-//                 in one launch
+//   cluster       4, 8 or 16 CTAs (parts_of) serve one (query, KV head), from the entry layer down to the tokens, in one
+//                 launch
 //   part          an equal share of a layer's blocks of 16 candidates, by rank: what a CTA scores and attends. Parts follow
-//                 from the position and top_k alone, so a query has the same bits in every call
+//                 from the position, top_k and the group alone, so a query has the same bits in every call
 //   warp          every eighth block of the part, from the warp's own number on; 16 rows of keys go
 //                 from global memory to registers, 16 bytes a lane, prefetched to L2 when a layer begins
 //   products      mma.sync m16n8k8 in tf32: bf16 and fp16 are exact in it, and rotated operands keep 11 bits without a
@@ -33,8 +33,11 @@
 namespace htree_cuda::sm90::htree_decode {
 
 inline constexpr int kMaxParts = 16;
-__host__ __device__ constexpr int parts_of(int top_k) { return top_k <= 128 ? 8 : 16; }
 inline constexpr int kHeads = 16;  // at most
+
+// CTAs of a cluster. With 4, a warp has two blocks of a layer where top_k is 64: fewer CTAs spend their time on what every
+// CTA does, which costs a call of one sequence little where two CTAs share an SM.
+__host__ __device__ constexpr int parts_of(int top_k, int G) { return top_k > 128 ? 16 : top_k > 64 || G > 8 ? 8 : 4; }
 
 template <class Element_, int kK_, int kV_, int kHeadTiles_>
 struct Config {
@@ -58,11 +61,11 @@ struct Config {
 
 inline constexpr int kBins = 256;  // of a histogram of importances
 inline constexpr int kMaxPartBlocks = tree::kMaxTopK / kMaxParts;
-static_assert(kMaxPartBlocks >= 128 / 8);
+static_assert(kMaxPartBlocks >= 128 / 8 && kMaxPartBlocks >= 64 / 4);
 inline constexpr int kMaxPartWords = kMaxPartBlocks / 2;  // of 32 candidates
 static_assert(kMaxPartWords <= 32, "a warp counts the bits of all of them");
 
-__host__ __device__ constexpr int max_part_blocks(int top_k) { return top_k / parts_of(top_k); }
+__host__ __device__ constexpr int max_part_blocks(int top_k, int G) { return top_k / parts_of(top_k, G); }
 __host__ __device__ constexpr int score_lanes(int G) { return 4 * (G < 8 ? G : 8); }
 
 // What a round of the selection has found: the bin that holds the threshold.
@@ -115,7 +118,7 @@ struct Smem {
   Digit threshold;
   Unit unit;
   Layer layer;
-  float4 outputs[Cfg::kWarps * Cfg::kHeadTiles * Cfg::kDimTiles * 32];  // O^T of each warp between its attend passes
+  float4 outputs[Cfg::kWarps * Cfg::kHeadTiles * (Cfg::kDimTiles + 1) * 32];  // the State of each warp between its attend passes
   union {
     LayerSmem<Cfg> layers;
     MergeSmem<Cfg> merge;
@@ -126,7 +129,7 @@ inline constexpr int kMaxSharedBytes = 232448;
 
 template <class Cfg>
 int shared_bytes(int top_k, int G) {
-  int const scores = max_part_blocks(top_k) * score_lanes(G) * Cfg::kHeadTiles - 1;
+  int const scores = max_part_blocks(top_k, G) * score_lanes(G) * Cfg::kHeadTiles - 1;
   int const layers = static_cast<int>(offsetof(Smem<Cfg>, layers) + sizeof(LayerSmem<Cfg>)) + scores * 16;
   static_assert(Cfg::kHeadTiles == 1 || sizeof(Smem<Cfg>) + 1024 * 32 <= kMaxSharedBytes);
   return layers > static_cast<int>(sizeof(Smem<Cfg>)) ? layers : static_cast<int>(sizeof(Smem<Cfg>));

@@ -116,27 +116,38 @@ __device__ __forceinline__ uint4 load_query_chunk(void const* row, int chunk, bo
 // What a lane holds of the 16 keys of a block.
 template <class Cfg>
 struct Keys {
+  static constexpr int kOctets = Cfg::kPairs / 8;
   uint4 rows[2][Cfg::kKeyChunks];
 
-  // Rows from `count` on are zeros and are not read.
-  __device__ __forceinline__ void load(int count, BlockAddress<Cfg::kK> const& address) {
-    int const lane = threadIdx.x % 32;
-    int const candidates[2] = {lane / 4, lane / 4 + 8};
+  // Where the lane's two rows lie. Rows from `count` on are zeros and are not read.
+  struct Source {
     char const* from[2];
-    address.rows(candidates, from);
+    int count;
+
+    __device__ __forceinline__ Source(int count_, BlockAddress<Cfg::kK> const& address) : count(count_) {
+      int const lane = threadIdx.x % 32;
+      int const candidates[2] = {lane / 4, lane / 4 + 8};
+      address.rows(candidates, from);
+      from[0] += lane % 4 * 16;
+      from[1] += lane % 4 * 16;
+    }
+  };
+
+  // The two chunks of a row that hold eight pairs.
+  __device__ __forceinline__ void load(Source const& source, int octet) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int c = 0; c < Cfg::kKeyChunks; ++c) {
-        rows[i][c] = ptx::load_global_once_if(candidates[i] < count, from[i] + lane % 4 * 16 + 64 * c);
-      }
+      bool const reads = static_cast<int>(threadIdx.x % 32) / 4 + 8 * i < source.count;
+      rows[i][octet] = ptx::load_global_once_if(reads, source.from[i] + 64 * octet);
+      rows[i][octet + kOctets] = ptx::load_global_once_if(reads, source.from[i] + 64 * (octet + kOctets));
     }
   }
 
   // Products with the query: s[tile][e] of candidate 8 tile + 2 t + e % 2 and head g + 8 (e / 2). The query rotates back
   // by a step as it passes. `rotations`: the lane's part of the table's row g in shared memory, `step` of that of the step.
+  // Chunks that are done make room for those of the `next` block, which are on their way while the rest is multiplied.
   __device__ __forceinline__ void multiply(Query<Cfg> const& q, float4 const* rotations, float4 const* step,
-                                           float (&s)[2][4]) const {
+                                           Source const& next, float (&s)[2][4]) {
     using Element = typename Cfg::Element;
     float sums[2][2][4] = {};  // of even and odd pairs: shorter chains of products
 #pragma unroll
@@ -171,6 +182,7 @@ struct Keys {
           ptx::mma_tf32(sums[e % 2][tile], a[e], operand<Element>(low), operand<Element>(high));
         }
       }
+      if (four % 8 == 4) load(next, four / 8);
     }
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {

@@ -38,7 +38,7 @@ __device__ __forceinline__ void write_whole_layer(Args const& args, Smem<Cfg> co
 template <class Cfg>
 __device__ __forceinline__ void write_nodes(Args const& args, Smem<Cfg> const& smem, int layer, int part, std::int32_t const* nodes) {
   if (layer > args.selection_layers) return;
-  int const share = args.top_k / parts_of(args.top_k);
+  int const share = args.top_k / parts_of(args.top_k, args.G);
   std::int32_t* const to = smem.unit.selection(args, layer) + part * share;
 #pragma unroll 1
   for (int i = threadIdx.x; i < share; i += Cfg::kThreads) to[i] = nodes[i];
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
   wait_for_previous_grid();
 
   {
-    uint32_t const unit_index = blockIdx.x / static_cast<uint32_t>(parts_of(args.top_k));
+    uint32_t const unit_index = blockIdx.x / static_cast<uint32_t>(parts_of(args.top_k, args.G));
     Unit unit;
     unit.h = static_cast<int>(unit_index % static_cast<uint32_t>(args.cache.H_kv));
     uint32_t const query = unit_index / static_cast<uint32_t>(args.cache.H_kv);
@@ -115,10 +115,10 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
     int const queries = min(max(wanted, 0), args.T_q);
     std::int64_t const t = min(max(tokens, 0), args.cache.max_tokens) - queries + unit.j;
     unit.t = t;
-    if (threadIdx.x == 0) smem.unit = unit, open_inboxes(args, smem, parts_of(args.top_k));
+    if (threadIdx.x == 0) smem.unit = unit, open_inboxes(args, smem, parts_of(args.top_k, args.G));
     __syncthreads();
     if (unit.j >= queries || t < 0 || overflowed) {  // the same in all CTAs of the cluster
-      write_nothing<Cfg>(args, smem, part_index(), parts_of(args.top_k), overflowed && unit.j < queries);
+      write_nothing<Cfg>(args, smem, part_index(), parts_of(args.top_k, args.G), overflowed && unit.j < queries);
       return;
     }
   }
@@ -131,40 +131,36 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
       write_whole_layer<Cfg>(args, smem, layer, static_cast<int>(smem.unit.t >> (kLog2Siblings * layer)) + 1);
     }
   }
-  State<Cfg> state;
-  state.store_output(lane_outputs<Cfg>(smem, warp));
+  State<Cfg>{}.store(lane_outputs<Cfg>(smem, warp));
 #pragma unroll 1
   for (int l = tree::entry_layer(smem.unit.t, args.top_k); l >= 0; --l) {
     __syncthreads();  // who attended the layer above reads what it was
     if (threadIdx.x == 0) {
       smem.layer = Layer(args.cache, smem.unit, l, args.top_k, smem.nodes + (l + 1) % 2 * kMaxPartBlocks, part_index(),
-                         parts_of(args.top_k));
+                         parts_of(args.top_k, args.G));
     }
     __syncthreads();
     Layer const& layer = smem.layer;
     prefetch_keys<Cfg>(args, layer, warp);
     if (l == 0) prefetch_values<Cfg>(args, layer, warp);
-    {
-      Query<Cfg> q(smem.layers.queries, warp);
-      begin_query<Cfg>(args, layer, smem, warp, q);
-      score_part<Cfg>(args, layer, smem, q, warp);
-    }
+    score_part<Cfg>(args, layer, smem, warp);
     if (l == tree::entry_layer(smem.unit.t, args.top_k)) barriers::cluster_wait();
     if (l > 0) {
       sum_part<Cfg>(args, layer, smem, warp);
-      share_sums<Cfg>(smem, part_index(), parts_of(args.top_k));
+      share_sums<Cfg>(smem, part_index(), parts_of(args.top_k, args.G));
       prefetch_values<Cfg>(args, layer, warp);
-      receive<Cfg>(args, smem, Message::kSums, parts_of(args.top_k));
-      score_importance<Cfg>(args, layer, smem, parts_of(args.top_k), warp);
-      select_layer<Cfg>(args, layer, smem, part_index(), parts_of(args.top_k), smem.nodes + l % 2 * kMaxPartBlocks);
+      receive<Cfg>(args, smem, Message::kSums, parts_of(args.top_k, args.G));
+      score_importance<Cfg>(args, layer, smem, parts_of(args.top_k, args.G), warp);
+      select_layer<Cfg>(args, layer, smem, part_index(), parts_of(args.top_k, args.G), warp, smem.nodes + l % 2 * kMaxPartBlocks);
       write_nodes<Cfg>(args, smem, l, part_index(), smem.nodes + l % 2 * kMaxPartBlocks);
     }
-    attend_part<Cfg>(args, layer, smem, l > 0, warp, state);
+    attend_part<Cfg>(args, layer, smem, l > 0, warp);
   }
-  state.load_output(lane_outputs<Cfg>(smem, warp));
-  merge_warps<Cfg>(args, smem, part_index(), parts_of(args.top_k), warp, state);
-  receive<Cfg>(args, smem, Message::kOutputs, parts_of(args.top_k));
-  write_output<Cfg>(args, smem, part_index(), parts_of(args.top_k), smem.unit.first_head(args));
+  State<Cfg> state;
+  state.load(lane_outputs<Cfg>(smem, warp));
+  merge_warps<Cfg>(args, smem, part_index(), parts_of(args.top_k, args.G), warp, state);
+  receive<Cfg>(args, smem, Message::kOutputs, parts_of(args.top_k, args.G));
+  write_output<Cfg>(args, smem, part_index(), parts_of(args.top_k, args.G), smem.unit.first_head(args));
 }
 
 }  // namespace htree_cuda::sm90::htree_decode

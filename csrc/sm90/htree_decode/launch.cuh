@@ -8,7 +8,7 @@ namespace htree_cuda::sm90::htree_decode {
 
 template <class Cfg>
 void launch_kernel(Args const& args, unsigned units, cudaStream_t stream) {
-  int const parts = parts_of(args.top_k);
+  int const parts = parts_of(args.top_k, args.G);
   launch_overlapped_clusters(htree_decode_kernel<Cfg>, parts, units * parts, Cfg::kThreads, shared_bytes<Cfg>(args.top_k, args.G), stream, args);
 }
 

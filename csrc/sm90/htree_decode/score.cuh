@@ -55,9 +55,9 @@ __device__ __forceinline__ void prefetch_values(Args const& args, Layer const& l
 // Scores of a block in units of log2, masked where there is no candidate to read; where the lane's heads do not exist they
 // are zeros. The query rotates on to the warp's next block.
 template <class Cfg>
-__device__ __forceinline__ void score_keys(Args const& args, Smem<Cfg> const& smem, Keys<Cfg> const& keys, int readable,
-                                           Query<Cfg> const& q, float (&s)[2][4]) {
-  keys.multiply(q, lane_rotations<Cfg>(smem, threadIdx.x % 32 / 4), lane_rotations<Cfg>(smem, kSiblings), s);
+__device__ __forceinline__ void score_keys(Args const& args, Smem<Cfg> const& smem, Keys<Cfg>& keys, int readable,
+                                           typename Keys<Cfg>::Source const& next, Query<Cfg> const& q, float (&s)[2][4]) {
+  keys.multiply(q, lane_rotations<Cfg>(smem, threadIdx.x % 32 / 4), lane_rotations<Cfg>(smem, kSiblings), next, s);
 #pragma unroll
   for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
@@ -80,17 +80,29 @@ __device__ __forceinline__ float4* stored_scores(Smem<Cfg>& smem, int G, int blo
   return smem.layers.scores + (block_of_part * score_lanes(G) + static_cast<int>(threadIdx.x % 32)) * Cfg::kHeadTiles;
 }
 
-// Stores the scores of the part.
+// Stores the scores of the part. The keys of a warp's next block are on their way while those of the one before are multiplied,
+// the first ones while the query rotates.
 template <class Cfg>
-__device__ __forceinline__ void score_part(Args const& args, Layer const& layer, Smem<Cfg>& smem, Query<Cfg>& q, int warp) {
+__device__ __forceinline__ void score_part(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp) {
   bool const stores = static_cast<int>(threadIdx.x % 32) < score_lanes(args.G);
+  auto const source = [&](int block) {
+    return typename Keys<Cfg>::Source(block < layer.last ? layer.readable_of(block) : 0,
+                                      key_address<Cfg>(args, layer, min(block, layer.last - 1)));
+  };
+  if (layer.first >= layer.last) return;
+  Query<Cfg> q(smem.layers.queries, warp);
+  Keys<Cfg> keys;
+  {
+    auto const first = source(layer.first + warp);
+#pragma unroll
+    for (int octet = 0; octet < Keys<Cfg>::kOctets; ++octet) keys.load(first, octet);
+  }
+  begin_query<Cfg>(args, layer, smem, warp, q);
 #pragma unroll 1
   for (int block = layer.first + warp; block < layer.last; block += Cfg::kWarps) {
     int const readable = layer.readable_of(block);
-    Keys<Cfg> keys;
-    keys.load(readable, key_address<Cfg>(args, layer, block));
     float s[2][4];
-    score_keys<Cfg>(args, smem, keys, readable, q, s);
+    score_keys<Cfg>(args, smem, keys, readable, source(block + Cfg::kWarps), q, s);
     float4* const to = stored_scores<Cfg>(smem, args.G, block - layer.first);
 #pragma unroll
     for (int i = 0; i < Cfg::kHeadTiles; ++i) {

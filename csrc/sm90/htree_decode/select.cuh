@@ -26,10 +26,9 @@ __device__ __forceinline__ uint32_t* histograms_of(Smem<Cfg>& smem, int parts, i
 // the largest first. What lies in the parts before this one is added up beside it, 16 bits up: a layer has at most 8,192
 // candidates.
 template <class Cfg>
-__device__ __forceinline__ void find_bin(Smem<Cfg>& smem, int part, int parts, int round, uint32_t k) {
+__device__ __forceinline__ void find_bin(Smem<Cfg>& smem, int part, int parts, int warp, int round, uint32_t k) {
   static_assert(Cfg::kThreads >= kBins / 2 && tree::kMaxTopK * kSiblings < 1 << 16);
   int const lane = threadIdx.x % 32;
-  int const warp = threadIdx.x / 32;
   constexpr int kSumming = kBins / 2 / 32;  // warps
   int const word = kBins / 2 - 1 - static_cast<int>(threadIdx.x);
   uint32_t two = 0;
@@ -85,7 +84,7 @@ __device__ __forceinline__ uint32_t bits_before(uint32_t const* words, int count
 // CTA's barrier after both were written is here.
 template <class Cfg>
 __device__ __forceinline__ void select_layer(Args const& args, Layer const& layer, Smem<Cfg>& smem, int part, int parts,
-                                             std::int32_t* nodes) {
+                                             int warp, std::int32_t* nodes) {
   int const top_k = args.top_k;
   int const lane = threadIdx.x % 32;
   int const count = layer.part_candidates();
@@ -121,7 +120,7 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
                        ptx::map_to_rank(inbox(smem, message), i / (kBins / 8)));
     }
     receive<Cfg>(args, smem, message, parts);
-    find_bin(smem, part, parts, round, k);
+    find_bin(smem, part, parts, warp, round, k);
     found = smem.threshold;
     range.narrow(found.bin);
     k = found.room;
@@ -138,7 +137,7 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
   base += taken;
   if (ties) {  // the same in every CTA
 #pragma unroll 1
-    for (int w = threadIdx.x / 32; w < words; w += Cfg::kWarps) {
+    for (int w = warp; w < words; w += Cfg::kWarps) {
       int const i = 32 * w + lane;
       uint32_t const equal = __ballot_sync(0xffffffffu, i < count && smem.layers.importance[i] == range.begin);
       if (lane == 0) smem.equal[w] = equal;
@@ -147,7 +146,7 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
   }
   uint32_t const equal_before = ties ? bits_before(smem.equal, words, lane) : 0;
 #pragma unroll 1
-  for (int w = threadIdx.x / 32; w < words; w += Cfg::kWarps) {
+  for (int w = warp; w < words; w += Cfg::kWarps) {
     int const i = 32 * w + lane;
     uint32_t const x = i < count ? smem.layers.importance[i] : 0;
     bool selected = i < count && x >= range.begin;
@@ -166,7 +165,7 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
   int const share = top_k / parts;
   uint32_t const to = ptx::shared_address(nodes);
 #pragma unroll 1
-  for (int w = threadIdx.x / 32; w < words; w += Cfg::kWarps) {
+  for (int w = warp; w < words; w += Cfg::kWarps) {
     uint32_t const word = smem.expanded[w];
     uint32_t const rank = base + __shfl_sync(0xffffffffu, before, w) + __popc(word & ((1u << lane) - 1u));
     if ((word >> lane & 1u) && rank < static_cast<uint32_t>(top_k)) {

@@ -27,8 +27,8 @@ __device__ __forceinline__ float2 combine_quad(float2 x) {
   return x;
 }
 
-// The softmax of a warp over what it has attended, in all layers. Sums are a lane's own until the end. Between attend passes O
-// lies in shared memory, where every lane keeps its own: score passes need the registers.
+// The softmax of a warp over what it has attended, in all layers. Sums are a lane's own until the end. Between attend passes all
+// of it lies in shared memory, where every lane keeps its own: score passes need the registers.
 template <class Cfg>
 struct State {
   // A maximum rises when a score exceeds it by more than this: rescaling is rare.
@@ -38,10 +38,10 @@ struct State {
   float sum[Cfg::kHeadTiles];
   float o[Cfg::kHeadTiles][Cfg::kDimTiles][4];  // O^T: rows are dimensions, columns heads 2 t and 2 t + 1
 
-  // Where the lane keeps tile `tile` of head tile i, counted from its first in `outputs`.
-  static __device__ __forceinline__ int place(int i, int tile) { return (i * Cfg::kDimTiles + tile) * 32; }
+  // Where the lane keeps tile `tile` of head tile i, and behind the tiles maxima and sums, counted from its first in `outputs`.
+  static __device__ __forceinline__ int place(int i, int tile) { return (i * (Cfg::kDimTiles + 1) + tile) * 32; }
 
-  __device__ __forceinline__ void load_output(float4 const* outputs) {
+  __device__ __forceinline__ void load(float4 const* outputs) {
 #pragma unroll
     for (int i = 0; i < Cfg::kHeadTiles; ++i) {
 #pragma unroll
@@ -49,16 +49,19 @@ struct State {
         float4 const x = outputs[place(i, tile)];
         o[i][tile][0] = x.x, o[i][tile][1] = x.y, o[i][tile][2] = x.z, o[i][tile][3] = x.w;
       }
+      float2 const running = reinterpret_cast<float2 const&>(outputs[place(i, Cfg::kDimTiles)]);
+      max[i] = running.x, sum[i] = running.y;
     }
   }
 
-  __device__ __forceinline__ void store_output(float4* outputs) const {
+  __device__ __forceinline__ void store(float4* outputs) const {
 #pragma unroll
     for (int i = 0; i < Cfg::kHeadTiles; ++i) {
 #pragma unroll
       for (int tile = 0; tile < Cfg::kDimTiles; ++tile) {
         outputs[place(i, tile)] = {o[i][tile][0], o[i][tile][1], o[i][tile][2], o[i][tile][3]};
       }
+      reinterpret_cast<float2&>(outputs[place(i, Cfg::kDimTiles)]) = {max[i], sum[i]};
     }
   }
 
