@@ -153,7 +153,7 @@ def decode() -> None:
         (2.4, 5.2, "values L", MEMORY),
         (5.2, 8, "keys, values of tokens", MEMORY),
     ]
-    roles = {"warps of a CTA": products, "cluster barriers": cluster, "prefetch to L2": copies}
+    roles = {"warps of a CTA": products, "messages of the cluster": cluster, "prefetch to L2": copies}
     schedule("timeline_htree_decode", "Decoding: one layer above the tokens, then the tokens", roles, 10.4)
 
 
