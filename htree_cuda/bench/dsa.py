@@ -1,5 +1,5 @@
 """`bench dsa`: one decoder step of DeepSeek Sparse Attention, from the indexer to its loss, forward and backward: each
-piece and the whole, time and memory, beside the same by PyTorch operations."""
+piece and the whole, time and memory, beside the same by PyTorch operations and beside peers that import."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import UnsupportedError, attn_dist, indexer_loss, indexer_topk, sparse_attention
+from .. import (
+    UnsupportedError,
+    attn_dist,
+    indexer_logits,
+    indexer_loss,
+    indexer_topk,
+    sparse_attention,
+    topk_indices,
+)
 from .inputs import DTYPES
+from .peers import cudnn_attn_dist, flash_mla_attention
 from .protocol import measure, measure_once
 
 PIECES = (
-    "indexer_topk", "sparse_attention", "attn_dist", "indexer_loss", "sparse_attention backward",
+    "topk_indices", "indexer_topk", "sparse_attention", "attn_dist", "indexer_loss", "sparse_attention backward",
     "indexer_logits backward", "step",
 )  # fmt: skip
 
@@ -62,6 +71,7 @@ class Step:
 
         with torch.no_grad():
             indices = _either(lambda b: indexer_topk(*indexer, self.topk, **{**rule, "backend": b}), backend)
+            dense = _either(lambda b: indexer_logits(*indexer, **{**rule, "backend": b}), backend)
             lse = _either(lambda b: sparse_attention(*attention, indices, **{**attend, "backend": b})[1], backend)
             target = _either(lambda b: attn_dist(*attention, indices, lse, **{**rule, "backend": b}), backend)
         # The graphs stay, so that a backward is a call of its own: they hold inputs and results.
@@ -90,12 +100,30 @@ class Step:
 
         forward = torch.no_grad()
         calls = (
+            forward(lambda: topk_indices(dense, self.topk, backend=backend)),
             forward(select),
             forward(lambda: sparse_attention(*attention, indices, **attend)),
             forward(lambda: attn_dist(*attention, indices, lse, **rule)),
             loss, attention_backward, indexer_backward, step,
         )  # fmt: skip
         return dict(zip(PIECES, calls, strict=True))
+
+    def peers(self) -> dict[str, tuple[str, Callable[[], object]]]:
+        """{piece: (peer, its call)} of what is installed, on lists and logits of the same kind."""
+        with torch.no_grad():
+            dense = torch.randn(len(self.q), len(self.kv), device=self.q.device)
+        found: dict[str, tuple[str, Callable[[], object]]] = {
+            "topk_indices": ("torch.topk", lambda: dense.topk(min(self.topk, dense.shape[1]), dim=1, sorted=False))
+        }
+        q, kv = self.q.detach(), self.kv.detach()
+        if q.is_cuda and q.dtype == torch.bfloat16:
+            indices = dense.topk(self.topk, dim=1).indices.sort(1).values[:, None].to(torch.int32)
+            lse = torch.zeros(q.shape[:2], device=q.device)
+            attend = flash_mla_attention(q, kv, indices) if self.dout.shape[2] == 512 else None
+            share = cudnn_attn_dist(q, kv, indices, lse)
+            found |= {"sparse_attention": ("FlashMLA", attend)} if attend is not None else {}
+            found |= {"attn_dist": ("cuDNN frontend", share)} if share is not None else {}
+        return found
 
 
 def _either(call: Callable[[str], Tensor], backend: str) -> Tensor:
@@ -140,6 +168,7 @@ def run(args: argparse.Namespace) -> list[dict]:
             beside = {}
             if args.backend != "torch" and args.device == "cuda":
                 beside = _measured(step, "torch", args.device, _once)
+            peers = step.peers()
             shape = {
                 "s_q": args.queries, "h_q": h_q, "s_kv": s_kv, "topk": args.topk, "d_qk": args.dim,
                 "d_v": args.value_dim, "h_i": args.index_heads, "d_i": args.index_dim, "dtype": args.dtype,
@@ -151,6 +180,8 @@ def run(args: argparse.Namespace) -> list[dict]:
                     figure["torch_backend"] = beside[name]
                     if "ms" in own[name] and "ms" in beside[name]:
                         figure["speedup_over_torch_backend"] = round(beside[name]["ms"] / own[name]["ms"], 2)
+                if name in peers:
+                    figure["peer"] = {"name": peers[name][0], **measure(peers[name][1], args.device)}
                 figures.append(figure)
     return figures
 
@@ -172,5 +203,7 @@ COLUMNS = {
     "GiB": _gib,
     "torch ms": lambda f: _ms(f.get("torch_backend", {})),
     "torch GiB": lambda f: _gib(f.get("torch_backend", {})),
-    "speedup": lambda f: f"{f['speedup_over_torch_backend']:.1f}" if "speedup_over_torch_backend" in f else "-",
+    "peer": lambda f: f["peer"]["name"] if "peer" in f else "-",
+    "peer ms": lambda f: _ms(f.get("peer", {})),
+    "over torch": lambda f: f"{f['speedup_over_torch_backend']:.1f}" if "speedup_over_torch_backend" in f else "-",
 }
