@@ -601,6 +601,18 @@ def test_what_is_not_converted(change, words):
     assert model.config.to_dict() == before and not any(m._forward_pre_hooks for m in model.modules())
 
 
+@torch.no_grad()
+def test_other_heads():
+    """A classifier reads the last token that exists, padding on either side."""
+    config = dense_model("llama").config
+    config.num_labels = 3
+    dense = transformers.LlamaForSequenceClassification(config).eval()
+    model = convert(copy.deepcopy(dense), **WHOLE)
+    for side in ("left", "right"):
+        ids, mask = padded([40, 11], side)
+        close(model(ids, attention_mask=mask).logits, dense(ids, attention_mask=mask).logits)
+
+
 def test_other_models_are_not_converted():
     with pytest.raises(TypeError, match="model must be a model of transformers, got Linear"):
         convert(torch.nn.Linear(2, 2), top_k_per_layer=4)

@@ -72,7 +72,7 @@ def htree_attention(
         )
     if kwargs.get("softcap") is not None:
         raise ValueError(f"htree attention: scores have no soft-cap, got {kwargs['softcap']}{DENSE_WAY_OUT}")
-    call = Call() if htree_call is None else htree_call
+    call = Call() if htree_call is None else htree_call.on(query.device)
     if htree_call is None and attention_mask is not None:
         raise ValueError(
             "htree attention: a layer that is called without its model takes no attention_mask" + DENSE_WAY_OUT

@@ -12,7 +12,7 @@ from ... import checks
 from ...cache import TreeCache
 from .call import Call
 
-FIRST_CAPACITY = 1024  # tokens of a cache whose capacity nobody named; it doubles when it is full
+MORE_TOKENS = 1024  # room behind the first tokens of a cache whose capacity nobody named; it doubles when it is full
 UNSUPPORTED = ("offloaded", "quantized", "static", "hybrid", "sliding_window")
 
 
@@ -25,7 +25,8 @@ class HTreeCacheLayer(CacheLayerMixin):
     Args:
         compression_rate: as in `htree_cuda.forward`.
         backend: "auto" or "torch".
-        capacity: int >= 1, tokens of a row, padding included; default None: it grows, by new buffers.
+        capacity: int >= 1, tokens of a row, padding included, for which there is room at first; default None: 1,024
+            more than the first call has. A full cache grows, by new buffers.
         tables: the tables of rotations, shared by the layers of a cache.
 
     Raises:
@@ -72,7 +73,7 @@ class HTreeCacheLayer(CacheLayerMixin):
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device.type)
         self.tree = TreeCache(
-            B, self.capacity or max(FIRST_CAPACITY, 2 * T), heads, head_dim, value_states.shape[-1],
+            B, self.capacity or T + MORE_TOKENS, heads, head_dim, value_states.shape[-1],
             compression_rate=self.compression_rate, dtype=dtype, device=device,
         )  # fmt: skip
         self.tree._rope_tables = self.tables.setdefault((device, dtype), {})
@@ -83,7 +84,7 @@ class HTreeCacheLayer(CacheLayerMixin):
         """Appends [B, H_kv, T, D] (of which the call's mask may say that some do not exist) and returns everything."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        T, call = key_states.shape[2], self.call
+        T, call = key_states.shape[2], self.call.on(key_states.device)
         if self.seen + T > self.tree.max_tokens:
             self.tree.resize(max(self.seen + T, 2 * self.tree.max_tokens))
         k, v = (call.compact(x.transpose(1, 2)) for x in (key_states, value_states))

@@ -24,6 +24,13 @@ class Call:
     cu_seqlens: Tensor | None = None  # [N + 1] int32, counted in the B * T tokens of the call
     max_seqlen: int = 0
 
+    def on(self, device: torch.device) -> Call:
+        """The same for layers on another device."""
+        if all(x is None or x.device == device for x in (self.used, self.valid, self.cu_seqlens)):
+            return self
+        moved = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return Call(**moved, max_seqlen=self.max_seqlen)
+
     def compact(self, x: Tensor) -> Tensor:
         """[B, T, H, D], the tokens that exist first."""
         return x if self.order is None else _rows(x, self.order)
