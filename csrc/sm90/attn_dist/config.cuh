@@ -116,8 +116,8 @@ struct Config {
   // ---- shared memory ----
   static constexpr int kValidTiles = kSharedPanels ? 16 : 32;
   static_assert(kValidTiles >= kStages / kTileStages + 8, "see mainloop.cuh");
-  // Of a warp's 16 heads r and r + 8 are added in row r; rows so far apart that the four which half a warp writes at
-  // once, 32 bytes of each, lie in different banks.
+  // Row r holds the sum of heads r and r + 8 of a warp's 16. The stride puts the 32 bytes that half a warp writes at
+  // once to each of four rows into different banks.
   static constexpr int kSumRows = 8;
   static constexpr int kSumStride = kTileKeys + 8;
   struct SharedStorage {

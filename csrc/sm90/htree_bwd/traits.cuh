@@ -105,7 +105,7 @@ struct DkDvSelectedTraits {
   // ---- threads and registers ----
   static constexpr int kConsumers = 8;  // warps, each with slots of its own; nobody else
   static constexpr int kThreads = kConsumers * 32;
-  // Of the steps of 16 columns of the values, registers hold as many as fit: all, or the first half.
+  // Registers hold the first kHeldValues steps of 16 columns of the values: all of them, or the half that fits.
   static constexpr int kHeldValues = kK + kV == 256 ? kV / 32 : kV / 16;
 
   // ---- shared memory ----

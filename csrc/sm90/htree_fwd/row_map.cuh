@@ -58,7 +58,8 @@ struct State {
   uint32_t const warp;
   int groups;    // stages that pass by
   bool active;   // a query of the warp exists, and this layer is of this kind for it
-  // Of the query as the block at hand sees it, n - 1 - 16 rank: below 16 in the last block and negative behind it.
+  // The position of the query as the block at hand sees it is n - 1 - 16 rank. It is below 16 in the query's last block
+  // and negative behind it.
   int position;
   int cursor;    // index of the block at hand in the rows of importance and of expanded candidates
   half2 q[Cfg::kSteps][4];

@@ -341,7 +341,7 @@ private:
     constexpr int own = 2 * kMe;
     keys_round_ ^= 1;
     wait_keys(own);
-    // Those with a register operand first: a fence behind them waits until they have read it.
+    // The products with a register operand come first, because a fence behind them waits until they have read it.
     if constexpr (C::kRegPanels > 0) {
       wgmma::Descriptor const keys(uniform(keys_ + kMe * C::kTileBytes + C::kSharedPanels * C::kPanelBytes));
       wgmma::fence();
