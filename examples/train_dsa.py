@@ -152,7 +152,9 @@ class Decoder(nn.Module):
 def attention_to_every_key(layer: DSAttention, q: Tensor, kv: Tensor, first: int) -> Tensor:
     """[n, T]: dense attention of one sequence's queries q [n, heads, nope + rope] at positions from first on, mean over
     the heads; kv [T, kv_lora_rank + rope]."""
-    scores = torch.einsum("nhd,td->hnt", layer.absorb(q[None])[0].float(), kv.float()) * layer.sm_scale
+    absorbed = layer.absorb(q[None])[0].float()
+    with torch.autocast(q.device.type, enabled=False):
+        scores = torch.einsum("nhd,td->hnt", absorbed, kv.float()) * layer.sm_scale
     position = torch.arange(first, first + len(q), device=q.device)
     hidden = torch.arange(len(kv), device=q.device) > position[:, None]
     return scores.masked_fill_(hidden, float("-inf")).softmax(2).mean(0)
