@@ -10,8 +10,8 @@ from torch import Tensor
 # Bytes of temporaries one chunk of queries may hold (a single query may exceed it). On a CPU a chunk that fits the
 # caches wins; on a GPU large chunks amortise launches, and its memory, not what is free of it, bounds them.
 CHUNK_BYTES_CPU = 32 << 20
-CHUNK_BYTES_GPU = 4 << 30
-SHARE_OF_GPU = 16
+CHUNK_BYTES_GPU = 8 << 30
+SHARE_OF_GPU = 10
 
 
 def budget(device: torch.device) -> int:
@@ -19,7 +19,7 @@ def budget(device: torch.device) -> int:
     if device.type == "cpu":
         return CHUNK_BYTES_CPU
     if device.type != "cuda":
-        return CHUNK_BYTES_GPU // 4
+        return CHUNK_BYTES_GPU // 8
     return min(CHUNK_BYTES_GPU, torch.cuda.get_device_properties(device).total_memory // SHARE_OF_GPU)
 
 

