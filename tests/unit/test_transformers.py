@@ -346,7 +346,7 @@ def test_fsdp2(world, tmp_path):
     """Sharded, with activation checkpointing and mixed precision, on processes of gloo."""
     folder = Path(__file__).parent
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(folder.parents[1]), *sys.path])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     command = [sys.executable, "-c", FSDP]
     processes = [
         subprocess.Popen(
@@ -665,6 +665,22 @@ def test_docstrings(name):
     places = [text.index(f"\n{section}:") for section in ("Args", "Returns", "Raises", "Notes", "Example", "Source")]
     assert places == sorted(places)
     exec(compile(doctest.script_from_examples(text), name, "exec"), {"torch": torch})
+
+
+def test_transformers_is_optional():
+    """htree_cuda does not import it, and says what is missing where it is."""
+    program = """
+import sys, htree_cuda
+assert "transformers" not in sys.modules
+sys.modules["transformers"] = None
+try:
+    import htree_cuda.integrations.transformers
+except ImportError as error:
+    print(error)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "pip install 'htree_cuda[hf]'" in done.stdout
 
 
 # ----------------------------------------------------------------------------------------------- the example, the guide
