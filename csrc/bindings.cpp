@@ -123,7 +123,20 @@ void bind_forward(py::module_& module) {
   py::class_<ForwardParams>(module, "ForwardParams", py::module_local(), "q, k, v: (pointer, stride_b, stride_t, stride_h) in elements")
       .def(py::init(&forward_params), py::kw_only(), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("B"),
            py::arg("T"), py::arg("T_q"), py::arg("q_start"), py::arg("H_kv"), py::arg("G"), py::arg("K"), py::arg("V"),
-           py::arg("top_k"), py::arg("scale"), py::arg("rope_base"), py::arg("strict_causal"), py::arg("dtype"));
+           py::arg("top_k"), py::arg("scale"), py::arg("rope_base"), py::arg("strict_causal"), py::arg("dtype"))
+      .def(
+          "with_sequences",
+          [](ForwardParams params, std::int64_t count, std::uintptr_t cu_seqlens_q, std::uintptr_t cu_seqlens_k,
+             std::uintptr_t seqused_q, std::uintptr_t seqused_k, std::uintptr_t q_start, bool q_start_64,
+             std::int64_t total_q, std::int64_t total_k) {
+            auto const ints = [](std::uintptr_t address) { return static_cast<std::int32_t const*>(as_pointer(address)); };
+            params.sequences = {count,           ints(cu_seqlens_q), ints(cu_seqlens_k), ints(seqused_q), ints(seqused_k),
+                                as_pointer(q_start), q_start_64,     total_q,            total_k};
+            return params;
+          },
+          py::kw_only(), py::arg("count"), py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("seqused_q"),
+          py::arg("seqused_k"), py::arg("q_start"), py::arg("q_start_64"), py::arg("total_q"), py::arg("total_k"),
+          "The same with sequences of different lengths; pointers to the device, 0 for none; see csrc/params.h");
   module.def(
       "forward_workspace",
       [](ForwardParams const& params, int device) {

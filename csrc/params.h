@@ -63,6 +63,13 @@ struct TreePoolParams {
   std::int64_t compression_rate;  // r, a power of two >= 2
   int layers;                     // L, the bottom included; nothing is written when L = 1
   DType dtype;
+  // Sequences of different lengths, of the forward alone: tree/geometry.h's Sequence, `sequence_count` of them on the
+  // device, or null. Then B is 1, T bounds a length, and layer l of the tree has room for (total_k >> 4 l) +
+  // sequence_count nodes.
+  void const* sequences;
+  std::int64_t sequence_count;
+  std::int64_t total_k;
+  bool packed;                    // k and v are a pack, else each sequence has a row of the batch
 };
 
 // Pools layers 1 .. L-1 of K and V on `stream` of the current device. Children are added in ascending order in
@@ -71,6 +78,19 @@ struct TreePoolParams {
 HTREE_CUDA_API void tree_pool(TreePoolParams const& params, void* stream);
 
 // ---- forward ---------------------------------------------------------------------------------------------------
+
+// Sequences of different lengths, packed or in the rows of a batch. All pointers are to the device.
+struct SequencesParams {
+  std::int64_t count;                // N; -1: sequences of one length, and nothing below is looked at
+  std::int32_t const* cu_seqlens_q;  // [N + 1], with cu_seqlens_k: a pack; both null: rows of a batch, B = N
+  std::int32_t const* cu_seqlens_k;
+  std::int32_t const* seqused_q;     // [B], or null: all rows
+  std::int32_t const* seqused_k;
+  void const* q_start;               // [B] position of the first query, or null: seqused_k - seqused_q
+  bool q_start_64;                   // q_start is int64, else int32
+  std::int64_t total_q;              // rows of q in the pack, or B * T_q
+  std::int64_t total_k;
+};
 
 struct ForwardParams {
   void const* q;               // [B, T_q, H_kv * G, K], last dimension contiguous
@@ -104,6 +124,9 @@ struct ForwardParams {
   double rope_base;
   bool strict_causal;
   DType dtype;         // bf16 or fp16
+  // Sequences of different lengths: T and T_q bound the lengths, q_start is 0, and in a pack B is 1 and there are no
+  // strides of batches; out, lse and selection have the rows of q. Values of lengths may be anything.
+  SequencesParams sequences{-1};
 };
 
 // Bytes of workspace that `forward` needs on the current device; pointers are not looked at.

@@ -140,15 +140,19 @@ def _or_none(x: Tensor | None, dims: int) -> tuple[int, ...]:
     return (0,) * (dims + 1) if x is None else (x.data_ptr(), *x.stride())
 
 
-def _forward_params(q: Tensor, k: Tensor, v: Tensor, params):
+def _forward_params(q: Tensor, k: Tensor, v: Tensor, params, maxima: tuple[int, int] | None = None):
+    """maxima: T and T_q where they are not those of k and q."""
     B, T_q, H, K = q.shape
+    T = k.shape[1]
+    if maxima is not None:
+        T, T_q = maxima
     H_kv = k.shape[2]
     return load().ForwardParams(
         q=_strided(q),
         k=_strided(k),
         v=_strided(v),
         B=B,
-        T=k.shape[1],
+        T=T,
         T_q=T_q,
         q_start=params.q_start,
         H_kv=H_kv,
@@ -160,6 +164,47 @@ def _forward_params(q: Tensor, k: Tensor, v: Tensor, params):
         rope_base=params.rope_base,
         strict_causal=params.strict_causal,
         dtype=_dtype(q),
+    )
+
+
+def varlen_params(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start, params):
+    """The params struct of a packed or ragged call; params: params.VarlenParams."""
+    packed = params.packed
+    total_q, total_k = (x.shape[0] if packed else x.shape[0] * x.shape[1] for x in (q, k))
+    maxima = (max(1, params.max_seqlen_k), params.max_seqlen_q)
+    batched = (x[None] for x in (q, k, v)) if packed else (q, k, v)
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q}
+    lengths |= {"seqused_k": seqused_k, "q_start": q_start}
+    return _forward_params(*batched, params.tree, maxima).with_sequences(
+        count=params.sequences,
+        **{name: 0 if x is None else x.data_ptr() for name, x in lengths.items()},
+        q_start_64=q_start is not None and q_start.dtype == torch.int64,
+        total_q=total_q,
+        total_k=total_k,
+    )
+
+
+def forward_varlen_workspace(q: Tensor, k: Tensor, v: Tensor, *lengths_params) -> int:
+    """Bytes of workspace that `forward_varlen` needs; the arguments of `varlen_params`."""
+    return load().forward_workspace(varlen_params(q, k, v, *lengths_params), device=q.get_device())
+
+
+def forward_varlen(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor | None, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, seqused_q: Tensor | None, seqused_k: Tensor | None, q_start: Tensor | None,
+    workspace: Tensor, params,
+) -> None:  # fmt: skip
+    """Fills out, lse and, where given, selection, contiguous and with the rows of q, of sequences of different lengths,
+    of which there is one at least, as there is a row of q and of k."""
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start)
+    load().forward(
+        varlen_params(q, k, v, *lengths, params),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        selection=0 if selection is None else selection.data_ptr(),
+        workspace=workspace.data_ptr(),
+        workspace_bytes=workspace.numel(),
+        **_place(q),
     )
 
 

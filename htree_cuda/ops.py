@@ -157,7 +157,7 @@ def forward(
     if out.numel():
         workspace = q.new_empty(kernels.forward_workspace(q, k, v, params), dtype=torch.uint8)
         replayed = given if given is not None and given.numel() else None
-        kernels.forward(q, k, v, out, lse, selection if selection.numel() else None, workspace, params, replayed)
+        kernels.forward(q, k, v, out, lse, selection if selection.numel() else None, workspace, params, given=replayed)
     return out, lse, selection
 
 

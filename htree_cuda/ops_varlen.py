@@ -3,12 +3,10 @@ given, else batched, with what the rows of the batch hold."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, ops
 from .definition import accumulation_dtype, layer_sizes
 from .ops import (
     _ROTATION_SCHEMA,
@@ -16,7 +14,6 @@ from .ops import (
     _TREE_TENSORS,
     _empty_gradients,
     _no_double_backward,
-    _use_torch,
     _without_autocast,
 )
 from .params import TreeParams, VarlenParams
@@ -62,26 +59,8 @@ def _tree_arguments(params: TreeParams) -> tuple[tuple, dict]:
     return (params.attn_sink, params.rope_inv_freq), numbers
 
 
-def _forward_batch(q: Tensor, k: Tensor, v: Tensor, params: TreeParams, *, need_selection: bool):
-    """A batch of sequences of one shape by the kernels of `forward`. A call of one query rounds in a way of its own: a
-    second query, of no consequence, joins it."""
-    one = q.shape[1] == 1
-    first = params.q_start == 0
-    if one:
-        q = q.expand(-1, 2, -1, -1)
-        if first and k.shape[1] == 1:
-            k, v = (x.expand(-1, 2, -1, -1) for x in (k, v))
-        params = dataclasses.replace(params, q_start=0 if first else params.q_start - 1)
-    tensors, numbers = _tree_arguments(params)
-    results = torch.ops.htree_cuda.forward(q, k, v, *tensors, need_selection=need_selection, **numbers)
-    if not one:
-        return results
-    keep = slice(0, 1) if first else slice(1, 2)
-    return results[0][:, keep], results[1][:, keep], results[2][:, :, keep]
-
-
 def _backward_batch(dout, dlse, q, k, v, out, lse, selection, params: TreeParams, *, deterministic: bool):
-    """Likewise; the kernels' sums are always repeatable."""
+    """A batch of sequences of one shape by the kernels of `backward`, whose sums are always repeatable."""
     tensors, numbers = _tree_arguments(params)
     return torch.ops.htree_cuda.backward(
         dout, dlse, q, k, v, out.contiguous(), lse.contiguous(), selection.contiguous(), *tensors, **numbers
@@ -109,11 +88,21 @@ def forward_varlen(
         op = "forward_varlen" if params.packed else "forward"
         checks.varlen.read_lengths(op, q, k, *lengths[:4], params)
     need_selection = _keeps_selection(q, k, v, params, save_selection) or need_selection
-    if _use_torch("forward_varlen", q, backend):
+    if ops._use_torch("forward_varlen", q, backend):
         return torch_varlen.forward(q, k, v, lengths, params, need_selection=need_selection)
     op = "forward_varlen" if params.packed else "forward"
     checks.varlen.kernel(q, k, v, params, op=op)
-    return torch_varlen.forward(q, k, v, lengths, params, need_selection=need_selection, run=_forward_batch)
+    from . import kernels
+
+    out, lse, selection = _empty_results(q, k, v, params, need_selection)
+    if params.sequences == 0 or k.shape[-3] == 0:
+        return out.zero_(), lse.fill_(-torch.inf), selection.fill_(-1)
+    if out.numel():
+        size = kernels.forward_varlen_workspace(q, k, v, *lengths, params)
+        workspace = q.new_empty(size, dtype=torch.uint8)
+        chosen = selection if selection.numel() else None
+        kernels.forward_varlen(q, k, v, out, lse, chosen, *lengths, workspace, params)
+    return out, lse, selection
 
 
 @forward_varlen.register_fake
@@ -143,7 +132,7 @@ def backward_varlen(
     tree = {**tree, "attn_sink": attn_sink, "rope_inv_freq": rope_inv_freq}
     params = checks.varlen.forward(q, k, v, *lengths, backend=backend, op="backward_varlen", **tree)
     checks.varlen.backward(dout, dlse, q, v, out, lse, selection, params, k.shape[-2])
-    if _use_torch("backward_varlen", q, backend):
+    if ops._use_torch("backward_varlen", q, backend):
         results = (dout, dlse, q, k, v, out, lse, selection)
         return torch_varlen.backward(*results, lengths, params, deterministic=deterministic)
     checks.varlen.kernel(q, k, v, params, op="backward_varlen")

@@ -24,7 +24,16 @@ inline bool aligned(void const* pointer, std::int64_t bytes) {
 inline void check(char const* op, ForwardParams const& p) {
   auto const number = [](std::int64_t x) { return std::to_string(x); };
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) reject(op, "dtype must be bf16 or fp16");
-  if (p.B < 0 || p.T < 1 || p.T > std::numeric_limits<std::int32_t>::max() || p.T_q < 0 || p.q_start < 0 ||
+  SequencesParams const& s = p.sequences;
+  if (s.count >= 0) {
+    std::int64_t const most = std::numeric_limits<std::int32_t>::max();
+    if (p.T < 1 || p.T > most || p.T_q < 0 || p.T_q > most || s.count < 1 || s.count >= most / 16 || s.total_q < 0 ||
+        s.total_q > most || s.total_k < 1 || s.total_k > most || p.q_start != 0) {
+      reject(op, "sequences of different lengths need N in 1 .. 2^27 - 1, total_k in 1 .. 2^31 - 1 and total_q below "
+                 "2^31, got N " + number(s.count) + ", total_k " + number(s.total_k) + ", total_q " + number(s.total_q));
+    }
+    if ((s.cu_seqlens_q == nullptr) != (s.cu_seqlens_k == nullptr)) reject(op, "one of two cu_seqlens is missing");
+  } else if (p.B < 0 || p.T < 1 || p.T > std::numeric_limits<std::int32_t>::max() || p.T_q < 0 || p.q_start < 0 ||
       p.q_start + p.T_q > p.T) {
     reject(op, "needs B >= 0, T in 1 .. 2^31 - 1 and queries within it, got B " + number(p.B) + ", T " + number(p.T) +
                    ", T_q " + number(p.T_q) + ", q_start " + number(p.q_start));

@@ -70,22 +70,97 @@ __host__ __device__ inline int candidates_in_selected(std::int64_t t, int layer,
   return (top_k - 1) * kSiblings + static_cast<int>((t >> (kLog2Siblings * layer)) & (kSiblings - 1)) + 1;
 }
 
+// ---- sequences of different lengths ------------------------------------------------------------------------------
+//
+// A packed or ragged call has N sequences whose lengths only the device knows (tree/sequences.h). In memory of the call,
+// the nodes of layer l of sequence i begin at row (key >> 4 l) + i, where `key` is the number of tokens before the
+// sequence, and likewise its KV blocks. So there is room for each of them, all have (total >> 4 l) + N rows together,
+// and no sums over lengths are needed.
+
+// What a call knows of one sequence.
+struct Sequence {
+  std::int32_t key;    // tokens before it, in the pack or in the rows of the batch
+  std::int32_t keys;
+  std::int32_t row;    // of its first query that has a key: in the pack, or in its row of the batch
+  std::int32_t count;  // queries that have a key
+  std::int32_t t;      // position of the first of them
+  std::int32_t tile;   // the first of its query tiles
+};
+
+// What a query tile of such a call is: up to kQueryTile queries of one sequence. A tile without queries is all zeros.
+struct alignas(16) TileEntry {
+  std::int32_t t;               // position of the first query
+  std::int32_t row;             // its row, as Sequence::row
+  std::int32_t key;             // of the sequence
+  std::int32_t sequence_count;  // 16 * sequence + queries
+
+  __host__ __device__ std::int32_t sequence() const { return sequence_count >> 4; }
+  __host__ __device__ std::int32_t count() const { return sequence_count & 15; }
+};
+
+// Where the nodes of a layer of a sequence begin, and its KV blocks, of which `together` lie in a tile.
+__host__ __device__ inline std::int64_t sequence_nodes(std::int32_t key, std::int32_t sequence, int layer) {
+  return (static_cast<std::int64_t>(key) >> (kLog2Siblings * layer)) + sequence;
+}
+__host__ __device__ inline std::int64_t sequence_blocks(std::int32_t key, std::int32_t sequence, int layer,
+                                                        int together) {
+  int const shift = kLog2Siblings * (layer + 1) + (together == kTileParents ? 2 : 0);
+  return ((static_cast<std::int64_t>(key) >> shift) + sequence) * together;
+}
+static_assert(kTileParents == 4);
+
+// The last of N >= 1 sequences that begins at or before `place`, where sequence i begins at begin(i), ascending. The
+// first one where none does.
+template <class Begin>
+__device__ __forceinline__ std::int32_t sequence_at(std::int32_t N, std::int64_t place, Begin const& begin) {
+  std::int32_t low = 0;
+  std::int32_t high = N;
+  while (high - low > 1) {
+    std::int32_t const middle = low + (high - low) / 2;
+    (begin(middle) <= place ? low : high) = middle;
+  }
+  return low;
+}
+
 // The tiles of kQueryTile queries that a launch works on: tile i of the launch is tile begin + i of the call. A call
 // whose output fits a GPU has fewer than 2^32 of them.
 struct QueryTiles {
   std::uint32_t begin;
-  std::uint32_t per_head;  // tiles of one (b, h_kv): ceil(T_q / kQueryTile)
-  std::int64_t T_q;
+  std::uint32_t per_head;  // tiles of one (b, h_kv): ceil(T_q / kQueryTile); with `entries`: of one h_kv
+  std::int64_t T_q;        // rows of q in a row of the batch; 0 in a pack
   std::int64_t q_start;
+  int H_kv = 0;            // with `entries`
+  TileEntry const* entries = nullptr;  // [per_head], or null: sequences of one length
+
+  __device__ __forceinline__ TileEntry entry(int i) const {
+    int4 const x = __ldg(reinterpret_cast<int4 const*>(entries) + (begin + i) % per_head);
+    return {x.x, x.y, x.z, x.w};
+  }
 };
 
 struct QueryTile {
-  std::int64_t bh;     // b * H_kv + h_kv
-  std::int64_t first;  // the first query of the tile
+  std::int32_t bh;     // b * H_kv + h_kv, where b is a sequence
+  std::int32_t first;  // the first query of the tile, a row of q
+  std::int32_t count;  // how many queries it has; in a batch the tile may be larger
+  std::int64_t t;      // position of the first query
 
-  __device__ QueryTile(QueryTiles const& blocks, int i)
-      : bh((blocks.begin + i) / blocks.per_head),
-        first(static_cast<std::int64_t>((blocks.begin + i) % blocks.per_head) * kQueryTile) {}
+  __device__ QueryTile(QueryTiles const& blocks, int i) {
+    bh = static_cast<std::int32_t>((blocks.begin + i) / blocks.per_head);
+    if (blocks.entries == nullptr) {
+      first = static_cast<std::int32_t>((blocks.begin + i) % blocks.per_head) * kQueryTile;
+      count = static_cast<std::int32_t>(blocks.T_q) - first;
+      t = blocks.q_start + first;
+    } else {
+      TileEntry const entry = blocks.entry(i);
+      bh += entry.sequence() * blocks.H_kv;
+      first = entry.row;
+      count = entry.count();
+      t = entry.t;
+    }
+  }
+
+  // Whether query i of the tile exists.
+  __device__ __forceinline__ bool has(int i) const { return i < count; }
 };
 
 // Query tiles from .. to - 1 of a launch in sets of a few neighbours of one head. Sets are counted from the first tile
@@ -98,6 +173,8 @@ struct TileSets {
 
   __host__ __device__ static TileSets of(QueryTiles const& blocks, std::int32_t from, std::int32_t count,
                                             std::int32_t size) {
+    // The tiles of a sequence come in whole sets, so that its first tile begins one.
+    if (blocks.entries != nullptr) return {from, from + count, count, size};
     std::int32_t const in_head = static_cast<std::int32_t>((blocks.begin + static_cast<std::uint32_t>(from)) % blocks.per_head);
     std::int32_t const left = static_cast<std::int32_t>(blocks.per_head) - in_head;
     return {from, from + count, count < left ? count : left, size};

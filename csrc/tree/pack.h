@@ -20,6 +20,15 @@ struct Source {
   std::int64_t stride_h;
   int dim;
   bool vectors;  // 16 bytes may be read at once
+  // Sequences of different lengths: a sequence begins at row 0 of its own row of the batch (kOwnRows), at its first token
+  // of a pack (kTokens), or at sequence_nodes of a layer.
+  static constexpr int kOwnRows = -1;
+  static constexpr int kTokens = 0;
+  int begins = kOwnRows;
+
+  __device__ std::int64_t first_row(std::int32_t key, std::int32_t sequence) const {
+    return begins == kOwnRows ? 0 : begins == kTokens ? key : sequence_nodes(key, sequence, begins);
+  }
 };
 
 // Packs the parents of the unions of a launch's query tiles, instead of all parents of the layer. Every union has room
@@ -51,6 +60,11 @@ struct Args {
   bool as_inputs;                 // keys are rounded to the dtype, else to fp16
   int* has_nonfinite_v;           // becomes 1 where a value is not finite
   Lists lists;                    // not with by_node
+  // Sequences of different lengths: parents_per_head and blocks are those of all sequences, N bounds the nodes that are
+  // packed of each.
+  Sequence const* sequences;      // [sequence_count], or null
+  std::int32_t sequence_count;
+  int layer;
 };
 
 void tree_pack(Args const& args, DType dtype, cudaStream_t stream);

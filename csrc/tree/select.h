@@ -22,7 +22,7 @@ struct Args {
   std::int32_t const* parents_in;  // [rows, top_k] selected in the layer above, ascending; read in selected layers
   std::int32_t* nodes;             // [rows, top_k] selected here, ascending, padded with -1
   std::uint16_t* expanded;           // [rows, width / 16] bit c: candidate 16 j + c is selected or does not exist
-  std::int32_t* selection;         // [B, T_q, H_kv, top_k] of the whole call, or null
+  std::int32_t* selection;         // [B, T_q, H_kv, top_k] of the whole call, or null; of a pack [total_q, H_kv, top_k]
 };
 
 void select(Args const& args, int rows, cudaStream_t stream);

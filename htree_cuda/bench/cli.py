@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from .. import checks
-from . import attn_dist, backward, context_parallel, decode, dsa, forward, sparse_attention
+from . import attn_dist, backward, context_parallel, decode, dsa, forward, packed, sparse_attention
 from .inputs import DTYPES, KINDS
 from .plots import plot
 from .protocol import identity
@@ -18,7 +18,7 @@ from .tables import break_even, table
 
 COMMANDS = {
     "forward": forward, "backward": backward, "decode": decode, "attn_dist": attn_dist,
-    "sparse_attention": sparse_attention, "dsa": dsa, "context_parallel": context_parallel,
+    "sparse_attention": sparse_attention, "dsa": dsa, "context_parallel": context_parallel, "packed": packed,
 }  # fmt: skip
 
 
@@ -78,6 +78,26 @@ def _decode(cuda: bool) -> argparse.ArgumentParser:
     return parser
 
 
+def _cases(text: str) -> list[str]:
+    cases = text.split(",")
+    if unknown := set(cases) - set(packed.CASES):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: must be of {', '.join(packed.CASES)}")
+    return cases
+
+
+def _packed(cuda: bool) -> argparse.ArgumentParser:
+    """Options of packed, whose every combination is measured."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument
+    add("--total", type=int, default=65536 if cuda else 2048, help="tokens of a pack")
+    add("--heads", type=decode.heads, default="16/1,32/8" if cuda else "8/2", help="pairs of H and H_kv")
+    add("--top-k", type=_ints, default="64,512" if cuda else "16", help="nodes expanded per layer, each")
+    add("--dim", type=int, default=128 if cuda else 64, help="K = V, head dimension of keys and of values")
+    add("--cases", type=_cases, default=",".join(packed.CASES), help="which packs: " + ", ".join(packed.CASES))
+    add("--backward", action="store_true", help="also the gradients alone")
+    return parser
+
+
 def _lists(cuda: bool) -> argparse.ArgumentParser:
     """Options of attn_dist and sparse_attention."""
     parser = argparse.ArgumentParser(add_help=False)
@@ -134,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False, parents=[_context_parallel(cuda), tree], conflict_handler="resolve"
     )
     command("context_parallel", parent, "one sequence over several ranks, started by torchrun")
+    command("packed", _packed(cuda), "packed sequences beside batches, their documents and PyTorch's own")
     add = command("attn_dist", lists, "attn_dist over numbers of heads and keys, beside cuDNN frontend's operation")
     add("--lengths", type=_ints, default="4096,16384,65536,131072" if cuda else "4096", help="each s_kv, keys")
     add = command("sparse_attention", lists, "sparse_attention over numbers of heads and keys, beside FlashMLA")

@@ -15,8 +15,10 @@ from htree_cuda import kernels, ops
 
 from . import make
 
-_LAUNCHERS = ("tree_pool", "forward", "backward", "attn_dist", "sparse_attention", "tree_append", "tree_decode")
-_WORKSPACES = ("forward_workspace", "backward_workspace")
+_LAUNCHERS = (
+    "tree_pool", "forward", "forward_varlen", "backward", "attn_dist", "sparse_attention", "tree_append", "tree_decode",
+)  # fmt: skip
+_WORKSPACES = ("forward_workspace", "forward_varlen_workspace", "backward_workspace")
 _ALIGNMENT = 256  # of a CUDA allocation, which the launchers rely on for the workspace
 
 
@@ -81,8 +83,9 @@ def emulated(seed: int = 0, sms: int = 3, races: bool = True) -> Iterator[ctypes
         return run
 
     def workspace(name):
-        size = getattr(compiled, name)
-        return lambda q, k, v, params: size(kernels._forward_params(q, k, v, params), device=0) + _ALIGNMENT
+        params = kernels.varlen_params if "varlen" in name else kernels._forward_params
+        size = getattr(compiled, name.replace("_varlen", ""))
+        return lambda *args: size(params(*args), device=0) + _ALIGNMENT
 
     try:
         for name in _LAUNCHERS:

@@ -42,8 +42,7 @@ __device__ __forceinline__ uint32_t query_of_columns(State<Cfg> const& s, int i)
 template <class Cfg>
 __device__ __forceinline__ bool query_works(State<Cfg> const& s, uint32_t query) {
   QueryTile const block = own_tile(s);
-  std::int64_t const q = block.first + query;
-  return (tile_of_warp(s) >= 0) & (q < s.args.blocks.T_q) & htree_fwd::works<Cfg>(s.args, s.args.blocks.q_start + q);
+  return (tile_of_warp(s) >= 0) & block.has(query) & htree_fwd::works<Cfg>(s.args, block.t + query);
 }
 
 template <class Cfg>
@@ -89,7 +88,7 @@ template <class Cfg>
 __device__ __forceinline__ void begin_columns(State<Cfg>& s, int i) {
   Columns& columns = s.columns[i];
   QueryTile const block = own_tile(s);
-  std::int64_t const t = s.args.blocks.q_start + block.first + query_of_columns(s, i);
+  std::int64_t const t = block.t + query_of_columns(s, i);
   bool const works = query_works(s, query_of_columns(s, i));
   columns.position = works ? candidates_of<Cfg>(s.args, t) - 1 : -1;
   std::int64_t const row = tile_of_warp(s) * kQueryTile + query_of_columns(s, i);
@@ -394,12 +393,12 @@ __device__ __forceinline__ void propagate_nan_swapab(State<Cfg>& s, int query, i
   QueryTile const block = own_tile(s);
   std::int64_t const in_block = first_query(s) + query;
   std::int64_t const parent = s.args.parents[(tile_of_warp(s) * kQueryTile + in_block) * s.args.top_k + rank];
-  int const last = candidates_of<Cfg>(s.args, s.args.blocks.q_start + block.first + in_block) - 1;
+  int const last = candidates_of<Cfg>(s.args, block.t + in_block) - 1;
   int const children = rank == last / kSiblings ? last % kSiblings + 1 : kSiblings;
   tree::pack::Source const& values = s.args.values;
   typename Cfg::Element const* const rows =
       static_cast<typename Cfg::Element const*>(values.in) + block.bh / s.args.H_kv * values.stride_b +
-      parent * kSiblings * values.stride_n + block.bh % s.args.H_kv * values.stride_h + s.g;
+      (first_row(s) + parent * kSiblings) * values.stride_n + block.bh % s.args.H_kv * values.stride_h + s.g;
   bool const own = of_columns(s) == query % Cfg::kPerUnit;
 #pragma unroll 1
   for (int child = 0; child < children; ++child) {

@@ -72,12 +72,29 @@ inline constexpr Rule const& rule_of(Pass pass, DType dtype, std::int64_t G, std
   return *rule;
 }
 
+// Whether lengths are known on the device alone.
+inline bool has_sequences(ForwardParams const& p) { return p.sequences.count >= 0; }
+
+// Sequences of different lengths never have a query split over a CTA, so that its bits are those of a call of several.
+inline std::int64_t queries_of_call(ForwardParams const& p) {
+  return has_sequences(p) ? std::max<std::int64_t>(p.T_q, 2) : p.T_q;
+}
+
+// Positions that queries of the call may have.
+inline std::int64_t first_position(ForwardParams const& p) { return has_sequences(p) ? 0 : p.q_start; }
+inline std::int64_t end_position(ForwardParams const& p) { return has_sequences(p) ? p.T : p.q_start + p.T_q; }
+
+// Rows of q, of all sequences.
+inline std::int64_t rows_of_call(ForwardParams const& p) {
+  return has_sequences(p) ? p.sequences.total_q : p.B * p.T_q;
+}
+
 // Queries a warp in a selected layer, and so the tiles of a CTA, which have one union.
 inline int queries_of_selected(ForwardParams const& p, int layer) {
-  return rule_of(Pass::kAttend, p.dtype, p.G, p.T_q, layer).selected.selected_queries;
+  return rule_of(Pass::kAttend, p.dtype, p.G, queries_of_call(p), layer).selected.selected_queries;
 }
 inline int queries_of_entry(ForwardParams const& p) {
-  return rule_of(Pass::kAttend, p.dtype, p.G, p.T_q, 0).entry.entry_queries;
+  return rule_of(Pass::kAttend, p.dtype, p.G, queries_of_call(p), 0).entry.entry_queries;
 }
 
 // Ranks that a query rotates through, or blocks that it leaves out, before it restarts from its unrotated self.
@@ -124,7 +141,7 @@ struct Positions {
 
 // Whether layer l is of a kind for some query of the call, in some pass.
 inline bool has_kind(ForwardParams const& p, LayerKind kind, int l) {
-  auto const meet = [&](Pass pass) { return Positions(p, pass, kind, l).meet(p.q_start, p.q_start + p.T_q); };
+  auto const meet = [&](Pass pass) { return Positions(p, pass, kind, l).meet(first_position(p), end_position(p)); };
   return meet(Pass::kAttend) || (l > 0 && meet(Pass::kScore));
 }
 

@@ -16,19 +16,27 @@ namespace htree_cuda::sm90::htree_fwd {
 // NaN for infinities: what an infinite input reached is NaN, whatever its sign and weight.
 __device__ __forceinline__ float infinite_to_nan(float x) { return fmaf(x, 0.0f, x); }
 
+// The row of args.values at which the nodes of the warp's sequence begin.
+template <class Cfg>
+__device__ __forceinline__ std::int64_t first_row(State<Cfg> const& s) {
+  if (s.args.blocks.entries == nullptr) return 0;
+  TileEntry const entry = s.args.blocks.entry(tile_of_warp(s));
+  return s.args.values.first_row(entry.key, entry.sequence());
+}
+
 // The ring holds zeros in the place of values that are not finite, and the sign of a block's first scale says that it
 // has some. Once all is summed, the values of such a block are read where they came from, and columns of O where one is
 // not finite become NaN. `row_of` is the row of this thread whose query took the block.
 template <class Cfg>
 __device__ __forceinline__ void propagate_nan_of_parent(State<Cfg>& s, std::int64_t parent, int rank, int row_of = 0) {
   QueryTile const block = own_tile(s);
-  int const last = candidates_of<Cfg>(s.args, s.args.blocks.q_start + block.first + query_of_row(s, row_of)) - 1;
+  int const last = candidates_of<Cfg>(s.args, block.t + query_of_row(s, row_of)) - 1;
   uint32_t masked = rank == last / kSiblings ? causal_mask(last % kSiblings) : 0u;
   if (s.args.layer > 0) masked = s.args.expanded[launch_row(s, row_of) * (s.args.width / kSiblings) + rank];
   tree::pack::Source const& values = s.args.values;
   typename Cfg::Element const* const rows =
       static_cast<typename Cfg::Element const*>(values.in) + block.bh / s.args.H_kv * values.stride_b +
-      parent * kSiblings * values.stride_n + block.bh % s.args.H_kv * values.stride_h + 2 * s.tq;
+      (first_row(s) + parent * kSiblings) * values.stride_n + block.bh % s.args.H_kv * values.stride_h + 2 * s.tq;
 #pragma unroll 1
   for (uint32_t open = 0xffffu & ~masked; open != 0; open &= open - 1) {
     typename Cfg::Element const* const row = rows + (__ffs(open) - 1) * values.stride_n;

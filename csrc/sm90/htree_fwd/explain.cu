@@ -35,6 +35,10 @@ class Counter {
 public:
   Counter(ForwardParams const& p, Workspace const& w) : p_(p), w_(w) {}
 
+  void describe_sequences() {
+    at("sequences", -1, w_.layers, "", "fill_kernel", "", "sequences and query tiles, from lengths on the device").launches += 2;
+  }
+
   void make_rotations() {
     at("rotations", 0, w_.layers, "", "rotations_kernel", "", "tables of cos and sin").launches += 1;
   }
@@ -127,7 +131,7 @@ private:
                               : queries > 1 ? "mma.sync, swap A/B"
                                             : "mma.sync");
     Row& row = at(score ? "score" : "attend", score ? 5 : 7, l, kKinds[static_cast<int>(kind)], kernel, tile,
-                  rule_of(pass, p_.dtype, p_.G, p_.T_q, l).reason);
+                  rule_of(pass, p_.dtype, p_.G, queries_of_call(p_), l).reason);
     if (row.launches == 0) {
       Positions const positions(p_, pass, kind, l);
       row.first_query = std::max(positions.begin, p_.q_start);

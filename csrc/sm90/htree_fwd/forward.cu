@@ -14,6 +14,7 @@
 #include "tree/pack.h"
 #include "tree/replay.h"
 #include "tree/select.h"
+#include "tree/sequences.h"
 
 namespace htree_cuda::sm90::htree_fwd {
 
@@ -34,6 +35,8 @@ tree::pack::Source source(void const* in, std::int64_t stride_b, std::int64_t st
   bool const vectors = tree_args::aligned(in, 16) && stride_b % 8 == 0 && stride_n % 8 == 0 && stride_h % 8 == 0;
   return {in, stride_b, stride_n, stride_h, static_cast<int>(dim), vectors};
 }
+
+bool is_packed(ForwardParams const& p) { return has_sequences(p) && p.sequences.cu_seqlens_k != nullptr; }
 
 // A scale of zero is the smallest: rows of q become zeros.
 row_scale::ScoreScale score_scale(double scale) {
@@ -61,6 +64,25 @@ class Executor {
 public:
   Executor(ForwardParams const& p, Workspace const& w, cudaStream_t stream) : p_(p), w_(w), stream_(stream) {}
 
+  void describe_sequences() {
+    tree::sequences::Args args{};
+    args.lengths = p_.sequences;
+    args.max_q = p_.T_q;
+    args.max_k = p_.T;
+    args.round = w_.tile_round;
+    args.sequences = w_.sequences;
+    args.tiles = w_.tile_entries;
+    args.tile_count = w_.tiles_per_head;
+    args.out = p_.out;
+    args.out_row_bytes = 2 * p_.H_kv * p_.G * p_.V;
+    args.lse = p_.lse;
+    args.H = static_cast<int>(p_.H_kv * p_.G);
+    args.selection = p_.selection;
+    args.selection_layers = w_.layers - 1;
+    args.selection_row = p_.H_kv * p_.top_k;
+    tree::sequences::describe(args, stream_);
+  }
+
   void make_rotations() {
     tree::pack::QueryRotations const of_queries{w_.restart_rotations,    w_.restarts,       w_.forward_rotations,
                                                 w_.forward_restarts,     w_.step_rotation,  w_.packed_restart_rotations,
@@ -79,13 +101,20 @@ public:
     pool.compression_rate = kSiblings;
     pool.layers = w_.layers;
     pool.dtype = p_.dtype;
+    if (has_sequences(p_)) {
+      pool.B = 1;
+      pool.sequences = w_.sequences;
+      pool.sequence_count = p_.sequences.count;
+      pool.total_k = p_.sequences.total_k;
+      pool.packed = is_packed(p_);
+    }
     tree_pool(pool, stream_);
   }
 
   void pack(int l, LayerKind kind) {
     Packed const& packed = w_.of(l, kind);
     tree::pack::Args args = pack_args(l, packed);
-    args.blocks = p_.B * p_.H_kv * packed.parents;
+    args.blocks = (has_sequences(p_) ? 1 : p_.B) * p_.H_kv * packed.parents;
     args.N = packed.nodes;
     args.by_node = kind != LayerKind::kSelected;
     args.tiles = kind == LayerKind::kEntry;
@@ -137,7 +166,7 @@ public:
     args.parents_in = selected_above(l);
     args.nodes = w_.nodes[l % 2];
     args.expanded = w_.expanded;
-    args.selection = p_.selection == nullptr ? nullptr : p_.selection + (l - 1) * p_.B * p_.T_q * p_.H_kv * p_.top_k;
+    args.selection = p_.selection == nullptr ? nullptr : p_.selection + (l - 1) * rows_of_call(p_) * p_.H_kv * p_.top_k;
     tree::select::select(args, chunk.count * kQueryTile, stream_);
   }
 
@@ -148,7 +177,7 @@ public:
     args.layer = l;
     args.layers = w_.layers;
     args.top_k = static_cast<int>(p_.top_k);
-    args.given = p_.given + (l - 1) * p_.B * p_.T_q * p_.H_kv * p_.top_k;
+    args.given = p_.given + (l - 1) * rows_of_call(p_) * p_.H_kv * p_.top_k;
     args.parents_in = selected_above(l);
     args.nodes = w_.nodes[l % 2];
     args.expanded = w_.expanded;
@@ -160,13 +189,22 @@ private:
   std::int32_t* selected_above(int l) const { return w_.nodes[(l + 1) % 2]; }
 
   tree::pack::Source keys_of(int l) const {
-    if (l == 0) return source(p_.k, p_.k_stride_b, p_.k_stride_t, p_.k_stride_h, p_.K);
-    return source(w_.k_tree + w_.tree_begin[l] * p_.K * 2, p_.H_kv * w_.M * p_.K, p_.K, w_.M * p_.K, p_.K);
+    return in_sequences(l, l == 0 ? source(p_.k, p_.k_stride_b, p_.k_stride_t, p_.k_stride_h, p_.K)
+                                  : source(w_.k_tree + w_.tree_begin[l] * p_.K * 2, p_.H_kv * w_.M * p_.K, p_.K,
+                                           w_.M * p_.K, p_.K));
   }
 
   tree::pack::Source values_of(int l) const {
-    if (l == 0) return source(p_.v, p_.v_stride_b, p_.v_stride_t, p_.v_stride_h, p_.V);
-    return source(w_.v_tree + w_.tree_begin[l] * p_.V * 2, p_.H_kv * w_.M * p_.V, p_.V, w_.M * p_.V, p_.V);
+    return in_sequences(l, l == 0 ? source(p_.v, p_.v_stride_b, p_.v_stride_t, p_.v_stride_h, p_.V)
+                                  : source(w_.v_tree + w_.tree_begin[l] * p_.V * 2, p_.H_kv * w_.M * p_.V, p_.V,
+                                           w_.M * p_.V, p_.V));
+  }
+
+  tree::pack::Source in_sequences(int l, tree::pack::Source source) const {
+    if (!has_sequences(p_) || (l == 0 && !is_packed(p_))) return source;
+    source.stride_b = 0;
+    source.begins = l == 0 ? tree::pack::Source::kTokens : l;
+    return source;
   }
 
   tree::pack::Args pack_args(int l, Packed const& packed) const {
@@ -180,16 +218,22 @@ private:
     args.rotations = w_.rotations;
     args.as_inputs = l == 0;  // nothing is selected there
     args.has_nonfinite_v = w_.has_nonfinite_v;
+    args.sequences = has_sequences(p_) ? w_.sequences : nullptr;
+    args.sequence_count = static_cast<std::int32_t>(p_.sequences.count);
+    args.layer = l;
     return args;
   }
 
   // Candidates of a query in layer l, at most; the last query of the chunk has the most.
   std::int64_t max_candidates(Chunk const& chunk, int l) const {
+    auto const of_position = [&](std::int64_t t) {
+      return is_selected_layer(t, l, static_cast<int>(p_.top_k)) ? p_.top_k * kSiblings : candidates_in_entry(t, l);
+    };
+    if (has_sequences(p_)) return of_position(end_position(p_) - 1);
     std::int64_t const last = chunk.begin + chunk.count - 1;
     bool const one_head = chunk.begin / w_.tiles_per_head == last / w_.tiles_per_head;
     std::int64_t const end = one_head ? last % w_.tiles_per_head * kQueryTile + kQueryTile : p_.T_q;
-    std::int64_t const t = p_.q_start + std::min(end, p_.T_q) - 1;
-    return is_selected_layer(t, l, static_cast<int>(p_.top_k)) ? p_.top_k * kSiblings : candidates_in_entry(t, l);
+    return of_position(p_.q_start + std::min(end, p_.T_q) - 1);
   }
 
   Args kernel_args(Chunk const& chunk, int l, Pass pass) const {
@@ -214,7 +258,7 @@ private:
     args.rotations = w_.rotations;
     args.step_rotation = w_.step_rotation;
     args.q = p_.q;
-    args.q_stride_b = p_.q_stride_b;
+    args.q_stride_b = is_packed(p_) ? 0 : p_.q_stride_b;
     args.q_stride_t = p_.q_stride_t;
     args.q_stride_h = p_.q_stride_h;
     args.q_half = p_.dtype == DType::kFloat16;
@@ -225,7 +269,7 @@ private:
     args.scale = score_scale(p_.scale);
     args.strict_causal = p_.strict_causal;
     args.restart_period = restart_period(p_);
-    args.split = p_.T_q == 1;
+    args.split = queries_of_call(p_) == 1;
     args.layer = l;
     args.layers = w_.layers;
     args.top_k = static_cast<int>(p_.top_k);
@@ -271,12 +315,12 @@ using namespace sm90::htree_fwd;
 
 std::int64_t forward_workspace(ForwardParams const& p) {
   tree_args::check(kOp, p);
-  return p.B * p.T_q == 0 ? 0 : Workspace(p, nullptr, processors()).bytes;
+  return rows_of_call(p) == 0 ? 0 : Workspace(p, nullptr, processors()).bytes;
 }
 
 void forward(ForwardParams const& p, void* stream) {
   tree_args::check(kOp, p);
-  if (p.B * p.T_q == 0) return;
+  if (rows_of_call(p) == 0) return;
   Workspace const workspace(p, static_cast<char*>(p.workspace), processors());
   tree_args::check_workspace(kOp, p, workspace.bytes);
   if (std::int64_t const past = misalignment(p.selection, 16); past != 0) {

@@ -57,8 +57,7 @@ template <class Cfg>
 __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
   int const lane = threadIdx.x % 32;
   int const count = stream_count<Cfg>(args);
-  char const* const packed =
-      own<Cfg>(args).packed + some_block<Cfg>(args).bh * own<Cfg>(args).parents_per_head * args.block_bytes;
+  char const* const packed = packed_blocks<Cfg>(args);
   RingPosition<Cfg::kStages> at;
 #pragma unroll 1
   for (int sweep = 0; sweep < Cfg::kSweeps; ++sweep) {

@@ -187,13 +187,13 @@ __device__ __forceinline__ int row_cursor(State<Cfg> const& s, int i) {
 
 template <class Cfg>
 __device__ __forceinline__ bool row_exists(State<Cfg> const& s, QueryTile const& block, int i) {
-  return (!Cfg::kSharesWarp || tile_of_warp(s) >= 0) && block.first + query_of_row(s, i) < s.args.blocks.T_q;
+  return (!Cfg::kSharesWarp || tile_of_warp(s) >= 0) && block.has(query_of_row(s, i));
 }
 
 template <class Cfg>
 __device__ __forceinline__ bool row_works(State<Cfg> const& s, QueryTile const& block, int i) {
   return row_exists(s, block, i) &&
-         htree_fwd::works<Cfg>(s.args, s.args.blocks.q_start + block.first + query_of_row(s, i));
+         htree_fwd::works<Cfg>(s.args, block.t + query_of_row(s, i));
 }
 
 // Goes on by so many blocks.
@@ -211,7 +211,7 @@ __device__ __forceinline__ void advance_parents(State<Cfg>& s, int parents) {
 // The position and the cursor before the first block.
 template <class Cfg>
 __device__ __forceinline__ void begin_sweep(State<Cfg>& s, QueryTile const& block) {
-  std::int64_t const t = s.args.blocks.q_start + block.first + query_of_row(s);
+  std::int64_t const t = block.t + query_of_row(s);
   s.cursor = static_cast<int>(launch_row(s) * (s.args.width / kSiblings));
   if constexpr (Cfg::kPacksPositions) {
     s.passed.value = 0;
@@ -235,8 +235,7 @@ __device__ __forceinline__ void repeat_sweep(State<Cfg>& s) {
 
 template <class Cfg>
 __device__ __forceinline__ char const* packed_parents(State<Cfg> const& s) {
-  return own<Cfg>(s.args).packed +
-         some_block<Cfg>(s.args).bh * own<Cfg>(s.args).parents_per_head * s.args.block_bytes;
+  return packed_blocks<Cfg>(s.args);
 }
 
 template <class Cfg>

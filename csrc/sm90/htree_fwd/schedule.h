@@ -23,10 +23,12 @@ struct TilesByKind {
   bool any() const { return selected.count + half_selected.count + entry.count > 0; }
 };
 
-// Where a chunk has tiles of several heads, all of them are named if any is.
+// Where a chunk has tiles of several heads, or of sequences whose lengths the host does not know, all of them are named
+// if any is.
 inline Tiles tiles_of(ForwardParams const& p, Workspace const& w, Pass pass, LayerKind kind, int l,
                       Chunk const& chunk) {
   Positions const positions(p, pass, kind, l);
+  if (has_sequences(p)) return {0, positions.meet(first_position(p), end_position(p)) ? chunk.count : 0};
   if (chunk.begin / w.tiles_per_head != (chunk.begin + chunk.count - 1) / w.tiles_per_head) {
     return {0, positions.meet(p.q_start, p.q_start + p.T_q) ? chunk.count : 0};
   }
@@ -39,7 +41,9 @@ inline Tiles tiles_of(ForwardParams const& p, Workspace const& w, Pass pass, Lay
 }
 
 inline QueryTiles query_tiles(ForwardParams const& p, Workspace const& w, Chunk const& chunk) {
-  return {static_cast<std::uint32_t>(chunk.begin), static_cast<std::uint32_t>(w.tiles_per_head), p.T_q, p.q_start};
+  bool const packed = has_sequences(p) && p.sequences.cu_seqlens_k != nullptr;
+  return {static_cast<std::uint32_t>(chunk.begin), static_cast<std::uint32_t>(w.tiles_per_head), packed ? 0 : p.T_q,
+          p.q_start, static_cast<int>(p.H_kv), w.tile_entries};
 }
 
 // The groups of tiles that have one union in layer l.
@@ -82,13 +86,13 @@ inline Grid deal(QueryTiles const& tiles, Variant variant, TilesByKind const& of
   return grid;
 }
 
-// Sink: make_rotations(), pool(), pack(layer, kind), build_union(chunk, layer), gather(chunk, layer),
-// launch(chunk, layer, pass, variant, tiles), select(chunk, layer), replay(chunk, layer).
+// Sink: describe_sequences(), make_rotations(), pool(), pack(layer, kind), build_union(chunk, layer),
+// gather(chunk, layer), launch(chunk, layer, pass, variant, tiles), select(chunk, layer), replay(chunk, layer).
 template <class Sink>
 void schedule_pass(ForwardParams const& p, Workspace const& w, Chunk const& chunk, int l, Pass pass, Sink& sink) {
   auto const of = [&](LayerKind kind) { return tiles_of(p, w, pass, kind, l, chunk); };
   TilesByKind const tiles{of(LayerKind::kSelected), of(LayerKind::kHalfSelected), of(LayerKind::kEntry)};
-  Rule const& rule = rule_of(pass, p.dtype, p.G, p.T_q, l);
+  Rule const& rule = rule_of(pass, p.dtype, p.G, queries_of_call(p), l);
   auto const launch = [&](Variant variant, TilesByKind const& some) {
     if (some.any()) sink.launch(chunk, l, pass, variant, some);
   };
@@ -123,6 +127,7 @@ void schedule_chunk(ForwardParams const& p, Workspace const& w, Chunk const& chu
 
 template <class Sink>
 void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
+  if (has_sequences(p)) sink.describe_sequences();
   sink.make_rotations();
   if (w.layers > 1) sink.pool();
   for (int l = 0; l < w.layers; ++l) {

@@ -42,6 +42,21 @@ __device__ __forceinline__ QueryTile some_block(Args const& args) {
   return QueryTile(args.blocks, block_of_warp<Cfg>(args, 0));
 }
 
+// The layer's KV blocks that the queries of the CTA may read.
+template <class Cfg>
+__device__ __forceinline__ char const* packed_blocks(Args const& args) {
+  KindArgs const& own = htree_fwd::own<Cfg>(args);
+  if (args.blocks.entries == nullptr) {
+    return own.packed + some_block<Cfg>(args).bh * own.parents_per_head * args.block_bytes;
+  }
+  int const tile = block_of_warp<Cfg>(args, 0);
+  TileEntry const entry = args.blocks.entry(tile);
+  std::int64_t const head = (args.blocks.begin + tile) / args.blocks.per_head;
+  constexpr int kTogether = Cfg::kKind == LayerKind::kEntry ? kTileParents : 1;
+  std::int64_t const first = sequence_blocks(entry.key, entry.sequence(), args.layer, kTogether);
+  return own.packed + (head * own.parents_per_head + first) * args.block_bytes;
+}
+
 // Whether this layer is of this kind for the query at position t. Above its entry layer a query has nothing to do.
 template <class Cfg>
 __device__ __forceinline__ bool works(Args const& args, std::int64_t t) {
@@ -63,8 +78,8 @@ __device__ __forceinline__ int candidates_of(Args const& args, std::int64_t t) {
 // Entry layer: how many blocks query `i` of the tile takes.
 template <class Cfg>
 __device__ __forceinline__ int parents_of(Args const& args, QueryTile const& block, int i) {
-  std::int64_t const t = args.blocks.q_start + block.first + i;
-  if (i >= kQueryTile || block.first + i >= args.blocks.T_q || !works<Cfg>(args, t)) return 0;
+  std::int64_t const t = block.t + i;
+  if (i >= kQueryTile || !block.has(i) || !works<Cfg>(args, t)) return 0;
   return (candidates_of<Cfg>(args, t) + kSiblings - 1) / kSiblings;
 }
 
@@ -77,9 +92,8 @@ __device__ __forceinline__ int stream_count(Args const& args) {
     QueryTile const block(args.blocks, block_index<Cfg>(args));
     // Queries for which the layer is of one kind are neighbours, more than a tile of them. A tile without such a query
     // may be here where a launch has several heads.
-    std::int64_t const t = args.blocks.q_start + block.first;
-    std::int64_t const last = args.blocks.q_start + min(block.first + kQueryTile, args.blocks.T_q) - 1;
-    return works<Cfg>(args, t) || works<Cfg>(args, last) ? args.union_count[block_index<Cfg>(args)] : 0;
+    std::int64_t const last = block.t + min(kQueryTile, block.count) - 1;
+    return works<Cfg>(args, block.t) || works<Cfg>(args, last) ? args.union_count[block_index<Cfg>(args)] : 0;
   } else {
     int count = 0;
 #pragma unroll 1

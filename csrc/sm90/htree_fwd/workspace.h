@@ -23,7 +23,7 @@ constexpr std::int64_t kMinChunkBytes = std::int64_t(192) << 20;
 constexpr std::int64_t kMaxChunkBytes = std::int64_t(384) << 20;
 
 inline std::int64_t chunk_bytes(ForwardParams const& p) {
-  std::int64_t const ends = 2 * p.B * p.T_q * p.H_kv * p.G * (p.K + p.V);
+  std::int64_t const ends = 2 * rows_of_call(p) * p.H_kv * p.G * (p.K + p.V);
   return std::clamp(ends / 3, kMinChunkBytes, kMaxChunkBytes);
 }
 
@@ -59,6 +59,9 @@ struct Workspace {
   std::int64_t list_room = 0;    // blocks in the union of a tile, at most
   std::int64_t bytes = 0;
 
+  Sequence* sequences = nullptr;      // of sequences whose lengths only the device knows
+  TileEntry* tile_entries = nullptr;
+  int tile_round = 1;                 // their query tiles come in multiples of it
   float2* rotations = nullptr;
   rope::RotationColumns* restart_rotations = nullptr;
   rope::RotationColumns* forward_rotations = nullptr;
@@ -90,10 +93,10 @@ struct Workspace {
     while (N[layers - 1] > p.top_k * kSiblings) {
       N[layers] = ceil_div(N[layers - 1], kSiblings);
       tree_begin[layers] = M;
-      M += N[layers];
+      M += has_sequences(p) ? (p.sequences.total_k >> (kLog2Siblings * layers)) + p.sequences.count : N[layers];
       ++layers;
     }
-    last_entry_layer = entry_layer(p.q_start + p.T_q - 1, static_cast<int>(p.top_k));
+    last_entry_layer = entry_layer(end_position(p) - 1, static_cast<int>(p.top_k));
     block_bytes = ceil_div(kSiblings * (4 + 2 * (p.K + p.V)), kLineBytes) * kLineBytes;
     positions = std::min(p.T, p.top_k * kSiblings);
     for (int l = 0; l < last_entry_layer; ++l) {
@@ -110,7 +113,17 @@ struct Workspace {
     tiles_per_head = ceil_div(p.T_q, kQueryTile);
     tiles = p.B * p.H_kv * tiles_per_head;
 
-    std::int64_t const heads = p.B * p.H_kv;
+    std::int64_t heads = p.B * p.H_kv;
+    if (has_sequences(p)) {
+      tile_round = std::max(queries_of_entry(p), queries_of_selected(p, 0));
+      std::int64_t const of_rows = p.sequences.total_q / kQueryTile + p.sequences.count * tile_round;
+      std::int64_t const of_maxima = p.sequences.count * ceil_div(tiles_per_head, tile_round) * tile_round;
+      tiles_per_head = ceil_div(std::min(of_rows, of_maxima), tile_round) * tile_round;
+      tiles = p.H_kv * tiles_per_head;
+      heads = p.H_kv;
+      take(sequences, base, p.sequences.count);
+      take(tile_entries, base, tiles_per_head);
+    }
     take(rotations, base, positions * (p.K / 2));
     take(restart_rotations, base, restarts * (p.K / 4));
     take(forward_rotations, base, forward_restarts * (p.K / 4));
@@ -123,24 +136,25 @@ struct Workspace {
     take(k_tree, base, heads * M * p.K * 2);
     take(v_tree, base, heads * M * p.V * 2);
     list_room = std::min<std::int64_t>(p.T_q, kQueryTile) * p.top_k;
-    std::int64_t const max_gathered = tiles_per_head * list_room;
+    std::int64_t const max_gathered =
+        has_sequences(p) ? std::numeric_limits<std::int64_t>::max() : tiles_per_head * list_room;
     for (int l = 0; l <= last_entry_layer; ++l) {
       if (has_kind(p, LayerKind::kEntry, l)) {
-        take_packed(of(l, LayerKind::kEntry), std::min(N[l], p.top_k * kSiblings), kTileParents, heads, base);
+        take_packed(of(l, LayerKind::kEntry), p, l, std::min(N[l], p.top_k * kSiblings), kTileParents, heads, base);
       }
       if (has_kind(p, LayerKind::kHalfSelected, l)) {
         std::int64_t const nodes = std::min<std::int64_t>(N[l], (max_half_selected_parents(p) + 1) * kSiblings);
-        take_packed(of(l, LayerKind::kHalfSelected), nodes, 1, heads, base);
+        take_packed(of(l, LayerKind::kHalfSelected), p, l, nodes, 1, heads, base);
       }
       if (!has_kind(p, LayerKind::kSelected, l)) continue;
       if (max_gathered < ceil_div(N[l], kSiblings)) {
         has_gathered = true;
       } else {
-        take_packed(of(l, LayerKind::kSelected), N[l], 1, heads, base);
+        take_packed(of(l, LayerKind::kSelected), p, l, N[l], 1, heads, base);
       }
     }
-    if (has_gathered) take_packed(gathered, max_gathered * kSiblings, 1, heads, base);
-    chunk_tiles = std::min(tiles, kMaxTiles);
+    if (has_gathered) take_packed(gathered, p, 0, max_gathered * kSiblings, 1, heads, base);
+    chunk_tiles = std::min(tiles, kMaxTiles / tile_round * tile_round);
     if (layers == 1) return;
 
     std::int64_t const tree_bytes = bytes;
@@ -152,8 +166,11 @@ struct Workspace {
     std::int64_t const room = std::max(chunk_bytes(p), std::min(wave * tile_bytes, kMaxChunkBytes)) / tile_bytes;
     chunk_tiles = std::min(tiles, std::max<std::int64_t>(room, 1));
     if (chunk_tiles < tiles && chunk_tiles > wave) chunk_tiles -= chunk_tiles % wave;  // whole waves
+    chunk_tiles = std::max<std::int64_t>(chunk_tiles / tile_round, 1) * tile_round;
     // What whole waves leave over comes first where a sequence starts: its first queries have the least to do.
-    if (tiles > wave && chunk_tiles >= wave && p.q_start < wave * kQueryTile) lead_tiles = tiles % wave;
+    if (!has_sequences(p) && tiles > wave && chunk_tiles >= wave && p.q_start < wave * kQueryTile) {
+      lead_tiles = tiles % wave;
+    }
     bytes = tree_bytes;
     take_chunk(p, base);
   }
@@ -171,9 +188,15 @@ private:
     bytes += ceil_div(count * static_cast<std::int64_t>(sizeof(T)), 256) * 256;
   }
 
-  void take_packed(Packed& packed, std::int64_t nodes, int together, std::int64_t heads, char* base) {
+  void take_packed(Packed& packed, ForwardParams const& p, int layer, std::int64_t nodes, int together,
+                   std::int64_t heads, char* base) {
     packed.nodes = nodes;
     packed.parents = ceil_div(nodes, kSiblings * together) * together;
+    if (has_sequences(p)) {
+      // Where a sequence behind the last one would begin.
+      packed.parents = sequence_blocks(static_cast<std::int32_t>(p.sequences.total_k),
+                                       static_cast<std::int32_t>(p.sequences.count), layer, together);
+    }
     take(packed.blocks, base, heads * packed.parents * block_bytes);
     // Where blocks are copied one by one, their keys begin a line, behind the scales.
     if (base != nullptr && together == 1) packed.blocks += kLineBytes - kSiblings * 4;

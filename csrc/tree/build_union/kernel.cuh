@@ -70,9 +70,8 @@ __global__ void __launch_bounds__(Config<kBlocks>::kThreads) build_union_kernel(
     int const own = query < Cfg::kQueries ? groups.block(args.blocks, blockIdx.x, query / kQueryTile) : -1;
     if (own >= 0) {
       QueryTile const block(args.blocks, own);
-      std::int64_t const q = block.first + query % kQueryTile;
-      std::int64_t const t = args.blocks.q_start + q;
-      if (q < args.blocks.T_q && args.layer < entry_layer(t, args.top_k)) {
+      std::int64_t const t = block.t + query % kQueryTile;
+      if (block.has(query % kQueryTile) && args.layer < entry_layer(t, args.top_k)) {
         readers[r].count = candidates(t, args.layer, args.layers, args.top_k).parents;
       }
     }

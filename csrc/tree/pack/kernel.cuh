@@ -142,12 +142,29 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     }
   }
   std::int64_t const bh = block / args.parents_per_head;
-  std::int64_t const b = bh / args.H_kv;
-  std::int64_t const h = bh % args.H_kv;
-  std::int64_t const first = parent * kSiblings;
-  int const children = static_cast<int>(min(args.N - first, static_cast<std::int64_t>(kSiblings)));
+  std::int64_t b = bh / args.H_kv;
+  std::int64_t h = bh % args.H_kv;
   // Where the block lies in its tile, and how its rows are spread there.
   int const together = args.tiles ? kTileParents : 1;
+  std::int64_t N = args.N;
+  std::int64_t k_row = 0;
+  std::int64_t v_row = 0;
+  if (args.sequences != nullptr) {
+    std::int32_t const own = sequence_at(args.sequence_count, parent, [&](std::int32_t i) {
+      return sequence_blocks(args.sequences[i].key, i, args.layer, together);
+    });
+    Sequence const sequence = args.sequences[own];
+    int const shift = kLog2Siblings * args.layer;
+    N = min(N, (sequence.keys + (std::int64_t(1) << shift) - 1) >> shift);
+    parent -= sequence_blocks(sequence.key, own, args.layer, together);
+    if (parent < 0 || parent / together * together * kSiblings >= N) return;
+    h = bh;
+    b = own;
+    k_row = args.k.first_row(sequence.key, own);
+    v_row = args.v.first_row(sequence.key, own);
+  }
+  std::int64_t const first = parent * kSiblings;
+  int const children = static_cast<int>(min(N - first, static_cast<std::int64_t>(kSiblings)));
   int const slot = static_cast<int>(block % together);
   char* const tile = args.packed + (block - slot) * args.block_bytes;
   float* const scales = reinterpret_cast<float*>(tile) + slot * kSiblings;
@@ -161,7 +178,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   auto const value_chunk = [&](int c, int chunk) -> uint4 {
     if (c >= children) return {0, 0, 0, 0};
     Element const* const row = static_cast<Element const*>(args.v.in) + b * args.v.stride_b +
-                               (first + c) * args.v.stride_n + h * args.v.stride_h;
+                               (v_row + first + c) * args.v.stride_n + h * args.v.stride_h;
     return load_chunk(row, chunk, args.v.vectors);
   };
 
@@ -215,7 +232,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     words[step][0] = words[step][1] = {0, 0, 0, 0};
     if (c < children) {
       Element const* const row = static_cast<Element const*>(args.k.in) + b * args.k.stride_b +
-                                 (first + c) * args.k.stride_n + h * args.k.stride_h;
+                                 (k_row + first + c) * args.k.stride_n + h * args.k.stride_h;
       words[step][0] = load_chunk(row, chunk, args.k.vectors);
       words[step][1] = load_chunk(row, chunk + kLanesPerRow, args.k.vectors);
     }

@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "host/math.h"
+#include "tree/geometry.cuh"
 
 namespace htree_cuda::tree::pool {
 
@@ -63,6 +64,11 @@ struct Args {
   int log2_columns;
   int log2_nodes;
   int fused;                               // layers that this launch pools
+  // Sequences of different lengths: N bounds theirs, and `tiles` are those of all sequences.
+  Sequence const* sequences;               // [sequence_count], or null
+  std::int32_t sequence_count;
+  int first;                               // the layer that jobs read
+  bool packed;                             // of layer 0: a pack, else rows of a batch
 };
 
 }  // namespace htree_cuda::tree::pool

@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
   // Column groups of K and V vary fastest, so that CTAs that run together read whole rows of tokens.
   unsigned const groups = args.jobs[0].column_groups + args.jobs[1].column_groups;
   unsigned const group_all = blockIdx.x % groups;
-  std::int64_t const tile = blockIdx.x / groups % args.tiles;
-  std::int64_t const b = blockIdx.x / groups / args.tiles;
+  std::int64_t tile = blockIdx.x / groups % args.tiles;
+  std::int64_t b = blockIdx.x / groups / args.tiles;
   bool const second = group_all >= unsigned(args.jobs[0].column_groups);
   Job<Element> const& job = args.jobs[second ? 1 : 0];
   int const group = int(group_all) - (second ? args.jobs[0].column_groups : 0);
@@ -124,18 +124,42 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
   int const d = (column_all - h * job.columns_per_head) * Config::kVec;
   bool const active = h < args.H_kv;
 
-  Element const* const in = job.in + b * job.stride_b + h * job.stride_h + d;
+  Element const* in = job.in + b * job.stride_b + h * job.stride_h + d;
   Element* const tree = job.tree + (b * args.H_kv + h) * job.tree_stride_h + d;
+  // Nodes of a layer, and where they begin.
+  Sequence sequence{};
+  std::int32_t own = 0;
+  bool const several = args.sequences != nullptr;
+  if (several) {
+    int const shift = args.log2_r * (args.first + 1) + args.log2_nodes;
+    auto const begin = [&](std::int32_t i) {
+      return (static_cast<std::int64_t>(args.sequences[i].key) >> shift) + i;
+    };
+    own = sequence_at(args.sequence_count, tile, begin);
+    sequence = args.sequences[own];
+    tile -= begin(own);
+    if (tile < 0) return;  // no tile of any sequence; the CTA's threads agree
+    std::int64_t const row = args.first > 0 ? sequence_nodes(sequence.key, own, args.first) : args.packed ? sequence.key : 0;
+    in += (args.first > 0 || args.packed ? 0 : own) * job.stride_b + row * job.stride_t;
+  }
+  auto const nodes = [&](int layer) -> std::int64_t {
+    if (!several) return args.N[layer];
+    int const shift = args.log2_r * (args.first + layer);
+    return (sequence.keys + (std::int64_t(1) << shift) - 1) >> shift;
+  };
+  auto const tree_node = [&](int layer) -> std::int64_t {
+    return args.tree_node[layer] + (several ? sequence_nodes(sequence.key, own, args.first + layer) : 0);
+  };
   Access<Config>* above = reinterpret_cast<Access<Config>*>(shared_bytes);
 
   for (int local = slot; local < 1 << args.log2_nodes; local += slots) {
     std::int64_t const node = (tile << args.log2_nodes) + local;
-    if (!active || node >= args.N[1]) break;
+    if (!active || node >= nodes(1)) break;
     Element const* const first = in + (node << args.log2_r) * job.stride_t;
-    Access<Config> const mean = pool<Config>(children(node, args.N[0], args.log2_r), args.log2_r, [&](int c) {
+    Access<Config> const mean = pool<Config>(children(node, nodes(0), args.log2_r), args.log2_r, [&](int c) {
       return load_global<Config>(first + c * job.stride_t);
     });
-    *reinterpret_cast<Access<Config>*>(tree + (args.tree_node[1] + node) * job.dim) = mean;
+    *reinterpret_cast<Access<Config>*>(tree + (tree_node(1) + node) * job.dim) = mean;
     if (args.fused > 1) above[(local << args.log2_columns) + column] = mean;
   }
 
@@ -150,12 +174,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
     int const log2_nodes = args.log2_nodes - layer * args.log2_r;
     for (int local = slot; local < 1 << log2_nodes; local += slots) {
       std::int64_t const node = (tile << log2_nodes) + local;
-      if (!active || node >= args.N[layer + 1]) break;
+      if (!active || node >= nodes(layer + 1)) break;
       Access<Config> const* const first = below + (local << (args.log2_r + args.log2_columns)) + column;
-      Access<Config> const mean = pool<Config>(children(node, args.N[layer], args.log2_r), args.log2_r, [&](int c) {
+      Access<Config> const mean = pool<Config>(children(node, nodes(layer), args.log2_r), args.log2_r, [&](int c) {
         return first[c << args.log2_columns];
       });
-      *reinterpret_cast<Access<Config>*>(tree + (args.tree_node[layer + 1] + node) * job.dim) = mean;
+      *reinterpret_cast<Access<Config>*>(tree + (tree_node(layer + 1) + node) * job.dim) = mean;
       if (layer + 1 < args.fused) above[(local << args.log2_columns) + column] = mean;
     }
   }

@@ -36,7 +36,7 @@ Tree make_tree(TreePoolParams const& p) {
   for (int l = 1; l < p.layers; ++l) {
     tree.N[l] = ceil_div(tree.N[l - 1], r);
     tree.begin[l] = tree.M;
-    tree.M += tree.N[l];
+    tree.M += p.sequences == nullptr ? tree.N[l] : (p.total_k >> (kLog2Siblings * l)) + p.sequence_count;
   }
   return tree;
 }
@@ -80,6 +80,13 @@ int launch_layers(TreePoolParams const& p, Tree const& tree, TreePoolTensor cons
     args.tree_node[l] = tree.begin[first + l];
   }
   args.tiles = ceil_div(args.N[1], std::int64_t(1) << log2_nodes);
+  if (p.sequences != nullptr) {
+    args.sequences = static_cast<Sequence const*>(p.sequences);
+    args.sequence_count = static_cast<std::int32_t>(p.sequence_count);
+    args.first = first;
+    args.packed = p.packed;
+    args.tiles = (p.total_k >> (log2_r * (first + 1) + log2_nodes)) + p.sequence_count;
+  }
 
   std::int64_t groups = 0;
   for (int i = 0; i < count; ++i) {

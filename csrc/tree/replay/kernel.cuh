@@ -64,9 +64,9 @@ __global__ void __launch_bounds__(kWarps * 32) replay_kernel(const __grid_consta
   int const row = static_cast<int>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (row >= rows) return;
   QueryTile const block(args.blocks, row / kQueryTile);
+  if (!block.has(row % kQueryTile)) return;
   std::int64_t const query = block.first + row % kQueryTile;
-  if (query >= args.blocks.T_q) return;
-  std::int64_t const t = args.blocks.q_start + query;
+  std::int64_t const t = block.t + row % kQueryTile;
   Candidates const c = candidates(t, args.layer, args.layers, args.top_k);
   if (c.n <= args.top_k) return;  // Above the entry layer nothing is a leaf, and nobody reads what was selected.
   bool const entry = args.layer >= entry_layer(t, args.top_k);

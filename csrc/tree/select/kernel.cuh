@@ -112,8 +112,8 @@ __device__ __forceinline__ uint32_t count(uint32_t const (&words)[kWords]) {
 // The parents of a row: in a selected layer the nodes that were selected in the layer above; null in an entry layer,
 // where parents are 0, 1, 2, ...
 __device__ __forceinline__ std::int32_t const* parents_of(Args const& args, int row) {
-  std::int64_t const query = QueryTile(args.blocks, row / kQueryTile).first + row % kQueryTile;
-  bool const first = args.layer >= entry_layer(args.blocks.q_start + query, args.top_k);
+  std::int64_t const t = QueryTile(args.blocks, row / kQueryTile).t + row % kQueryTile;
+  bool const first = args.layer >= entry_layer(t, args.top_k);
   return first ? nullptr : args.parents_in + static_cast<std::int64_t>(row) * args.top_k;
 }
 
@@ -155,9 +155,8 @@ __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThre
   __shared__ alignas(8) uint32_t marks[kWords * kThreads];
   int const row = blockIdx.x;
   QueryTile const block(args.blocks, row / kQueryTile);
-  std::int64_t const query = block.first + row % kQueryTile;
-  if (query >= args.blocks.T_q) return;
-  Candidates const c = candidates(args.blocks.q_start + query, args.layer, args.layers, args.top_k);
+  if (!block.has(row % kQueryTile)) return;
+  Candidates const c = candidates(block.t + row % kQueryTile, args.layer, args.layers, args.top_k);
 
   if (c.n <= args.top_k) {  // Everything is selected, and no importance was computed.
     std::int32_t const* const parents = parents_of(args, row);

@@ -1,0 +1,35 @@
+// Sequences of different lengths: from lengths on the device to what kernels look up (tree/geometry.cuh).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "geometry.cuh"
+#include "params.h"
+
+namespace htree_cuda::tree::sequences {
+
+struct Args {
+  SequencesParams lengths;
+  std::int64_t max_q;        // of a sequence
+  std::int64_t max_k;
+  int round;                 // query tiles of a sequence come in multiples of it
+  Sequence* sequences;       // [N]
+  TileEntry* tiles;          // [tile_count], those of one KV head
+  std::int64_t tile_count;
+
+  // Rows of q that are no query of a sequence, or none where they are null: 0, minus infinity and -1.
+  void* out;                 // [total_q, out_row_bytes], multiples of 16 bytes
+  std::int64_t out_row_bytes;
+  float* lse;                // [total_q, H]
+  int H;
+  std::int32_t* selection;   // [selection_layers, total_q, selection_row], or null
+  std::int64_t selection_layers;
+  std::int64_t selection_row;
+};
+
+// Two launches. Lengths may hold anything: rows lie within the tensors, and no row belongs to two sequences.
+void describe(Args const& args, cudaStream_t stream);
+
+}  // namespace htree_cuda::tree::sequences

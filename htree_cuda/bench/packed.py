@@ -1,0 +1,161 @@
+"""`bench packed`: packed sequences beside batched calls, beside the sum of their documents, and beside PyTorch's own
+attention of packed sequences."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+
+import torch
+
+from .. import forward, forward_varlen
+from .inputs import DTYPES
+from .protocol import measure
+
+# Lengths of batched calls from which a document's time is interpolated; a call of each fills the GPU.
+GRID = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+
+def documents(total: int, shortest: int, longest: int, seed: int) -> list[int]:
+    """Lengths drawn log-uniform that fill a pack; the last one is cut."""
+    rng = random.Random(seed)
+    found: list[int] = []
+    while sum(found) < total:
+        length = round(math.exp(rng.uniform(math.log(shortest), math.log(longest))))
+        found.append(min(length, total - sum(found)))
+    return found
+
+
+def _inputs(args: argparse.Namespace, rows: tuple[int, ...], H: int, H_kv: int):
+    g = torch.Generator(device=args.device).manual_seed(args.seed)
+    place = {"generator": g, "device": args.device, "dtype": DTYPES[args.dtype]}
+    return [torch.randn(*rows, heads, args.dim, **place).requires_grad_() for heads in (H, H_kv, H_kv)]
+
+
+def _measured(call, tensors, args: argparse.Namespace, gradients: bool) -> dict:
+    """Forward without gradients; or a backward alone, through a graph that is kept."""
+    if not gradients:
+        with torch.no_grad():
+            return measure(call, args.device)
+    out = call()
+    dout = torch.randn_like(out)
+    return measure(lambda: torch.autograd.grad(out, tensors, dout, retain_graph=True), args.device)
+
+
+def _packed(args: argparse.Namespace, lengths: list[int], H: int, H_kv: int, top_k: int, gradients: bool) -> dict:
+    q, k, v = _inputs(args, (sum(lengths),), H, H_kv)
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=args.device)
+    most = max(lengths)
+
+    def call():
+        return forward_varlen(q, k, v, cu, cu, most, most, top_k_per_layer=top_k, backend=args.backend)
+
+    return _measured(call, (q, k, v), args, gradients)
+
+
+def _batched(args: argparse.Namespace, B: int, T: int, H: int, H_kv: int, top_k: int, gradients: bool) -> dict:
+    q, k, v = _inputs(args, (B, T), H, H_kv)
+
+    def call():
+        return forward(q, k, v, top_k_per_layer=top_k, backend=args.backend)
+
+    return _measured(call, (q, k, v), args, gradients)
+
+
+def _peer(args: argparse.Namespace, lengths: list[int], H: int, H_kv: int, gradients: bool) -> dict | None:
+    """PyTorch's attention of packed sequences, where this PyTorch has it."""
+    try:
+        from torch.nn.attention import varlen
+    except ImportError:
+        return None
+    q, k, v = _inputs(args, (sum(lengths),), H, H_kv)
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=args.device)
+    most = max(lengths)
+    # It has no grouped heads in every version: keys and values are shared by a view.
+    k, v = (x.repeat_interleave(H // H_kv, 1) for x in (k, v))
+    causal = {"window_size": (-1, 0)} if "window_size" in varlen.varlen_attn.__annotations__ else {"is_causal": True}
+
+    def call():
+        return varlen.varlen_attn(q, k, v, cu, cu, most, most, **causal)
+
+    try:
+        result = _measured(call, (q, k, v), args, gradients)
+    except (RuntimeError, TypeError) as error:
+        print(f"torch.nn.attention.varlen does not run: {error}", file=sys.stderr)
+        return None
+    return result | {"name": f"torch.nn.attention.varlen of PyTorch {torch.__version__}"}
+
+
+def _interpolated(times: dict[int, float], length: int) -> float:
+    """Milliseconds of one document, log-linear between the lengths measured."""
+    grid = sorted(times)
+    if length <= grid[0]:
+        return times[grid[0]] * length / grid[0]
+    high = next((x for x in grid if x >= length), grid[-1])
+    low = grid[max(0, grid.index(high) - 1)]
+    if high == low:
+        return times[high]
+    part = (math.log(length) - math.log(low)) / (math.log(high) - math.log(low))
+    return math.exp(math.log(times[low]) + part * (math.log(times[high]) - math.log(times[low])))
+
+
+def point(args: argparse.Namespace, case: str, H: int, H_kv: int, top_k: int, gradients: bool) -> dict:
+    total = args.total
+    if case == "equal":  # 8 sequences that together are twice the total
+        lengths = [total // 4] * 8
+        beside = _batched(args, 8, total // 4, H, H_kv, top_k, gradients)
+    elif case == "documents":
+        lengths = documents(total, 256, total // 2, args.seed)
+        times = {}
+        for T in (T for T in GRID if total // 2 >= T):
+            B = max(1, total // T)
+            times[T] = _batched(args, B, T, H, H_kv, top_k, gradients)["ms"] / B
+        beside = {"ms": sum(_interpolated(times, x) for x in lengths), "ms_by_length": times}
+    elif case == "dense":
+        lengths = [total // 16] * 16
+        beside = _peer(args, lengths, H, H_kv, gradients)
+    else:
+        lengths = [16] * (total // 16)
+        beside = None
+    result = _packed(args, lengths, H, H_kv, top_k, gradients)
+    result |= {
+        "op": "forward_varlen", "case": case, "what": "backward" if gradients else "forward", "sequences": len(lengths),
+        "total": sum(lengths), "H": H, "H_kv": H_kv, "K": args.dim, "top_k": top_k, "dtype": args.dtype,
+        "backend": args.backend, "seed": args.seed, "lengths": lengths if case == "documents" else lengths[:1],
+    }  # fmt: skip
+    if beside is not None:
+        result |= {"beside": beside, "ratio": round(result["ms"] / beside["ms"], 4)}
+    return result
+
+
+def run(args: argparse.Namespace) -> list[dict]:
+    points = [
+        (case, H, H_kv, top_k, gradients)
+        for gradients in ((False, True) if args.backward else (False,))
+        for H, H_kv in args.heads
+        for top_k in args.top_k
+        for case in args.cases
+        if case != "dense" or args.total // 16 <= 16 * top_k  # dense attention by definition
+    ]
+    figures = []
+    for i, one in enumerate(points, 1):
+        print(f"[{i}/{len(points)}] packed {one} ...", file=sys.stderr, flush=True)
+        figures.append(point(args, *one))
+    return figures
+
+
+CASES = ("equal", "documents", "dense", "short")
+COLUMNS = {
+    "case": lambda f: f["case"],
+    "what": lambda f: f["what"],
+    "sequences": lambda f: f"{f['sequences']:,}",
+    "tokens": lambda f: f"{f['total']:,}",
+    "heads": lambda f: f"{f['H']}/{f['H_kv']}",
+    "top_k": lambda f: str(f["top_k"]),
+    "ms": lambda f: f"{f['ms']:.3f}",
+    "beside ms": lambda f: f"{f['beside']['ms']:.3f}" if "beside" in f else "-",
+    "ratio": lambda f: f"{f['ratio']:.3f}" if "ratio" in f else "-",
+    "peak MB": lambda f: f"{f.get('peak_bytes', 0) / 1e6:.0f}",
+}

@@ -1,0 +1,278 @@
+"""Packed and ragged sequences on the kernels: the bits of a loop over sequences, independence of everything else, and
+lengths that nobody should give."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import htree_cuda
+from htree_cuda import kernels
+
+from .forward_checks import BF16, FP16, same_bits
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_built():
+    kernels.load()
+
+
+def cu_of(lengths) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def a_pack(keys, queries=None, *, H_kv=1, G=16, D=128, dtype=BF16, padding=0, seed=0):
+    """q, k, v, cu_seqlens_q, cu_seqlens_k on the device."""
+    queries = keys if queries is None else queries
+    g = torch.Generator().manual_seed(seed)
+    rows_q, rows_k = sum(queries) + padding, sum(keys) + padding
+    shapes = (rows_q, H_kv * G, D), (rows_k, H_kv, D), (rows_k, H_kv, D)
+    q, k, v = (torch.randn(*shape, generator=g).to(dtype).to(DEVICE) for shape in shapes)
+    return q, k, v, cu_of(queries).to(DEVICE), cu_of(keys).to(DEVICE)
+
+
+def packed(pack, keys, queries=None, **options):
+    queries = keys if queries is None else queries
+    maxima = options.pop("maxima", (max(queries, default=0), max(keys, default=0)))
+    flags = {"return_lse": True, "return_selection": True}
+    return htree_cuda.forward_varlen(*pack, *maxima, **flags, **options)
+
+
+def alone(q, k, v, **options):
+    """`forward` of one sequence, in a call of several queries."""
+    count, T = q.shape[0], k.shape[0]
+    if count == 1:  # a call of one query splits it, and rounds otherwise
+        q = torch.cat([torch.zeros_like(q), q]) if T > 1 else torch.cat([q, torch.zeros_like(q)])
+        if T == 1:
+            k, v = (torch.cat([x, torch.zeros_like(x)]) for x in (k, v))
+    found = htree_cuda.forward(q[None], k[None], v[None], return_lse=True, return_selection=True, **options)
+    keep = slice(None) if count > 1 else slice(0, 1) if T == 1 else slice(1, 2)
+    return found[0][0, keep], found[1][0, keep], found[2][:, 0, keep]
+
+
+def check_against_loop(pack, keys, queries=None, **options):
+    queries = keys if queries is None else queries
+    out, lse, selection = packed(pack, keys, queries, **options)
+    options = {name: x for name, x in options.items() if name != "maxima"}
+    q, k, v = pack[:3]
+    top_k = options["top_k_per_layer"]
+    first_q = first_k = 0
+    for count, T in zip(queries, keys):
+        rows = slice(first_q, first_q + count)
+        missing = max(0, count - T)
+        assert (out[rows][:missing] == 0).all() and (lse[rows][:missing] == -math.inf).all()
+        assert (selection[:, rows][:, :missing] == -1).all()
+        mine = slice(first_q + missing, first_q + count)
+        if count > missing:
+            tokens = slice(first_k, first_k + T)
+            one = alone(q[mine], k[tokens], v[tokens], **options)
+            found = one[2].shape[0]
+            same_bits((out[mine], lse[mine], selection[:found, mine]), one)
+            t = torch.arange(T - (count - missing), T)
+            for layer in range(found + 1, selection.shape[0] + 1):
+                node = torch.arange(top_k)
+                whole = torch.where(node <= (t // 16**layer)[:, None], node, -1).int()
+                assert (selection[layer - 1, mine].cpu() == whole[:, None]).all()
+        first_q, first_k = first_q + count, first_k + T
+    assert (out[first_q:] == 0).all() and (lse[first_q:] == -math.inf).all() and (selection[:, first_q:] == -1).all()
+
+
+SMALL = {"top_k_per_layer": 16}
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(
+    "G", [pytest.param(16, marks=pytest.mark.sample), 7, pytest.param(4, marks=pytest.mark.sample)]
+)
+def test_a_small_pack_is_a_loop(G):
+    """Entry layers 0 and 1; sequences of no key, of one, of less than a tile and of more."""
+    keys = [1, 0, 270, 17, 300]
+    queries = [1, 3, 14, 13, 2]
+    pack = a_pack(keys, queries, G=G, D=64, padding=5)
+    check_against_loop(pack, keys, queries, **SMALL)
+
+
+@pytest.mark.emulated
+def test_a_pack_of_several_heads_is_a_loop():
+    keys, queries = [259, 30, 4111], [5, 2, 13]
+    pack = a_pack(keys, queries, H_kv=2, G=3, D=64)
+    check_against_loop(pack, keys, queries, **SMALL)
+    check_against_loop(pack, keys, queries, maxima=(50, 70000), **SMALL)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("H_kv", "G"), [(1, 16), (2, 8), (2, 4), (1, 1)])
+@pytest.mark.parametrize("top_k", [16, 64, 512])
+def test_packs_are_loops(H_kv, G, top_k, dtype):
+    edges = [0, 1, 15, 16, 17, 256 * top_k // 16 - 1, 16 * top_k, 16 * top_k + 1, 12, 11, 13, 24, 500]
+    keys = [*edges, 256 * top_k + 5 if top_k < 512 else 20000, 1, 9000]
+    pack = a_pack(keys, H_kv=H_kv, G=G, dtype=dtype, padding=7, seed=top_k)
+    check_against_loop(pack, keys, top_k_per_layer=top_k)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("strict_causal", [True, False])
+def test_prefixes_are_loops(D, strict_causal):
+    """Fewer queries than keys, and more."""
+    keys, queries = [5000, 3, 70001, 0, 900, 33], [50, 7, 24, 2, 1, 33]
+    pack = a_pack(keys, queries, H_kv=2, G=8, D=D, seed=D)
+    check_against_loop(pack, keys, queries, strict_causal=strict_causal, **SMALL)
+
+
+@pytest.mark.hardware
+def test_one_long_sequence_among_many_of_one_token():
+    keys = [1] * 2000 + [40000] + [1] * 2095
+    pack = a_pack(keys, G=8)
+    check = packed(pack, keys, **SMALL)
+    q, k, v = pack[:3]
+    long = slice(2000, 42000)
+    same_bits((check[0][long], check[1][long], check[2][:, long]), alone(q[long], k[long], v[long], **SMALL))
+    ones = torch.tensor([i for i in range(len(q)) if not 2000 <= i < 42000], device=DEVICE)
+    torch.testing.assert_close(check[0][ones], v[ones].expand(-1, 8, -1), atol=0, rtol=0)
+
+
+def test_a_permutation_permutes_the_results():
+    keys = [700, 1, 5000, 33, 16, 300]
+    pack = a_pack(keys, G=8, D=64)
+    first = packed(pack, keys, **SMALL)
+    order = [4, 2, 0, 5, 1, 3]
+    begin = pack[4].tolist()
+    rows = torch.cat([torch.arange(begin[i], begin[i + 1]) for i in order]).to(DEVICE)
+    mixed = [keys[i] for i in order]
+    second = packed((*(x[rows] for x in pack[:3]), cu_of(mixed).to(DEVICE), cu_of(mixed).to(DEVICE)), mixed, **SMALL)
+    same_bits((first[0][rows], first[1][rows], first[2][:, rows]), second)
+
+
+@pytest.mark.emulated
+def test_what_is_not_finite_stays_in_its_sequence():
+    keys, queries = [280, 40, 300], [6, 6, 6]
+    pack = a_pack(keys, queries, G=8, D=64, padding=9)
+    before = packed(pack, keys, queries, **SMALL)
+    q, k, v = (x.clone() for x in pack[:3])
+    q[6:12], k[280:320], v[280:320] = math.nan, math.inf, math.nan
+    q[18:], k[620:], v[620:] = math.nan, math.nan, math.inf
+    after = packed((q, k, v, *pack[3:]), keys, queries, **SMALL)
+    keep = torch.tensor([*range(6), *range(12, 27)], device=DEVICE)
+    same_bits([x[keep] for x in before[:2]], [x[keep] for x in after[:2]])
+    assert torch.equal(before[2][:, keep], after[2][:, keep]) and after[0][6:12].isnan().all()
+
+
+@pytest.mark.emulated
+def test_ragged_is_a_loop():
+    g = torch.Generator().manual_seed(0)
+    B, T, T_q = 4, 300, 14
+    q = torch.randn(B, T_q, 4, 64, generator=g).to(BF16).to(DEVICE)
+    k, v = (torch.randn(B, T, 1, 64, generator=g).to(BF16).to(DEVICE) for _ in range(2))
+    used_k = torch.tensor([300, 9, 0, 270], dtype=torch.int32, device=DEVICE)
+    used_q = torch.tensor([14, 14, 5, 3], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([3, -4, 0, 262], device=DEVICE)
+    for options in ({}, {"seqused_q": used_q}, {"seqused_q": used_q, "q_start": starts}):
+        counts = options.get("seqused_q", torch.full((B,), T_q)).tolist()
+        dirty = [x.clone() for x in (q, k, v)]
+        for b in range(B):
+            dirty[0][b, counts[b] :], dirty[1][b, used_k[b] :], dirty[2][b, used_k[b] :] = (math.nan,) * 3
+        out, lse, selection = htree_cuda.forward(
+            *dirty, seqused_k=used_k, **options, return_lse=True, return_selection=True, **SMALL
+        )
+        seen = torch.zeros(B, T_q, dtype=torch.bool)
+        for b, (count, keys) in enumerate(zip(counts, used_k.tolist())):
+            start = starts[b].item() if "q_start" in options else keys - count
+            first, last = max(0, -start), min(count, keys - start)
+            if first >= last:
+                continue
+            seen[b, first:last] = True
+            one = htree_cuda.forward(
+                q[b : b + 1, first:last], k[b : b + 1, :keys], v[b : b + 1, :keys], q_start=start + first,
+                return_lse=True, return_selection=True, **SMALL,
+            )  # fmt: skip
+            rows = (b, slice(first, last))
+            found = one[2].shape[0]
+            same_bits((out[rows], lse[rows]), (one[0][0], one[1][0]))
+            assert torch.equal(selection[:found, b, first:last], one[2][:, 0])
+        hidden = ~seen.to(DEVICE)
+        assert (out[hidden] == 0).all() and (lse[hidden] == -math.inf).all() and (selection[:, hidden] == -1).all()
+
+
+HOSTILE = [[0, -5, 40, 270], [0, 2**31 - 1, 3, 270], [270, 30, 10, 0], [-(2**31), 2**31 - 1, -1, 2**31 - 1]]
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("cu", HOSTILE)
+def test_garbage_lengths_do_no_harm(cu):
+    q, k, v, _, good = a_pack([10, 10, 250], G=4, D=64)
+    cu = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
+    for cu_q, cu_k in ((cu, cu), (good, cu)):
+        out = htree_cuda.forward_varlen(q, k, v, cu_q, cu_k, 20, 265, **SMALL)
+        assert out.shape == q.shape
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def test_gradients_are_those_of_a_loop():
+    """dq bit for bit; dk and dv of a sequence in a batch of its own have the same order of sums."""
+    keys = [700, 1, 5000, 33, 16, 300]
+    q, k, v, cu, _ = a_pack(keys, H_kv=2, G=4, D=64, padding=3)
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = htree_cuda.forward_varlen(*tensors, cu, cu, 5000, 5000, return_lse=True, **SMALL)
+    dout = torch.randn_like(out)
+    dlse = torch.randn_like(lse)
+    dq, dk, dv = torch.autograd.grad((out, lse), tensors, (dout, dlse))
+    for begin, end in itertools.pairwise(cu.tolist()):
+        if end - begin < 2:
+            continue
+        parts = [x.detach()[None, begin:end].requires_grad_() for x in (q, k, v)]
+        one = htree_cuda.forward(*parts, return_lse=True, **SMALL)
+        theirs = torch.autograd.grad(one, parts, (dout[None, begin:end], dlse[None, begin:end]))
+        same_bits([dq[begin:end]], [theirs[0][0]])
+        for x, y in zip((dk, dv), theirs[1:]):
+            torch.testing.assert_close(x[begin:end].float(), y[0].float(), atol=2e-2, rtol=2e-2)
+    for x in (dq, dk, dv):
+        assert (x[6050:] == 0).all()
+
+
+@pytest.mark.hardware
+def test_no_synchronisation_and_a_graph_for_other_lengths():
+    keys = [3000, 700, 64, 1, 4427]
+    pack = a_pack(keys, G=8)
+    expected = packed(pack, keys, maxima=(8192, 8192), top_k_per_layer=64)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = packed(pack, keys, maxima=(8192, 8192), top_k_per_layer=64)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    same_bits(found, expected)
+    cu = cu_of([1, 1, 1, 1, 1]).to(DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = packed((*pack[:3], cu, cu), keys, maxima=(8192, 8192), top_k_per_layer=64)
+    for lengths in (keys, [8192, 0, 0, 0, 0], [100, 5000, 1, 2000, 1091]):
+        cu.copy_(cu_of(lengths))
+        graph.replay()
+        own = (*pack[:3], cu.clone(), cu.clone())
+        same_bits(captured, packed(own, lengths, maxima=(8192, 8192), top_k_per_layer=64))
+
+
+@pytest.mark.hardware
+def test_memory_is_bounded_by_totals():
+    """64 bytes a sequence and tile, at most, beyond what one sequence of the same total needs."""
+
+    def size(count):
+        keys = [65536 // count] * count
+        q, k, v, cu, _ = a_pack(keys, G=16)
+        params = htree_cuda.checks.varlen.forward(
+            q, k, v, cu, cu, None, None, None, max_seqlen_q=65536, max_seqlen_k=65536, compression_rate=16,
+            top_k_per_layer=64, max_top_nodes=None, scale=None, rope_base=1e4, strict_causal=True, backend="auto",
+        )  # fmt: skip
+        return kernels.forward_varlen_workspace(q, k, v, cu, cu, None, None, None, params)
+
+    one, many = size(1), size(4096)
+    print("workspace of 64K tokens:", one, "as 4096 sequences:", many)
+    # A sequence has room for one block in each of the packed layers, at most, besides its own description.
+    assert many - one <= 4096 * (64 + 4 * 64 + 16 * 16 * 2 * 2 * 128 * 6)
