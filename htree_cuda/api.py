@@ -165,10 +165,8 @@ def forward(
     for name, flag in (("return_lse", return_lse), ("return_selection", return_selection)):
         checks.common.boolean(op, name, flag)
     if several or seqused_q is not None or seqused_k is not None:
-        if selection is not None:
-            checks.common.fail(op, "selection must be None with seqused_q, seqused_k or several q_start", "a tensor")
         flags = (return_lse, return_selection)
-        tensors = (attn_sink, rope_inv_freq)
+        tensors = (attn_sink, rope_inv_freq, selection)
         return varlen.ragged(q, k, v, q_start, seqused_q, seqused_k, tensors, options, flags)
     q, k, v = _autocast(q, k, v)
     differentiable = [q, k, v] if attn_sink is None else [q, k, v, attn_sink]

@@ -192,7 +192,7 @@ def forward_varlen_workspace(q: Tensor, k: Tensor, v: Tensor, *lengths_params) -
 def forward_varlen(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor | None, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, seqused_q: Tensor | None, seqused_k: Tensor | None, q_start: Tensor | None,
-    workspace: Tensor, params,
+    workspace: Tensor, params, given: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fills out, lse and, where given, selection, contiguous and with the rows of q, of sequences of different lengths,
     of which there is one at least, as there is a row of q and of k."""
@@ -202,6 +202,7 @@ def forward_varlen(
         out=out.data_ptr(),
         lse=lse.data_ptr(),
         selection=0 if selection is None else selection.data_ptr(),
+        given=0 if given is None else given.data_ptr(),
         workspace=workspace.data_ptr(),
         workspace_bytes=workspace.numel(),
         **_place(q),

@@ -109,6 +109,8 @@ def forward_cached(
     if not torch_backend:
         checks.cache.forward_cached_kernel(q, cache, params)
     if q.shape[1] > FEW_QUERIES and q.shape[0]:
+        if not torch_backend and not layout.page_size:
+            return _prefill_by_lengths(q, seqused_q, cache, layout, params, need_selection, backend)
         return _prefill(q, seqused_q, cache, layout, params, need_selection, backend)
     if torch_backend and q.shape[0] and q.shape[1]:
         return decode.forward_cached(q, seqused_q, cache, layout, rope_table, params, need_selection=need_selection)
@@ -150,7 +152,8 @@ def _prefill(
     q: Tensor, seqused_q: Tensor | None, cache: CacheTensors, layout: TreeLayout, params: CachedParams,
     need_selection: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """More than 8 queries: the forward op on each sequence, whose lengths are read on the host."""
+    """More than 8 queries, over pages or by the PyTorch backend: the forward op on each sequence. Lengths are read on
+    the host."""
     B, T_q = q.shape[:2]
     out, lse, selection = _empty_results(q, cache, layout, params, need_selection)
     out.zero_(), lse.fill_(-math.inf), selection.fill_(-1)
@@ -189,6 +192,44 @@ def _prefill(
             for layer in range(found + 1, selection.shape[0] + 1):
                 chosen = decode.whole_layers(t, params.compression_rate, layer, params.top_k)
                 selection[layer - 1, b, rows] = chosen[:, None].to(torch.int32)
+    return out, lse, selection
+
+
+# Bytes of packed keys and values that the sequences of one ragged call may take, one sequence at least.
+_PREFILL_BYTES = 1 << 30
+
+
+def _prefill_by_lengths(
+    q: Tensor, seqused_q: Tensor | None, cache: CacheTensors, layout: TreeLayout, params: CachedParams,
+    need_selection: bool, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """More than 8 queries over a contiguous cache: the ragged forward, whose lengths stay on the device."""
+    B, T_q = q.shape[:2]
+    out, lse, selection = _empty_results(q, cache, layout, params, need_selection)
+    k, v = (x[:, :, : layout.max_tokens].transpose(1, 2) for x in (cache.k, cache.v))
+    inv_freq = None if params.rope_inv_freq is None else params.rope_inv_freq.to(q.device)
+    row_bytes = layout.max_tokens * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
+    step = max(1, _PREFILL_BYTES // row_bytes)
+    for first in range(0, B, step):
+        part = slice(first, first + step)
+        used = None if seqused_q is None else seqused_q[part]
+        results = torch.ops.htree_cuda.forward_varlen(
+            q[part], k[part], v[part], None, None, used, cache.lengths[part], None, params.attn_sink, inv_freq,
+            max_seqlen_q=T_q, max_seqlen_k=layout.max_tokens, compression_rate=params.compression_rate,
+            top_k_per_layer=params.top_k, max_top_nodes=params.max_top_nodes, scale=params.scale,
+            rope_base=params.rope_base, strict_causal=True, need_selection=need_selection, backend=backend,
+            rope_dim=params.rope_dim, rope_interleaved=params.rope_interleaved,
+        )  # fmt: skip
+        if step >= B:
+            out, lse, selection = results
+        else:
+            out[part], lse[part], selection[:, part] = results
+    failed = (cache.overflowed != 0)[:, None]
+    selection.masked_fill_(failed[..., None, None], -1)
+    if seqused_q is not None:
+        failed = failed & (torch.arange(T_q, device=q.device) < seqused_q[:, None])
+    out.masked_fill_(failed[..., None, None], math.nan)
+    lse.masked_fill_(failed[..., None], math.nan)
     return out, lse, selection
 
 

@@ -20,10 +20,8 @@ from .params import TreeParams, VarlenParams
 from .torch_backend import varlen as torch_varlen
 from .torch_backend.varlen import Lengths
 
-_LENGTHS_SCHEMA = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? q_start, "
-    f"{_TREE_TENSORS}, *, SymInt max_seqlen_q, SymInt max_seqlen_k, " + _TREE_SCHEMA.removeprefix("SymInt? q_start, ")
-)
+_LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? q_start"
+_NUMBERS = "SymInt max_seqlen_q, SymInt max_seqlen_k, " + _TREE_SCHEMA.removeprefix("SymInt? q_start, ")
 
 
 def _layers(params: VarlenParams) -> int:
@@ -67,31 +65,40 @@ def _backward_batch(dout, dlse, q, k, v, out, lse, selection, params: TreeParams
     )
 
 
+def _returns_selection(q, k, v, given: Tensor | None, params: VarlenParams, save_selection: str, needed: bool) -> bool:
+    """Whether the op returns the selection: never one that was given."""
+    keeps = _keeps_selection(q, k, v, params, save_selection)
+    if given is not None:
+        checks.varlen.given_selection("forward_varlen" if params.packed else "forward", given, q, k, params)
+    return given is None and (keeps or needed)
+
+
 @torch.library.custom_op(
     "htree_cuda::forward_varlen",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_LENGTHS_SCHEMA}, bool need_selection, str backend, "
-    f'bool deterministic=False, str save_selection="never", {_ROTATION_SCHEMA}) -> (Tensor, Tensor, Tensor)',
+    schema=f"(Tensor q, Tensor k, Tensor v, {_LENGTHS}, {_TREE_TENSORS}, Tensor? given=None, *, {_NUMBERS}, "
+    'bool need_selection, str backend, bool deterministic=False, str save_selection="never", '
+    f"{_ROTATION_SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
 @_without_autocast
 def forward_varlen(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start, attn_sink=None, rope_inv_freq=None, *,
-    need_selection: bool, backend: str, deterministic: bool = False, save_selection: str = "never", **tree,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start, attn_sink=None, rope_inv_freq=None, given=None,
+    *, need_selection: bool, backend: str, deterministic: bool = False, save_selection: str = "never", **tree,
 ):  # fmt: skip
     """(out, lse, selection) of `api.forward_varlen`, or of `api.forward` with seqused or several q_start; selection is
-    kept as in `ops.forward`."""
+    kept, or given, as in `ops.forward`."""
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start)
     tree = {**tree, "attn_sink": attn_sink, "rope_inv_freq": rope_inv_freq}
     params = checks.varlen.forward(q, k, v, *lengths, backend=backend, **tree)
     checks.rotation.finite("forward_varlen", rope_inv_freq)
-    if checks.varlen.checks_lengths():
-        op = "forward_varlen" if params.packed else "forward"
-        checks.varlen.read_lengths(op, q, k, *lengths[:4], params)
-    need_selection = _keeps_selection(q, k, v, params, save_selection) or need_selection
-    if ops._use_torch("forward_varlen", q, backend):
-        return torch_varlen.forward(q, k, v, lengths, params, need_selection=need_selection)
     op = "forward_varlen" if params.packed else "forward"
-    checks.varlen.kernel(q, k, v, params, op=op)
+    if checks.varlen.checks_lengths():
+        checks.varlen.read_lengths(op, q, k, *lengths[:4], params)
+    need_selection = _returns_selection(q, k, v, given, params, save_selection, need_selection)
+    if ops._use_torch("forward_varlen", q, backend):
+        return torch_varlen.forward(q, k, v, lengths, params, need_selection=need_selection, given=given)
+    checks.varlen.kernel(q, k, v, params, *lengths, op=op)
+    checks.support.given_selection(op, given)
     from . import kernels
 
     out, lse, selection = _empty_results(q, k, v, params, need_selection)
@@ -101,26 +108,29 @@ def forward_varlen(
         size = kernels.forward_varlen_workspace(q, k, v, *lengths, params)
         workspace = q.new_empty(size, dtype=torch.uint8)
         chosen = selection if selection.numel() else None
-        kernels.forward_varlen(q, k, v, out, lse, chosen, *lengths, workspace, params)
+        replayed = given if given is not None and given.numel() else None
+        kernels.forward_varlen(q, k, v, out, lse, chosen, *lengths, workspace, params, given=replayed)
     return out, lse, selection
 
 
 @forward_varlen.register_fake
 def _(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start, attn_sink=None, rope_inv_freq=None, *,
-    need_selection, backend, deterministic=False, save_selection="never", **tree,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start, attn_sink=None, rope_inv_freq=None, given=None,
+    *, need_selection, backend, deterministic=False, save_selection="never", **tree,
 ):  # fmt: skip
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start)
     tree = {**tree, "attn_sink": attn_sink, "rope_inv_freq": rope_inv_freq}
     params = checks.varlen.forward(q, k, v, *lengths, backend=backend, **tree)
-    return _empty_results(q, k, v, params, _keeps_selection(q, k, v, params, save_selection) or need_selection)
+    kept = _returns_selection(q, k, v, given, params, save_selection, need_selection)
+    return _empty_results(q, k, v, params, kept)
 
 
 @torch.library.custom_op(
     "htree_cuda::backward_varlen",
     mutates_args=(),
     schema="(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor selection, "
-    f"{_LENGTHS_SCHEMA}, str backend, bool deterministic=False, {_ROTATION_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    f"{_LENGTHS}, {_TREE_TENSORS}, *, {_NUMBERS}, str backend, bool deterministic=False, {_ROTATION_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 @_without_autocast
 def backward_varlen(
@@ -160,19 +170,21 @@ def _save_for_backward(ctx, inputs, keyword_only_inputs, output):
 
 
 def _run_backward(ctx, dout, dlse, _dselection):
-    q, k, v, *lengths, attn_sink, rope_inv_freq, out, lse, selection = ctx.saved_tensors
+    q, k, v, *lengths, attn_sink, rope_inv_freq, given, out, lse, selection = ctx.saved_tensors
     dout, dlse = (x.new_zeros(()).expand_as(x) if dx is None else dx for x, dx in ((out, dout), (lse, dlse)))
     tensors = (*lengths, attn_sink, rope_inv_freq)
     tree = {name: x for name, x in ctx.options.items() if name != "deterministic"}
     params = checks.varlen.forward(q, k, v, *lengths, **tree, rope_inv_freq=rope_inv_freq)
-    if selection.shape[0] != _layers(params) - 1:
+    if given is not None:
+        selection = given
+    elif selection.shape[0] != _layers(params) - 1:
         selection = torch.ops.htree_cuda.forward_varlen(q, k, v, *tensors, need_selection=True, **ctx.options)[2]
     grads = torch.ops.htree_cuda.backward_varlen(dout, dlse, q, k, v, out, lse, selection, *tensors, **ctx.options)
     dsink = None
     if attn_sink is not None and ctx.needs_input_grad[8]:
         seen = torch.where((lse == -torch.inf)[..., None], dout.new_zeros(()), dout)  # padding is no part of the sum
         dsink = torch.ops.htree_cuda.sink_gradient(seen, out, lse, attn_sink)
-    return *grads, None, None, None, None, None, dsink, None
+    return *grads, None, None, None, None, None, dsink, None, None
 
 
 torch.library.register_autograd("htree_cuda::forward_varlen", _run_backward, setup_context=_save_for_backward)

@@ -16,8 +16,8 @@ def _call(
     q: Tensor, k: Tensor, v: Tensor, lengths: tuple, tensors: tuple, maxima: tuple[int, int], options: dict[str, Any],
     flags: tuple[bool, bool],
 ):  # fmt: skip
-    """The op, as `api.forward` calls its own; tensors are attn_sink and rope_inv_freq, flags return_lse and
-    return_selection."""
+    """The op, as `api.forward` calls its own; tensors are attn_sink, rope_inv_freq and selection, flags
+    return_lse and return_selection."""
     q, k, v = autocast(q, k, v)
     differentiable = (q, k, v, *(x for x in tensors[:1] if x is not None))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in differentiable)
@@ -29,11 +29,12 @@ def _call(
         save_selection = False  # as in `api.forward`
     save_mode = checks.common.SAVE_SELECTION[save_selection if needs_grad else False]
     return_lse, return_selection = flags
-    out, lse, selection = torch.ops.htree_cuda.forward_varlen(
+    out, lse, chosen = torch.ops.htree_cuda.forward_varlen(
         q, k, v, *lengths, *tensors, max_seqlen_q=maxima[0], max_seqlen_k=maxima[1], need_selection=return_selection,
         **options, deterministic=deterministic, save_selection=save_mode,
     )  # fmt: skip
-    extra = ([lse] if return_lse else []) + ([selection] if return_selection else [])
+    chosen = chosen if tensors[2] is None else tensors[2]
+    extra = ([lse] if return_lse else []) + ([chosen] if return_selection else [])
     return (out, *extra) if extra else out
 
 
@@ -84,6 +85,7 @@ def forward_varlen(
     rope_interleaved: bool = False,
     attn_sink: Tensor | None = None,
     softcap: float = 0.0,
+    selection: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """`forward` of many sequences of different lengths that lie packed one behind another: each has a tree of its own,
     and no query sees another sequence.
@@ -106,6 +108,7 @@ def forward_varlen(
         compression_rate, top_k_per_layer, max_top_nodes, scale, rope_base, strict_causal, return_lse,
             return_selection, backend, deterministic, save_selection, rope_inv_freq, rope_dim, rope_interleaved,
             attn_sink, softcap: as in `forward`.
+        selection: [L-1, total_q, H_kv, top_k] int32, as return_selection gives it, in place of choosing; default None.
 
     Returns:
         out [total_q, H, V] in the dtype of q; or a tuple (out[, lse][, selection]).
@@ -142,6 +145,8 @@ def forward_varlen(
         "rope_dim": rope_dim, "rope_interleaved": rope_interleaved, "attn_sink": attn_sink, "softcap": softcap,
     }  # fmt: skip
     tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    if selection is not None:
+        tensors["selection"] = selection
     for name, x in tensors.items():
         checks.common.tensor(op, name, x)
     maxima = (
@@ -153,4 +158,4 @@ def forward_varlen(
         checks.common.boolean(op, name, flag)
     lengths = (cu_seqlens_q, cu_seqlens_k, None, None, None)
     flags = (return_lse, return_selection)
-    return _call(q, k, v, lengths, (attn_sink, rope_inv_freq), maxima, options, flags)
+    return _call(q, k, v, lengths, (attn_sink, rope_inv_freq, selection), maxima, options, flags)

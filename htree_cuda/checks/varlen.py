@@ -159,6 +159,13 @@ def backward(
     )  # fmt: skip
 
 
+def given_selection(op: str, selection: Tensor, q: Tensor, k: Tensor, params: VarlenParams) -> None:
+    """Rules of a selection to replay: the shape that the call returns. Its content is not looked at."""
+    layers = len(layer_sizes(params.max_seqlen_k, params.tree.compression_rate, params.tree.max_top_nodes))
+    strided(op, selection=selection)
+    returned(op, q, selection=(selection, (layers - 1, *q.shape[:-2], k.shape[-2], params.tree.top_k), torch.int32))
+
+
 def start_numbers(op: str, q_start: Sequence[int], B: int, T_q: int, T: int) -> list[int]:
     """Rules of starts on the host: B ints, each of -T_q .. T, beyond which a row has padding alone."""
     values = [integer(op, "q_start", start) for start in q_start]

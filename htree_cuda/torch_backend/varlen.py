@@ -1,6 +1,6 @@
 """Packed and ragged sequences in PyTorch operations. Sequences with the same numbers of keys and queries are a batch of
 `tree.forward`; a pack of 4,096 documents of 16 tokens is one call of it. Lengths are read on the host, once a call.
-What runs a batch is an argument, so that kernels which know batches alone serve packs too."""
+What runs a batch of the backward is an argument, so that kernels which know batches alone serve packs too."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _assign(x: Tensor, index: tuple, value: Tensor) -> None:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, params: VarlenParams, *, need_selection: bool = False,
-    run: Callable = tree.forward,
+    given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """out and lse of the shape of q without its last dimension, and selection [L-1, *rows of q, H_kv, top_k] int32
     (first dimension 0 unless needed). Rows that are no query of a sequence: 0, -inf, -1."""
@@ -117,7 +117,8 @@ def forward(
         of_q = _rows(q, members.b, members.q, shape.queries, params.packed)
         of_k = _rows(k, members.b, members.k, shape.keys, params.packed)
         mine = _tree_params(params, shape)
-        results = run(q[of_q], k[of_k], v[of_k], mine, need_selection=need_selection)
+        chosen = None if given is None else _of_layers(given, shape, members, of_q, mine)
+        results = tree.forward(q[of_q], k[of_k], v[of_k], mine, need_selection=need_selection, given=chosen)
         _assign(out, of_q, results[0])
         _assign(lse, of_q, results[1])
         if need_selection:
@@ -130,6 +131,15 @@ def forward(
                     nodes = whole_layers(t, r, layer, top_k)[None, :, None].to(torch.int32)
                 _assign(selection[layer - 1], of_q, nodes)
     return out, lse, selection
+
+
+def _of_layers(selection: Tensor, shape: _Shape, members: _Members, of_q: tuple, mine: TreeParams) -> Tensor:
+    """The part of a selection that belongs to some sequences, of the layers that they have."""
+    found = len(layer_sizes(shape.keys, mine.compression_rate, mine.max_top_nodes)) - 1
+    chosen = selection.new_empty(found, len(members.b), shape.queries, *selection.shape[-2:])
+    for layer in range(found):
+        chosen[layer] = selection[layer][of_q]
+    return chosen
 
 
 def _tree_params(params: VarlenParams, shape: _Shape) -> TreeParams:
@@ -149,10 +159,7 @@ def backward(
         of_q = _rows(q, members.b, members.q, shape.queries, params.packed)
         of_k = _rows(k, members.b, members.k, shape.keys, params.packed)
         mine = _tree_params(params, shape)
-        found = len(layer_sizes(shape.keys, mine.compression_rate, mine.max_top_nodes)) - 1
-        chosen = selection.new_empty(found, len(members.b), shape.queries, *selection.shape[-2:])
-        for layer in range(found):
-            chosen[layer] = selection[layer][of_q]
+        chosen = _of_layers(selection, shape, members, of_q, mine)
         options = {} if add_to is None else {"add_to": tuple(x[of_k].clone() for x in add_to)}
         gradients = run(
             dout[of_q], dlse[of_q], q[of_q], k[of_k], v[of_k], out[of_q], lse[of_q], chosen, mine,

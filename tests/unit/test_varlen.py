@@ -423,6 +423,18 @@ def test_options_of_the_rotation_and_sinks():
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
 
+def test_a_given_selection_is_replayed():
+    pack = a_pack(queries=(3, 1, 0, 20, 17))
+    tensors = [x.requires_grad_() for x in pack.tensors()]
+    expected = packed(pack, *tensors)
+    gradients = torch.autograd.grad(expected[0].square().sum(), tensors)
+    found = packed(pack, *tensors, selection=expected[2])
+    assert all(torch.equal(x, y) for x, y in zip(expected, found))
+    assert all(map(torch.equal, gradients, torch.autograd.grad(found[0].square().sum(), tensors)))
+    with pytest.raises(ValueError, match=r"forward_varlen: selection must have the shape \(2, 46, 2, 4\)"):
+        packed(pack, *tensors, selection=expected[2][:, :-1])
+
+
 def test_many_short_documents_are_one_batch(monkeypatch):
     calls = []
     original = htree_cuda.torch_backend.tree.forward
