@@ -3,6 +3,7 @@
     python examples/train_bytes.py                                # both tasks, seed 0, minutes on 2 CPU cores
     python examples/train_bytes.py --preset gpu --seeds 0,1,2     # T = 32,768, one Hopper GPU
     torchrun --nproc-per-node 2 examples/train_bytes.py --preset gpu --context-parallel     # T = 262,144, two of them
+    python examples/train_bytes.py --packed                       # documents packed to T, each with a tree of its own
 
 Arms, equal in everything but the attention (parameters, their initial values, data and its order, steps):
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -202,6 +204,12 @@ class DenseAttention(HTreeAttention):
             out = window_attention(q, k, v, self.window)
         return out.transpose(1, 2)
 
+    def attend_varlen(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """Document by document, with token positions of its own each."""
+        bounds = cu_seqlens.tolist()
+        parts = [slice(begin, end) for begin, end in itertools.pairwise(bounds) if begin < end]
+        return torch.cat([self.attend(q[None, part], k[None, part], v[None, part])[0] for part in parts])
+
 
 class Block(nn.Module):
     def __init__(self, d_model: int, attention: nn.Module):
@@ -212,13 +220,14 @@ class Block(nn.Module):
             nn.Linear(d_model, 4 * d_model, bias=False), nn.GELU(), nn.Linear(4 * d_model, d_model, bias=False)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, **lengths) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), **lengths)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Decoder(nn.Module):
-    """Pre-norm decoder: tokens [B, T] int64 -> logits [B, T, vocabulary]."""
+    """Pre-norm decoder: tokens [B, T] int64 -> logits [B, T, vocabulary]; of documents packed to [total], with where
+    each begins, [total, vocabulary]."""
 
     def __init__(self, preset: Preset, arm: str, vocabulary: int, window: int, backend: str, **of_htree):
         super().__init__()
@@ -238,8 +247,12 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(preset.d_model, eps=1e-6)
         self.head = nn.Linear(preset.d_model, vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.embedding(tokens))))
+    def forward(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens)
+        lengths = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens, "max_seqlen": len(tokens)}
+        for block in self.blocks:
+            x = block(x, **lengths)
+        return self.head(self.norm(x))
 
 
 # --------------------------------------------------------------------------------------------------------------- data
@@ -276,6 +289,38 @@ class Text:
         )
         rows = data[first + torch.arange(stage.T + 1)].long()
         return rows[:, :-1], rows[:, 1:]
+
+
+class PackedText(Text):
+    """Pieces of the same files as documents, of lengths drawn log-uniform from 32 to T bytes and packed to T: none sees
+    another, and the byte after a document's end is nobody's target."""
+
+    def __init__(self):
+        super().__init__()
+        pieces = [topic.text.encode() for topic in (*python_topics(), *python_sources())]
+        kept = {"train": [x for i, x in enumerate(pieces) if i % 20], "validation": pieces[::20]}
+        self.documents = {
+            name: [torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in part if x] for name, part in kept.items()
+        }
+        self.about = {**self.about, "documents_train": len(self.documents["train"])}
+
+    def batch(self, part: str, stage: Stage, seed: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens and targets [batch * T], and [N + 1] where each document begins."""
+        documents, g = self.documents[part], generator(seed, step, part == "train")
+        tokens, targets, bounds = [], [], [0]
+        for _ in range(stage.batch):
+            left = stage.T
+            while left > 0:
+                document = documents[torch.randint(0, len(documents), (1,), generator=g).item()]
+                drawn = round(32 * (stage.T / 32) ** torch.rand(1, generator=g, dtype=torch.float64).item())
+                count = min(left, drawn, len(document))
+                first = torch.randint(0, len(document) - count + 1, (1,), generator=g).item()
+                tokens.append(document[first : first + count].long())
+                following = document[first + 1 : first + count + 1].long()
+                targets.append(F.pad(following, (0, count - len(following)), value=IGNORE))
+                bounds.append(bounds[-1] + count)
+                left -= count
+        return torch.cat(tokens), torch.cat(targets), torch.tensor(bounds, dtype=torch.int32)
 
 
 class Recall:
@@ -321,10 +366,12 @@ def learning_rate(task: Task, step: int) -> float:
     return task.lr * min(1.0, (step + 1) / warm_up, 0.1 + 0.9 * left)
 
 
-def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor, autocast: bool) -> tuple[Tensor, Tensor]:
+def loss_of(
+    model: nn.Module, tokens: Tensor, targets: Tensor, autocast: bool, *lengths: Tensor
+) -> tuple[Tensor, Tensor]:
     """(mean loss over the targets, share of them that the most likely token hits)."""
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
-        logits = model(tokens)
+        logits = model(tokens, *lengths)
     kept = targets != IGNORE
     logits, targets = logits[kept].float(), targets[kept]
     return F.cross_entropy(logits, targets), (logits.argmax(1) == targets).float().mean()
@@ -354,7 +401,8 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.preset.name}_{self.settings['task']}_{self.arm}_{self.seed}"
+        packed = "_packed" if isinstance(self.data, PackedText) else ""
+        return f"{self.preset.name}_{self.settings['task']}{packed}_{self.arm}_{self.seed}"
 
     def state(self) -> dict:
         return {
@@ -378,21 +426,25 @@ class Run:
         self.step, self.seconds = state["step"], state["seconds"]
         self.log, self.pending = state["log"], state["pending"]
 
-    def batch(self, part: str, stage: Stage, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    def batch(self, part: str, stage: Stage, seed: int, step: int) -> tuple[Tensor, ...]:
+        """tokens, targets and, of packed documents, where each begins."""
         return tuple(x.to(self.device) for x in self.data.batch(part, stage, seed, step))
+
+    def loss(self, tokens: Tensor, targets: Tensor, *lengths: Tensor) -> tuple[Tensor, Tensor]:
+        return loss_of(self.model, tokens, targets, self.preset.autocast, *lengths)
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
         """(loss, accuracy) on the same held-out batches for every arm and seed, at the last stage's length."""
         batches = [self.batch("validation", self.task.stages[-1], -1, i) for i in range(self.task.eval_batches)]
-        pairs = [loss_of(self.model, *batch, self.preset.autocast) for batch in batches]
+        pairs = [self.loss(*batch) for batch in batches]
         return tuple(statistics.fmean(x.item() for x in column) for column in zip(*pairs))
 
     def train_step(self) -> float:
         stage = self.task.stage_at(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.task, self.step)
-        loss, _ = loss_of(self.model, *self.batch("train", stage, self.seed, self.step), self.preset.autocast)
+        loss, _ = self.loss(*self.batch("train", stage, self.seed, self.step))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.share_gradients()
@@ -582,7 +634,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context-parallel", action="store_true", help="long sequences over the ranks of torchrun")
     parser.add_argument("--length", type=int, default=262144, help="with --context-parallel: T")
     parser.add_argument("--steps", type=int, default=40, help="with --context-parallel: optimizer steps")
+    parser.add_argument("--packed", action="store_true", help="the text as packed documents; the recall has none")
     args = parser.parse_args(argv)
+    if args.packed:
+        args.task = ["text"]
     preset = PRESETS[args.preset]
     if args.context_parallel:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -590,12 +645,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     device = torch.device(args.device or ("cuda" if args.preset == "gpu" else "cpu"))
     args.out.mkdir(parents=True, exist_ok=True)
-    log = args.out / f"train_{preset.name}.json"
+    log = args.out / f"train_{preset.name}{'_packed' if args.packed else ''}.json"
     report = {**identity(device.type), "preset": dataclasses.asdict(preset), "tasks": {}}
     kept = logged(log, report)
     report |= {name: kept[name] for name in ("tasks", "throughput") if name in kept}
     for name in args.task:
-        data = Text() if name == "text" else Recall(preset)
+        data = Recall(preset) if name == "recall" else PackedText() if args.packed else Text()
         tree = preset.tree(getattr(preset, name).stages[-1].T)
         about = {"data": data.about, "tree": tree, "window": preset.window(tree["T"])}
         runs = report["tasks"].get(name, {}).get("runs", [])
