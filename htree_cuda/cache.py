@@ -592,8 +592,8 @@ def forward_cached(
     Notes:
         Always strictly causal. Deterministic. Up to 8 rows nothing waits for the device, and the call can be captured
         in a CUDA graph once it has run before with its options (a table of rotations is made then and kept). More rows
-        are a prefill: each sequence is a call of `forward` on its tokens, with its bits, and lengths are read on the
-        host.
+        are a prefill: each sequence has the bits of a call of `forward` on its tokens. The kernels take the lengths of
+        a contiguous cache on the device; with pages, and on the PyTorch backend, they are read on the host.
         The kernels take rope_inv_freq and rope_base None up to 8 rows; rope_dim, rope_interleaved and attn_sink run on
         the torch backend alone.
         Work of a call of up to 8 rows grows with the number of layers alone.
