@@ -37,13 +37,33 @@ def _keeps_selection(q: Tensor, k: Tensor, v: Tensor, params: VarlenParams, save
     return fit > 0 and _layers(params) - 1 <= fit
 
 
-def _empty_results(q: Tensor, k: Tensor, v: Tensor, params: VarlenParams, need_selection: bool) -> tuple[Tensor, ...]:
+def empty_selection(q: Tensor, k: Tensor, params: VarlenParams, need_selection: bool) -> Tensor:
     kept = _layers(params) - 1 if need_selection else 0
+    return q.new_empty(kept, *q.shape[:-2], k.shape[-2], params.tree.top_k, dtype=torch.int32)
+
+
+def _empty_results(q: Tensor, k: Tensor, v: Tensor, params: VarlenParams, need_selection: bool) -> tuple[Tensor, ...]:
     return (
         q.new_empty(*q.shape[:-1], v.shape[-1]),
         q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype)),
-        q.new_empty(kept, *q.shape[:-2], k.shape[-2], params.tree.top_k, dtype=torch.int32),
+        empty_selection(q, k, params, need_selection),
     )
+
+
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor, lengths: Lengths,
+    params: VarlenParams, given: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fills out, lse and selection by the kernels; given: a selection to replay."""
+    from . import kernels
+
+    if params.sequences == 0 or k.shape[-3] == 0:
+        out.zero_(), lse.fill_(-torch.inf), selection.fill_(-1)
+    elif out.numel():
+        size = kernels.forward_varlen_workspace(q, k, v, *lengths, params)
+        workspace = q.new_empty(size, dtype=torch.uint8)
+        chosen, replayed = (x if x is not None and x.numel() else None for x in (selection, given))
+        kernels.forward_varlen(q, k, v, out, lse, chosen, *lengths, workspace, params, given=replayed)
 
 
 def _tree_arguments(params: TreeParams) -> tuple[tuple, dict]:
@@ -99,17 +119,8 @@ def forward_varlen(
         return torch_varlen.forward(q, k, v, lengths, params, need_selection=need_selection, given=given)
     checks.varlen.kernel(q, k, v, params, *lengths, op=op)
     checks.support.given_selection(op, given)
-    from . import kernels
-
     out, lse, selection = _empty_results(q, k, v, params, need_selection)
-    if params.sequences == 0 or k.shape[-3] == 0:
-        return out.zero_(), lse.fill_(-torch.inf), selection.fill_(-1)
-    if out.numel():
-        size = kernels.forward_varlen_workspace(q, k, v, *lengths, params)
-        workspace = q.new_empty(size, dtype=torch.uint8)
-        chosen = selection if selection.numel() else None
-        replayed = given if given is not None and given.numel() else None
-        kernels.forward_varlen(q, k, v, out, lse, chosen, *lengths, workspace, params, given=replayed)
+    launch(q, k, v, out, lse, selection, lengths, params, given)
     return out, lse, selection
 
 

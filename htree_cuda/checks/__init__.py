@@ -20,4 +20,17 @@ what the Hopper kernels do; it names the way out (``backend="torch"``). All are 
 from . import cache, common, dense_loss, distributed, dsa, dsa_module, lists, rotation, support, tree, varlen
 from .common import UnsupportedError
 
-__all__ = ["UnsupportedError", "cache", "common", "dense_loss", "distributed", "dsa", "dsa_module", "lists", "rotation", "support", "tree", "varlen"]
+__all__ = [
+    "UnsupportedError",
+    "cache",
+    "common",
+    "dense_loss",
+    "distributed",
+    "dsa",
+    "dsa_module",
+    "lists",
+    "rotation",
+    "support",
+    "tree",
+    "varlen",
+]

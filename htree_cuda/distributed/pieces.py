@@ -49,12 +49,14 @@ def forward(
     if pack is not None:
         q, k, v = q[0], k[0], v[0]
         params = _packed_params(q, k, v, pack, op="forward_varlen", backend=backend, **tree)
-        kernel = {} if ops._use_torch("forward_varlen", q, backend) else {"run": ops_varlen._forward_batch}
-        if kernel:
-            checks.varlen.kernel(q, k, v, params, op="forward_varlen")
-        found = torch_varlen.forward(q, k, v, pack.lengths, params, need_selection=need_selection, **kernel)
-        out[0], lse[0] = found[0], found[1]
-        return found[2].unsqueeze(1) if need_selection else None
+        if ops._use_torch("forward_varlen", q, backend):
+            found = torch_varlen.forward(q, k, v, pack.lengths, params, need_selection=need_selection)
+            out[0], lse[0] = found[0], found[1]
+            return found[2].unsqueeze(1) if need_selection else None
+        checks.varlen.kernel(q, k, v, params, *pack.lengths, op="forward_varlen")
+        selection = ops_varlen.empty_selection(q, k, params, need_selection)
+        ops_varlen.launch(q, k, v, out[0], lse[0], selection, pack.lengths, params)
+        return selection.unsqueeze(1) if need_selection else None
     params = checks.tree.forward(q, k, v, backend=backend, **tree)
     if ops._use_torch("forward", q, backend):
         found = torch_tree.forward(q, k, v, params, need_selection=need_selection, given=given)
@@ -71,7 +73,7 @@ def forward(
         selection = q.new_empty(shape, dtype=torch.int32)
     workspace = q.new_empty(kernels.forward_workspace(q, k, v, params), dtype=torch.uint8)
     chosen, replayed = (x if x is not None and x.numel() else None for x in (selection, given))
-    kernels.forward(q, k, v, out, lse, chosen, workspace, params, replayed)
+    kernels.forward(q, k, v, out, lse, chosen, workspace, params, given=replayed)
     return selection
 
 
