@@ -81,15 +81,15 @@ HTREE_CUDA_API void tree_pool(TreePoolParams const& params, void* stream);
 
 // Sequences of different lengths, packed or in the rows of a batch. All pointers are to the device.
 struct SequencesParams {
-  std::int64_t count;                // N; -1: sequences of one length, and nothing below is looked at
-  std::int32_t const* cu_seqlens_q;  // [N + 1], with cu_seqlens_k: a pack; both null: rows of a batch, B = N
-  std::int32_t const* cu_seqlens_k;
-  std::int32_t const* seqused_q;     // [B], or null: all rows
-  std::int32_t const* seqused_k;
-  void const* q_start;               // [B] position of the first query, or null: seqused_k - seqused_q
-  bool q_start_64;                   // q_start is int64, else int32
-  std::int64_t total_q;              // rows of q in the pack, or B * T_q
-  std::int64_t total_k;
+  std::int64_t count = -1;                     // N; -1: sequences of one length, and nothing below is looked at
+  std::int32_t const* cu_seqlens_q = nullptr;  // [N + 1], with cu_seqlens_k: a pack; both null: rows of a batch, B = N
+  std::int32_t const* cu_seqlens_k = nullptr;
+  std::int32_t const* seqused_q = nullptr;     // [B], or null: all rows
+  std::int32_t const* seqused_k = nullptr;
+  void const* q_start = nullptr;               // [B] position of the first query, or null: seqused_k - seqused_q
+  bool q_start_64 = false;                     // q_start is int64, else int32
+  std::int64_t total_q = 0;                    // rows of q in the pack, or B * T_q
+  std::int64_t total_k = 0;
 };
 
 struct ForwardParams {
@@ -126,7 +126,7 @@ struct ForwardParams {
   DType dtype;         // bf16 or fp16
   // Sequences of different lengths: T and T_q bound the lengths, q_start is 0, and in a pack B is 1 and there are no
   // strides of batches; out, lse and selection have the rows of q. Values of lengths may be anything.
-  SequencesParams sequences{-1};
+  SequencesParams sequences;
 };
 
 // Bytes of workspace that `forward` needs on the current device; pointers are not looked at.
