@@ -87,8 +87,9 @@ def forward_varlen(
     softcap: float = 0.0,
     selection: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """`forward` of many sequences of different lengths that lie packed one behind another: each has a tree of its own,
-    and no query sees another sequence.
+    """`forward` of sequences of different lengths that lie packed one behind another.
+
+    Each sequence has a tree of its own, and no query sees another sequence.
 
     The order of the positional arguments is that of FlashAttention's ``flash_attn_varlen_func``. The queries of a
     sequence are its last positions: query ``j`` of ``Tq_i`` stands at ``Tk_i - Tq_i + j``.
