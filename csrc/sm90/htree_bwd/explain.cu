@@ -1,8 +1,8 @@
 // What a backward call would launch: the steps of schedule.h, counted instead of taken. Needs no GPU.
 #include <algorithm>
 #include <string>
-#include <vector>
 
+#include "host/launch_rows.h"
 #include "host/tree_args.h"
 #include "params.h"
 #include "schedule.h"
@@ -10,19 +10,7 @@
 namespace htree_cuda::sm90::htree_bwd {
 namespace {
 
-struct Row {
-  char const* phase;
-  int layer;  // -1: all layers together
-  char const* kind;
-  std::string kernel;
-  char const* tile;
-  char const* reason;
-  std::int64_t launches = 0;
-  std::int64_t ctas = 0;
-  std::int64_t first_query = 0;  // positions; both are 0 where the work is not by query
-  std::int64_t end_query = 0;
-  std::int64_t pairs = 0;
-};
+using Row = host::LaunchRow;
 
 // Pairs of a query (one KV head) and a KV block in one sweep, and the positions of the queries that make them.
 struct Sweep {
@@ -98,17 +86,12 @@ public:
         .launches += 2;
   }
 
-  std::vector<Row> const& rows() const { return rows_; }
+  host::LaunchRows const& rows() const { return rows_; }
 
 private:
-  // The row of a kernel, in the order in which kernels are first launched.
   Row& at(char const* phase, int layer, char const* kind, std::string const& kernel, char const* tile,
           char const* reason) {
-    for (Row& row : rows_) {
-      if (row.layer == layer && row.kind == kind && row.kernel == kernel) return row;
-    }
-    rows_.push_back({phase, layer, kind, kernel, tile, reason});
-    return rows_.back();
+    return rows_.at(phase, 0, layer, kind, kernel, tile, reason);
   }
 
   void count_rows(char const* phase, char const* kernel, char const* reason, Chunk const& chunk) {
@@ -124,7 +107,7 @@ private:
   int const sms_;
   Sweep entry_;
   Sweep selected_;
-  std::vector<Row> rows_;
+  host::LaunchRows rows_;
 };
 
 }  // namespace
@@ -140,21 +123,7 @@ void explain_backward(ForwardParams const& p, int processors, LaunchSink sink, v
   Workspace const workspace(p, nullptr);
   Counter counter(p, workspace, processors);
   schedule(p, workspace, counter);
-  for (auto const& row : counter.rows()) {
-    LaunchInfo info{};
-    info.phase = row.phase;
-    info.layer = row.layer;
-    info.kind = row.kind;
-    info.kernel = row.kernel.c_str();
-    info.tile = row.tile;
-    info.reason = row.reason;
-    info.launches = row.launches;
-    info.ctas = row.ctas;
-    info.first_query = row.first_query;
-    info.end_query = row.end_query;
-    info.pairs = row.pairs;
-    sink(context, info);
-  }
+  for (auto const& row : counter.rows()) host::tell(row, row.layer, sink, context);
 }
 
 }  // namespace htree_cuda

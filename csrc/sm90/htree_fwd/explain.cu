@@ -1,7 +1,7 @@
 // What a forward call would launch: the steps of schedule.h, counted instead of taken. Needs no GPU.
 #include <string>
-#include <vector>
 
+#include "host/launch_rows.h"
 #include "host/mixed_dims.h"
 #include "host/tree_args.h"
 #include "params.h"
@@ -14,21 +14,7 @@ constexpr char const* kKinds[kLayerKinds] = {"entry", "selected", "half-selected
 
 constexpr int kFirstOfChunk = 3;  // the first step that a chunk repeats
 
-// One kernel of the call, for one layer and layer kind.
-struct Row {
-  char const* phase;
-  int step;  // the order within a layer
-  int layer;
-  char const* kind;
-  std::string kernel;
-  std::string tile;
-  char const* reason;
-  std::int64_t launches = 0;
-  std::int64_t ctas = 0;
-  std::int64_t first_query = 0;  // positions; first == end: not a matter of queries
-  std::int64_t end_query = 0;
-  std::int64_t pairs = 0;
-};
+using Row = host::LaunchRow;
 
 // Counts what forward.cu's Executor launches.
 class Counter {
@@ -108,11 +94,7 @@ public:
 private:
   Row& at(char const* phase, int step, int layer, char const* kind, std::string const& kernel, std::string const& tile,
           char const* reason) {
-    for (Row& row : rows_) {
-      if (row.step == step && row.layer == layer && row.kind == kind && row.kernel == kernel) return row;
-    }
-    rows_.push_back({phase, step, layer, kind, kernel, tile, reason});
-    return rows_.back();
+    return rows_.at(phase, step, layer, kind, kernel, tile, reason);
   }
 
   void count(int l, Pass pass, Variant variant, LayerKind kind, std::uint32_t ctas) {
@@ -149,7 +131,7 @@ private:
 
   ForwardParams const& p_;
   Workspace const& w_;
-  std::vector<Row> rows_;
+  host::LaunchRows rows_;
 };
 
 }  // namespace
@@ -165,21 +147,7 @@ void explain_forward(ForwardParams const& p, int processors, LaunchSink sink, vo
   Workspace const workspace(p, nullptr, processors);
   Counter counter(p, workspace);
   schedule(p, workspace, counter);
-  counter.each([&](auto const& row) {
-    LaunchInfo info{};
-    info.phase = row.phase;
-    info.layer = row.step < 2 ? -1 : row.layer;
-    info.kind = row.kind;
-    info.kernel = row.kernel.c_str();
-    info.tile = row.tile.c_str();
-    info.reason = row.reason;
-    info.launches = row.launches;
-    info.ctas = row.ctas;
-    info.first_query = row.first_query;
-    info.end_query = row.end_query;
-    info.pairs = row.pairs;
-    sink(context, info);
-  });
+  counter.each([&](auto const& row) { host::tell(row, row.step < 2 ? -1 : row.layer, sink, context); });
 }
 
 }  // namespace htree_cuda
