@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import time
@@ -25,10 +26,12 @@ from ..distributed import attention, pieces
 from ..distributed.exchange import Gathered
 from ..distributed.placement import Placement
 from .inputs import DTYPES, tree_inputs, visited
+from .protocol import identity
 
-SHAPES = [(16, 1, 512), (16, 1, 64), (32, 8, 512), (32, 8, 64)]  # H, H_kv, top_k of --quick
-MEMORY_S = 3.0  # the memory of a step that takes longer is not measured: it runs twice more for that
-LONG_S = 2.0  # a call that takes longer is timed as it comes, without a warm-up of its own
+SHAPES = [(16, 1, 64), (16, 1, 512), (32, 8, 64), (32, 8, 512)]  # H, H_kv, top_k of --quick
+APART_S = 4.0  # of a step that takes longer, compute apart and memory are not measured: it would run three times more
+LONG_S = 0.7  # a call that takes longer is timed as it comes, without a warm-up of its own
+TIMED_S = 0.3
 
 
 def shapes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
@@ -60,7 +63,7 @@ def _of_all(seconds: float, device: str) -> list[float]:
 
 
 def timed(call: Callable[[], object], device: str, together: bool) -> dict:
-    """Milliseconds of a call: back to back for about half a second behind one that warms up. together: every rank
+    """Milliseconds of a call: back to back for about TIMED_S behind one that warms up. together: every rank
     makes it, and as many calls as the slowest one allows."""
 
     def slowest(seconds: float) -> float:
@@ -71,7 +74,7 @@ def timed(call: Callable[[], object], device: str, together: bool) -> dict:
     first = _once(call, device)
     calls = 1
     if slowest(first) < LONG_S:
-        calls = max(2, min(20, int(0.5 / slowest(first))))
+        calls = max(2, min(20, int(TIMED_S / slowest(first))))
 
         def several() -> None:
             for _ in range(calls):
@@ -226,15 +229,17 @@ def _figure(shape: tuple, top_k: int, layout: str, alone: dict | None, args: arg
         "H_kv": H_kv, "K": K, "V": V, "dtype": args.dtype, "top_k": top_k, "backend": args.backend,
         **_both(call, own, args.device, True),
     }  # fmt: skip
-    with no_exchange():
-        result["compute"] = _both(call, own, args.device, True)
+    if result["ms"] < 1e3 * APART_S:
+        with no_exchange():
+            result["compute"] = _both(call, own, args.device, True)
     with no_compute():
         result["exchange"] = _both(call, own, args.device, True)
     counted = imbalance(T, place.ranks, layout, top_k)
     for name in ("forward", "backward"):
         times, exchange = result[name], result["exchange"][name]["ms"]
-        apart = result["compute"][name]["ms"] + exchange
-        times["overlap"] = round((apart - times["ms"]) / exchange, 3)
+        if "compute" in result:
+            apart = result["compute"][name]["ms"] + exchange
+            times["overlap"] = round((apart - times["ms"]) / exchange, 3)
         token = B * H_kv * (K + V)
         sent = token * torch.finfo(DTYPES[args.dtype]).bits // 8 + (4 * token if name == "backward" else 0)
         received = sent * T * (place.ranks - 1) / place.ranks
@@ -243,11 +248,13 @@ def _figure(shape: tuple, top_k: int, layout: str, alone: dict | None, args: arg
             times["speedup"] = round(alone[name]["ms"] / times["ms"], 3)
             times["model_ms"] = round(alone[name]["ms"] / place.ranks * counted + exchange, 4)
             times["to_model"] = round(times["ms"] / times["model_ms"], 3)
-    result["imbalance"] = {"counted": round(counted, 4), "measured": _imbalance(result["compute"])}
+    result["imbalance"] = {"counted": round(counted, 4)}
+    if "compute" in result:
+        result["imbalance"]["measured"] = _imbalance(result["compute"])
     if alone is not None:
         result["one"] = alone
         result["speedup"] = round(alone["ms"] / result["ms"], 3)
-    if result["ms"] < 1e3 * MEMORY_S:
+    if result["ms"] < 1e3 * APART_S:
         result["memory"] = _memory(own, call, place, args, options)
     return result
 
@@ -274,9 +281,10 @@ def run(args: argparse.Namespace) -> list[dict] | None:
 
 def _figures(args: argparse.Namespace) -> list[dict]:
     figures, world, first = [], dist.get_world_size(), dist.get_rank() == 0
+    about = identity(args.device) if first else {}
     started = time.perf_counter()
-    for H, H_kv, top_k in shapes(args):
-        for T in args.lengths:
+    for T in args.lengths:
+        for H, H_kv, top_k in shapes(args):
             shape = (args.batch, T, T, H, H_kv, args.dim, args.dim)
             alone = None if args.no_single else _alone(shape, top_k, args)
             weak = None
@@ -287,6 +295,10 @@ def _figures(args: argparse.Namespace) -> list[dict]:
                 figures[-1]["weak"] = None if weak is None else {"T": T // world, **weak}
                 if args.device == "cuda":
                     torch.cuda.empty_cache()
+                if first and args.out:  # what a run that is cut off leaves behind
+                    args.out.parent.mkdir(parents=True, exist_ok=True)
+                    report = {"program": "bench context_parallel", **about, "figures": figures}
+                    args.out.write_text(json.dumps(report, indent=1) + "\n")
                 if first:
                     row = "  ".join(f"{name} {cell(figures[-1])}" for name, cell in COLUMNS.items())
                     print(f"[{time.perf_counter() - started:.0f} s] {row}", file=sys.stderr, flush=True)
@@ -308,20 +320,27 @@ def _memory_share(f: dict, name: str) -> str:
     return f"{memory['peak_bytes'] / memory['allowed_bytes']:.3f}" if memory and memory["allowed_bytes"] else "-"
 
 
+PARTS = ("forward", "backward")
+
+
+def _pair(times: dict) -> str:
+    return "+".join(f"{times[name]['ms']:.1f}" for name in PARTS)
+
+
 COLUMNS = {
     "H": lambda f: f"{f['H']}/{f['H_kv']}",
     "top_k": lambda f: str(f["top_k"]),
     "T": lambda f: f"{f['T']:,}",
     "layout": lambda f: f["layout"],
-    "one ms": lambda f: f"{f['one']['forward']['ms']:.1f}+{f['one']['backward']['ms']:.1f}" if "one" in f else "-",
-    "ms": lambda f: f"{f['forward']['ms']:.1f}+{f['backward']['ms']:.1f}",
+    "one ms": lambda f: _pair(f["one"]) if "one" in f else "-",
+    "ms": lambda f: _pair(f),
     "speedup": lambda f: f"{f['speedup']:.2f}" if "speedup" in f else "-",
     "weak": _weak,
-    "compute": lambda f: f"{f['compute']['forward']['ms']:.1f}+{f['compute']['backward']['ms']:.1f}",
+    "compute": lambda f: _pair(f["compute"]) if "compute" in f else "-",
     "exchange": lambda f: f"{f['exchange']['forward']['ms']:.2f}+{f['exchange']['backward']['ms']:.2f}",
-    "overlap": lambda f: f"{f['forward']['overlap']:.2f} {f['backward']['overlap']:.2f}",
-    "imbalance": lambda f: f"{f['imbalance']['measured']:.3f}",
-    "to model": lambda f: " ".join(str(f[n].get("to_model", "-")) for n in ("forward", "backward")),
+    "overlap": lambda f: " ".join(f"{f[n]['overlap']:.2f}" if "overlap" in f[n] else "-" for n in PARTS),
+    "imbalance": lambda f: f"{f['imbalance'].get('measured', f['imbalance']['counted']):.3f}",
+    "to model": lambda f: " ".join(str(f[n].get("to_model", "-")) for n in PARTS),
     "memory": lambda f: " ".join(_memory_share(f, n) for n in ("forward", "step")),
     "peak GB": lambda f: f"{f['memory']['step']['peak_bytes'] / 1e9:.2f}" if "memory" in f else "-",
 }
