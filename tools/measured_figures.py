@@ -12,7 +12,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from .update_docs import budgets
+from htree_cuda.bench import context_parallel as bench_context_parallel
+
+from .update_docs import budgets, context_parallel
 from .update_docs.common import RESULTS, ROOT, length, phases
 
 FIGURES = ROOT / "docs" / "figures"
@@ -189,6 +191,13 @@ def speedups() -> None:
     plt.close(fig)
 
 
+def several_gpus() -> None:
+    """Speedup of one sequence over several GPUs, where it was measured."""
+    figures = [f for _, f in context_parallel.newest() if "speedup" in f]
+    if figures:
+        bench_context_parallel.plot(figures, FIGURES / "context_parallel.png")
+
+
 def main() -> None:
     FIGURES.mkdir(parents=True, exist_ok=True)
     stacked("forward_gpu", "timeline_htree_fwd", "phases_ms", "local", (), "Forward by phase")
@@ -198,6 +207,7 @@ def main() -> None:
     attn_dist()
     sparse_attention()
     decode()
+    several_gpus()
     print(f"wrote {FIGURES.relative_to(ROOT)}/speedup.png and timeline_*.png")
 
 

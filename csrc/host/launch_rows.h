@@ -25,7 +25,7 @@ struct LaunchRow {
   std::int64_t pairs = 0;
 };
 
-// Rows in the order in which they are first asked for.
+// Rows in the order of the first launch of each.
 class LaunchRows {
 public:
   LaunchRow& at(char const* phase, int step, int layer, char const* kind, std::string const& kernel,

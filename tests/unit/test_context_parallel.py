@@ -19,7 +19,6 @@ from htree_cuda.bench import cli
 from htree_cuda.bench import context_parallel as bench
 from htree_cuda.bench.inputs import visited
 from tools.update_docs import context_parallel as docs
-from tools.update_docs.common import NOT_MEASURED
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
 
@@ -184,9 +183,9 @@ def test_one_part_is_left_out(group):
 
 def test_tables_of_the_guide(monkeypatch):
     """A shape that was measured twice is shown as it was last; what is computed says so."""
-    assert docs.measured() and docs.model()
     monkeypatch.setattr(docs, "load_all", lambda pattern: [])
-    assert docs.measured() == docs.model() == NOT_MEASURED
+    monkeypatch.setattr(docs, "load", lambda name: None)
+    assert docs.measured() == docs.model() == docs.NOT_MEASURED
     times = {"ms": 10.0, "overlap": 0.5, "to_model": 1.0, "gb_per_s": 100.0}
     both = {"forward": times, "backward": times, "ms": 20.0}
     figure = {
@@ -198,4 +197,8 @@ def test_tables_of_the_guide(monkeypatch):
     newer = {**report, "date": "2026-01-02", "figures": [{**figure, "speedup": 1.75}]}
     monkeypatch.setattr(docs, "load_all", lambda pattern: [report, newer])
     assert "1.75" in docs.measured() and "1.95" not in docs.measured()
-    assert docs.model().startswith("**Computed, not measured.**") and docs.model().count("| 16/1 |") == 3
+    figures = [{**figure, "T_q": T, "T": T, "ms": T / 1000} for T in (1 << 19, 1 << 20)]
+    monkeypatch.setattr(docs, "load", lambda name: {**report, "figures": figures})
+    text = docs.model()
+    assert text.startswith("**Computed, not measured.**") and "T 1M" in text and "the measured 1049 ms" in text
+    assert [line.split("|")[1].strip() for line in text.splitlines()[-3:]] == ["8", "64", "512"]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from htree_cuda.bench.context_parallel import COLUMNS, imbalance
 
-from .common import NOT_MEASURED, length, load_all, markdown
+from .common import length, load, load_all, markdown, on_gpu
 
-# A rate that no run here measured: what a network card of 400 Gb/s a GPU is sold with.
-NOMINAL_NETWORK_GB_PER_S = 50.0
+# Rates that no run here measured: of NVLink 4 in one direction, and of a network card of 400 Gb/s.
+NOMINAL_GB_PER_S = (450.0, 50.0)
+ONE_HOST = 8  # GPUs
 RANKS = (8, 64, 512)
+NOT_MEASURED = (
+    "Not measured yet: `torchrun --nproc-per-node 2 -m htree_cuda bench context_parallel --quick --out "
+    "benchmarks/results/context_parallel_gpu.json` on a machine with two Hopper GPUs."
+)
 
 
-def _figures() -> list[tuple[dict, dict]]:
+def newest() -> list[tuple[dict, dict]]:
     """(report, figure), the newest of each shape."""
     newest = {}
     for report in load_all("context_parallel*"):
@@ -23,7 +28,7 @@ def _figures() -> list[tuple[dict, dict]]:
 
 def measured() -> str:
     """One row a shape and layout."""
-    found = _figures()
+    found = newest()
     if not found:
         return NOT_MEASURED
     report, first = found[-1]
@@ -39,34 +44,37 @@ def measured() -> str:
     )
 
 
+def _whole_forward() -> tuple[dict, dict] | None:
+    """The measured forward of one GPU over the longest sequence, and its report."""
+    report = load("forward_gpu")
+    found = [f for f in report["figures"] if f["inputs"] == "iid" and f["T_q"] == f["T"]] if report else []
+    return (report, max(found, key=lambda f: f["T"])) if found else None
+
+
 def model() -> str:
-    """Computed from the measured time of one GPU and the measured rate of the exchange between two."""
-    found = {(f["T"], f["H"], f["top_k"]): f for _, f in _figures() if f["layout"] == "zigzag" and "one" in f}
-    points = [(T, H, k) for T, H, k in found if max(T for T, _, _ in found) == T] if found else []
-    if not points:
+    """The forward, computed from the measured time of one GPU and nominal rates."""
+    found = _whole_forward()
+    if found is None:
         return NOT_MEASURED
+    report, f = found
     rows = []
-    for point in points:
-        f = found[point]
-        T, H, top_k = point
-        rate = f["exchange"]["forward"]["gb_per_s"]
-        for ranks in RANKS:
-            sent = 4 * T * f["H_kv"] * f["K"] * (ranks - 1) / ranks
-            row = [f"{H}/{f['H_kv']}", str(top_k), length(T), str(ranks)]
-            compute = f["one"]["ms"] / ranks * imbalance(T, ranks, "zigzag", top_k)
-            row.append(f"{compute:.1f}")
-            for gb_per_s in (rate, NOMINAL_NETWORK_GB_PER_S):
-                exchange = 4 * sent / gb_per_s / 1e6
-                row.append(f"{exchange:.1f} ({f['one']['ms'] / (compute + exchange):.0f}x)")
-            rows.append(row)
-    rates = sorted({found[point]["exchange"]["forward"]["gb_per_s"] for point in points})
-    header = ["H", "top_k", "T", "GPUs", "compute, ms"]
-    header += ["exchange at the measured rate, ms", f"at {NOMINAL_NETWORK_GB_PER_S:.0f} GB/s, ms"]
+    for ranks in RANKS:
+        compute = f["ms"] / ranks * imbalance(f["T"], ranks, "zigzag", f["top_k"])
+        row = [str(ranks), f"{compute:.1f}"]
+        for gb_per_s in NOMINAL_GB_PER_S:
+            if gb_per_s == NOMINAL_GB_PER_S[0] and ranks > ONE_HOST:
+                row.append("-")
+                continue
+            exchange = 4 * f["T"] * f["H_kv"] * f["K"] * (ranks - 1) / ranks / gb_per_s / 1e6
+            row.append(f"{exchange:.1f} ({f['ms'] / (compute + exchange):.0f} times as fast)")
+        rows.append(row)
+    link, network = NOMINAL_GB_PER_S
+    header = ["GPUs", "compute, ms", f"exchange at {link:.0f} GB/s, ms", f"exchange at {network:.0f} GB/s, ms"]
     return (
-        "**Computed, not measured.** Forward and backward of one layer. Compute is the measured time of one GPU over "
-        "the number of GPUs, times the imbalance counted from candidates. The exchange is bytes over a rate: the one "
-        f"that it reached between two GPUs ({rates[0]} to {rates[-1]} GB/s, measured), and the nominal rate of a "
-        "network card of 400 Gb/s for each GPU, which was not measured. In brackets: times as fast as one GPU.\n\n"
+        f"**Computed, not measured.** The forward of one layer, T {length(f['T'])}, H {f['H']}, H_kv {f['H_kv']}, "
+        f"K = V = {f['K']}, top_k {f['top_k']}, iid. Compute is the measured {f['ms']:.0f} ms of {on_gpu(report)}, "
+        "over the number of GPUs, times the imbalance counted from candidates. The rates are what the makers name, for "
+        "NVLink within a host of eight and for a network card of 400 Gb/s for each GPU. They were not measured.\n\n"
         + markdown(header, rows)
     )
 
