@@ -11,28 +11,31 @@ transformers = pytest.importorskip("transformers")
 
 from htree_cuda.integrations.transformers import convert  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.hardware]
+pytestmark = pytest.mark.gpu
 
+DEVICE = "cuda"
 VOCAB = 61
 SPARSE = {"top_k_per_layer": 16}  # everything up to 256 tokens
 
 
-def dense_model(head_dim: int, scaled: bool = False):
+def dense_model(head_dim: int, scaled: bool = False, **options):
     torch.manual_seed(0)
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=head_dim, initializer_range=0.06, pad_token_id=0, bos_token_id=1,
-        eos_token_id=None, max_position_embeddings=4096,
-        rope_parameters={"rope_theta": 1e4, "original_max_position_embeddings": 64, **scaling} if scaled
-        else {"rope_theta": 1e4, "rope_type": "default"},
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).to("cuda").eval()
+    shape = {
+        "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": head_dim, "initializer_range": 0.06,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+    }  # fmt: skip
+    if scaled:
+        shape["rope_parameters"] = {"rope_theta": 1e4, "original_max_position_embeddings": 64, **scaling}
+    config = transformers.LlamaConfig(**shape | options)
+    return transformers.LlamaForCausalLM(config).to(DEVICE).eval()
 
 
-def three(head_dim: int, scaled: bool = False):
+def three(head_dim: int, scaled: bool = False, **options):
     """The kernels in bfloat16, the PyTorch backend in bfloat16, and the PyTorch backend in float32."""
-    dense = dense_model(head_dim, scaled)
+    dense = dense_model(head_dim, scaled, **options)
     exact = convert(copy.deepcopy(dense), **SPARSE, backend="torch")
     dense = dense.to(torch.bfloat16)
     plain = convert(copy.deepcopy(dense), **SPARSE, backend="torch")
@@ -40,7 +43,7 @@ def three(head_dim: int, scaled: bool = False):
 
 
 def tokens(*shape: int) -> torch.Tensor:
-    return torch.randint(2, VOCAB, shape, generator=torch.Generator().manual_seed(0)).to("cuda")
+    return torch.randint(2, VOCAB, shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
 
 def judge(found, plain, exact) -> None:
@@ -49,6 +52,24 @@ def judge(found, plain, exact) -> None:
     assert torch.isfinite(found).all() and 0 < error <= 2 * allowed < 0.5 * exact.norm(), (error, allowed, exact.norm())
 
 
+@pytest.mark.hardware
+def test_a_small_model():
+    """Forward, gradients, a cached prompt and steps behind it, in a size that the emulator can run."""
+    kernels, plain, exact, _ = three(64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1)
+    ids, results = tokens(1, 290), []
+    for model in (kernels, plain, exact):
+        logits = model(ids, use_cache=False).logits
+        logits[:, 250:].float().square().mean().backward()
+        with torch.no_grad():
+            cache = model(ids[:, :287]).cache
+            steps = [model(ids[:, t : t + 1], cache=cache).logits for t in (287, 288, 289)]
+        gradient = torch.cat([p.grad.float().flatten() for p in model.model.layers.parameters()])
+        results.append((logits[:, 250:].detach(), torch.cat(steps, 1), gradient))
+    for found in zip(*results):
+        judge(*found)
+
+
+@pytest.mark.hardware
 @pytest.mark.parametrize(("head_dim", "scaled"), [(64, False), (128, False), (64, True)])
 def test_forward_and_gradients(head_dim, scaled):
     kernels, plain, exact, dense = three(head_dim, scaled)
@@ -57,7 +78,7 @@ def test_forward_and_gradients(head_dim, scaled):
     mask[1, :333] = 0
     packed = {
         "input_ids": ids.view(1, -1),
-        "position_ids": torch.cat([torch.arange(n) for n in (700, 13, 1087)])[None].to("cuda"),
+        "position_ids": torch.cat([torch.arange(n) for n in (700, 13, 1087)])[None].to(DEVICE),
     }
     for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}, packed):
         results = []
@@ -74,6 +95,7 @@ def test_forward_and_gradients(head_dim, scaled):
         judge(kernels(short).logits, dense(short).logits, exact(short).logits)
 
 
+@pytest.mark.hardware
 @torch.no_grad()
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_cached_steps_equal_a_whole_forward(head_dim):
@@ -98,6 +120,7 @@ def test_cached_steps_equal_a_whole_forward(head_dim):
     assert same > 0.9, "a row alone writes what it writes in a batch, near ties apart"
 
 
+@pytest.mark.hardware
 def test_what_the_kernels_do_not_cover_names_the_way_out():
     import htree_cuda
 
