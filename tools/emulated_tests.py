@@ -45,7 +45,9 @@ FAMILIES = {
     "sparse_attention": Family(
         ("csrc/sm90/sparse_attention/",), ("tests/kernels/test_sparse_attention.py",), ("csrc/sm90/attn_dist/",)
     ),
-    "htree_fwd": Family(("csrc/sm90/htree_fwd/", "csrc/tree/"), ("tests/kernels/test_forward*.py",)),
+    "htree_fwd": Family(
+        ("csrc/sm90/htree_fwd/", "csrc/tree/"), ("tests/kernels/test_forward*.py", "tests/kernels/test_varlen.py")
+    ),
     "htree_bwd": Family(
         ("csrc/sm90/htree_bwd/", "csrc/tree/"), ("tests/kernels/test_backward*.py",), ("csrc/sm90/htree_fwd/",)
     ),

@@ -238,6 +238,9 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, params: VarlenParams, *others: Tenso
     if params.packed:
         q, k, v = (x[None] for x in (q, k, v))
     support.forward(q, k, v, params.tree, op)
+    for name, x in (("B * T_q", q), ("B * T", k)):
+        if x.shape[0] * x.shape[1] > MAX_INT32:
+            support._way_out(op, f"the kernels need {name} below 2^31, got {x.shape[0] * x.shape[1]}")
     for x in others:
         if x is not None and not x.is_contiguous():
             support._way_out(op, f"the kernels need lengths contiguous, the strides of one are {tuple(x.stride())}")

@@ -200,6 +200,19 @@ def test_ragged_is_a_loop():
         assert (out[hidden] == 0).all() and (lse[hidden] == -math.inf).all() and (selection[:, hidden] == -1).all()
 
 
+@pytest.mark.emulated
+def test_a_given_selection_is_replayed():
+    """The bits of the call that returned it; other content leaves every access in bounds."""
+    keys, queries = [300, 20, 4200], [14, 20, 3]
+    pack = a_pack(keys, queries, G=8, D=64, padding=2)
+    first = packed(pack, keys, queries, **SMALL)
+    again = packed(pack, keys, queries, selection=first[2], **SMALL)
+    same_bits(first[:2], again[:2])
+    garbage = torch.randint(-5, 2**20, first[2].shape, dtype=torch.int32, device=DEVICE)
+    out = packed(pack, keys, queries, selection=garbage, **SMALL)[0]
+    assert out[:37].isfinite().all() and (out[37:] == 0).all()
+
+
 HOSTILE = [[0, -5, 40, 270], [0, 2**31 - 1, 3, 270], [270, 30, 10, 0], [-(2**31), 2**31 - 1, -1, 2**31 - 1]]
 
 
