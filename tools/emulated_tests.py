@@ -49,7 +49,9 @@ FAMILIES = {
         ("csrc/sm90/htree_fwd/", "csrc/tree/"), ("tests/kernels/test_forward*.py", "tests/kernels/test_varlen.py")
     ),
     "htree_bwd": Family(
-        ("csrc/sm90/htree_bwd/", "csrc/tree/"), ("tests/kernels/test_backward*.py",), ("csrc/sm90/htree_fwd/",)
+        ("csrc/sm90/htree_bwd/", "csrc/tree/"),
+        ("tests/kernels/test_backward*.py", "tests/kernels/test_context_parallel.py"),
+        ("csrc/sm90/htree_fwd/",),
     ),
     "htree_decode": Family(
         ("csrc/sm90/htree_decode/", "csrc/tree/"), ("tests/kernels/test_decode*.py",), ("csrc/sm90/htree_fwd/",)
