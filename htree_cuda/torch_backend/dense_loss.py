@@ -56,20 +56,12 @@ class Window:
                 yield b, rows, [slice(j, min(j + keys, end)) for j in range(0, end, keys)]
 
 
-def _in_float32(x: Tensor) -> bool:
-    """Whether the tensor cores multiply x and add in float32: the same exact products at many times the rate."""
-    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and "out_dtype" in (torch.mm.__doc__ or "")
-
-
 def _products(q: Tensor, k: Tensor, acc: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """q [n, h, d], k [m, d] -> (heads, their products [n, heads, m] in acc), HEADS at a time."""
-    fast = acc == torch.float32 and _in_float32(q)
-    k = k if fast else k.to(acc)
+    keys = k.to(acc).T
     for first in range(0, q.shape[1], HEADS):
         heads = slice(first, min(first + HEADS, q.shape[1]))
-        rows = q[:, heads].flatten(0, 1)
-        product = torch.mm(rows, k.T, out_dtype=acc) if fast else rows.to(acc) @ k.T
-        yield heads, product.view(q.shape[0], -1, k.shape[0])
+        yield heads, (q[:, heads].flatten(0, 1).to(acc) @ keys).view(q.shape[0], -1, k.shape[0])
 
 
 def _indexer(q: Tensor, k: Tensor, weights: Tensor, acc: torch.dtype) -> Tensor:

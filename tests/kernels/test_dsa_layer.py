@@ -102,7 +102,7 @@ def test_repeats_of_the_forward_are_bitwise_identical():
     [(torch.bfloat16, "auto"), (torch.float16, "auto"), (torch.bfloat16, "torch"), (torch.float32, "torch")],
 )
 def test_the_loss_of_the_warm_up(dtype, backend):
-    """On the GPU tensor cores multiply what they may; the CPU has float64 products of the same inputs."""
+    """Beside float64 on the CPU."""
     s_q, s_kv, h_q, h_i = 300, 9000, 20, 12  # more keys than a tile
     acc = torch.float32
     q_i, k_i = (torch.randn(n, h, 64).to(dtype) for n, h in ((s_q, h_i), (s_kv, 1)))
