@@ -49,6 +49,8 @@ FAMILIES = {
         "csrc/sm90/sparse_attention",
         "csrc/sm90/sparse_attention_bwd",
         "csrc/sm90/indexer",
+        "csrc/sm90/indexer_listed",
+        "csrc/sm90/topk_indices",
     ),
 }
 MIN_NVCC = (12, 8)  # cudaGetDriverEntryPointByVersion is 12.5; 12.8 is the oldest that CUTLASS 4.2 recommends

@@ -391,6 +391,160 @@ void bind_sparse_attention(py::module_& module) {
       "tensors: (pointer, stride of each dimension), strides in elements; a pointer 0 for none; see csrc/params.h");
 }
 
+// k_start and k_end as (pointer, stride_b, stride_s), pointer 0 for none.
+using Rows = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;
+
+void check_starts(Starts const& q_start, std::int64_t B) {
+  if (q_start && static_cast<std::int64_t>(q_start->size()) != B) throw std::invalid_argument("q_start must hold B numbers");
+}
+
+KeyWindow key_window(Rows const& k_start, Rows const& k_end, Starts const& q_start, std::int64_t k_stride) {
+  KeyWindow window{};
+  window.k_start = static_cast<std::int32_t const*>(as_pointer(std::get<0>(k_start)));
+  window.k_start_stride_b = std::get<1>(k_start);
+  window.k_start_stride_s = std::get<2>(k_start);
+  window.k_end = static_cast<std::int32_t const*>(as_pointer(std::get<0>(k_end)));
+  window.k_end_stride_b = std::get<1>(k_end);
+  window.k_end_stride_s = std::get<2>(k_end);
+  window.q_start = q_start ? q_start->data() : nullptr;
+  window.k_stride = k_stride;
+  return window;
+}
+
+void bind_topk_indices(py::module_& module) {
+  module.def(
+      "topk_indices",
+      [](Rows const& logits, Rows const& k_start, Rows const& k_end, Starts const& q_start, std::int64_t k_stride,
+         std::uintptr_t indices, std::uintptr_t values, std::int64_t B, std::int64_t s_q, std::int64_t n,
+         std::int64_t topk, int device, std::uintptr_t stream) {
+        TopkIndicesParams params{};
+        params.logits = static_cast<float const*>(as_pointer(std::get<0>(logits)));
+        params.stride_b = std::get<1>(logits);
+        params.stride_s = std::get<2>(logits);
+        check_starts(q_start, B);
+        params.window = key_window(k_start, k_end, q_start, k_stride);
+        params.indices = static_cast<std::int32_t*>(as_pointer(indices));
+        params.values = static_cast<float*>(as_pointer(values));
+        params.B = B;
+        params.s_q = s_q;
+        params.n = n;
+        params.topk = topk;
+        on_device(device, [&] { topk_indices(params, as_pointer(stream)); });
+      },
+      py::kw_only(), py::arg("logits"), py::arg("k_start"), py::arg("k_end"), py::arg("q_start"), py::arg("k_stride"),
+      py::arg("indices"), py::arg("values"), py::arg("B"), py::arg("s_q"), py::arg("n"), py::arg("topk"),
+      py::arg("device"), py::arg("stream"),
+      "logits, k_start, k_end: (pointer, stride_b, stride_s), strides in elements; pointer 0 for none; see csrc/params.h");
+}
+
+IndexerLogitsParams indexer_params(Strided const& q, Rows const& k, Strided const& weights, Strided const& q_scale,
+                                   Rows const& k_scale, KeyWindow const& window, std::array<std::int64_t, 5> const& sizes,
+                                   DType dtype) {
+  IndexerLogitsParams params{};
+  std::uintptr_t pointer;
+  std::tie(pointer, params.q_stride_b, params.q_stride_s, params.q_stride_h) = q;
+  params.q = as_pointer(pointer);
+  std::tie(pointer, params.k_stride_b, params.k_stride_s) = k;
+  params.k = as_pointer(pointer);
+  std::tie(pointer, params.weights_stride_b, params.weights_stride_s, params.weights_stride_h) = weights;
+  params.weights = static_cast<float const*>(as_pointer(pointer));
+  std::tie(pointer, params.q_scale_stride_b, params.q_scale_stride_s, params.q_scale_stride_h) = q_scale;
+  params.q_scale = static_cast<float const*>(as_pointer(pointer));
+  std::tie(pointer, params.k_scale_stride_b, params.k_scale_stride_s) = k_scale;
+  params.k_scale = static_cast<float const*>(as_pointer(pointer));
+  params.window = window;
+  params.B = sizes[0];
+  params.s_q = sizes[1];
+  params.s_kv = sizes[2];
+  params.h_i = sizes[3];
+  params.d_i = sizes[4];
+  params.dtype = dtype;
+  return params;
+}
+
+void bind_indexer(py::module_& module) {
+  module.def(
+      "indexer_logits",
+      [](Strided const& q, Rows const& k, Strided const& weights, Strided const& q_scale, Rows const& k_scale,
+         Rows const& k_start, Rows const& k_end, Starts const& q_start, std::int64_t k_stride, Rows const& out, bool fill,
+         std::array<std::int64_t, 5> const& sizes, DType dtype, int device, std::uintptr_t stream) {
+        check_starts(q_start, sizes[0]);
+        IndexerLogitsParams params =
+            indexer_params(q, k, weights, q_scale, k_scale, key_window(k_start, k_end, q_start, k_stride), sizes, dtype);
+        params.out = static_cast<float*>(as_pointer(std::get<0>(out)));
+        params.out_stride_b = std::get<1>(out);
+        params.out_stride_s = std::get<2>(out);
+        params.fill = fill;
+        on_device(device, [&] { indexer_logits(params, as_pointer(stream)); });
+      },
+      py::kw_only(), py::arg("q"), py::arg("k"), py::arg("weights"), py::arg("q_scale"), py::arg("k_scale"),
+      py::arg("k_start"), py::arg("k_end"), py::arg("q_start"), py::arg("k_stride"), py::arg("out"), py::arg("fill"),
+      py::arg("sizes"), py::arg("dtype"), py::arg("device"), py::arg("stream"),
+      "Tensors: (pointer, strides in elements, without that of a contiguous last dimension), pointer 0 for none; sizes: "
+      "(B, s_q, s_kv, h_i, d_i); see csrc/params.h");
+  module.def(
+      "indexer_logits_listed",
+      [](Strided const& q, Rows const& k, Strided const& weights, Strided const& q_scale, Rows const& k_scale,
+         Rows const& k_start, Rows const& k_end, Starts const& q_start, std::int64_t k_stride, Strided const& indices,
+         Rows const& topk_length, std::int64_t topk, Rows const& out, Strided const& dlogits, std::uintptr_t dq,
+         std::uintptr_t dk, std::uintptr_t dweights, std::array<std::int64_t, 5> const& sizes, DType dtype, int device,
+         std::uintptr_t stream) {
+        check_starts(q_start, sizes[0]);
+        IndexerListedParams params{};
+        params.indexer =
+            indexer_params(q, k, weights, q_scale, k_scale, key_window(k_start, k_end, q_start, k_stride), sizes, dtype);
+        params.indexer.out = static_cast<float*>(as_pointer(std::get<0>(out)));
+        params.indexer.out_stride_b = std::get<1>(out);
+        params.indexer.out_stride_s = std::get<2>(out);
+        params.indices = static_cast<std::int32_t const*>(as_pointer(std::get<0>(indices)));
+        params.indices_stride_b = std::get<1>(indices);
+        params.indices_stride_s = std::get<2>(indices);
+        params.indices_stride_t = std::get<3>(indices);
+        params.topk_length = static_cast<std::int32_t const*>(as_pointer(std::get<0>(topk_length)));
+        params.topk_length_stride_b = std::get<1>(topk_length);
+        params.topk_length_stride_s = std::get<2>(topk_length);
+        params.topk = topk;
+        params.dlogits = static_cast<float const*>(as_pointer(std::get<0>(dlogits)));
+        params.dlogits_stride_b = std::get<1>(dlogits);
+        params.dlogits_stride_s = std::get<2>(dlogits);
+        params.dlogits_stride_t = std::get<3>(dlogits);
+        params.dq = as_pointer(dq);
+        params.dk = static_cast<float*>(as_pointer(dk));
+        params.dweights = static_cast<float*>(as_pointer(dweights));
+        auto const run = dq == 0 ? indexer_logits_listed : indexer_logits_backward;
+        on_device(device, [&] { run(params, as_pointer(stream)); });
+      },
+      py::kw_only(), py::arg("q"), py::arg("k"), py::arg("weights"), py::arg("q_scale"), py::arg("k_scale"),
+      py::arg("k_start"), py::arg("k_end"), py::arg("q_start"), py::arg("k_stride"), py::arg("indices"),
+      py::arg("topk_length"), py::arg("topk"), py::arg("out"), py::arg("dlogits"), py::arg("dq"), py::arg("dk"),
+      py::arg("dweights"), py::arg("sizes"), py::arg("dtype"), py::arg("device"), py::arg("stream"),
+      "As indexer_logits; indices, dlogits: (pointer, stride_b, stride_s, stride_t); with a dq the backward, else the forward.");
+  module.def(
+      "indexer_topk",
+      [](Strided const& q, Rows const& k, Strided const& weights, Strided const& q_scale, Rows const& k_scale,
+         Rows const& k_start, Rows const& k_end, Starts const& q_start, std::int64_t k_stride, std::uintptr_t indices,
+         std::uintptr_t values, std::int64_t topk, std::uintptr_t workspace, std::int64_t workspace_bytes,
+         std::array<std::int64_t, 5> const& sizes, DType dtype, int device, std::uintptr_t stream) -> std::int64_t {
+        check_starts(q_start, sizes[0]);
+        IndexerTopkParams params{};
+        params.logits =
+            indexer_params(q, k, weights, q_scale, k_scale, key_window(k_start, k_end, q_start, k_stride), sizes, dtype);
+        params.indices = static_cast<std::int32_t*>(as_pointer(indices));
+        params.values = static_cast<float*>(as_pointer(values));
+        params.topk = topk;
+        params.workspace = as_pointer(workspace);
+        params.workspace_bytes = workspace_bytes;
+        std::int64_t const needed = indexer_topk_workspace(params);
+        if (workspace != 0) on_device(device, [&] { indexer_topk(params, as_pointer(stream)); });
+        return needed;
+      },
+      py::kw_only(), py::arg("q"), py::arg("k"), py::arg("weights"), py::arg("q_scale"), py::arg("k_scale"),
+      py::arg("k_start"), py::arg("k_end"), py::arg("q_start"), py::arg("k_stride"), py::arg("indices"), py::arg("values"),
+      py::arg("topk"), py::arg("workspace"), py::arg("workspace_bytes"), py::arg("sizes"), py::arg("dtype"),
+      py::arg("device"), py::arg("stream"),
+      "As indexer_logits. Returns the bytes of workspace that the call needs; without a workspace it does nothing else.");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -406,11 +560,14 @@ PYBIND11_MODULE(_C, module) {
   py::enum_<DType>(module, "DType", py::module_local())
       .value("bfloat16", DType::kBFloat16)
       .value("float16", DType::kFloat16)
-      .value("float32", DType::kFloat32);
+      .value("float32", DType::kFloat32)
+      .value("float8_e4m3fn", DType::kFloat8E4M3);
   bind_tree_pool(module);
   bind_forward(module);
   bind_backward(module);
   bind_tree_cache(module);
   bind_attn_dist(module);
   bind_sparse_attention(module);
+  bind_topk_indices(module);
+  bind_indexer(module);
 }

@@ -13,7 +13,7 @@
 
 namespace htree_cuda {
 
-enum class DType : int { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2 };
+enum class DType : int { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat8E4M3 = 3 };
 
 // ---- library ---------------------------------------------------------------------------------------------------
 
@@ -344,5 +344,116 @@ struct SparseAttentionParams {
 // slot: zeros and minus infinity. Deterministic; no host synchronisation, no allocation; q_start is read before the call
 // returns. Throws std::invalid_argument on a malformed request and std::runtime_error on a CUDA error.
 HTREE_CUDA_API void sparse_attention(SparseAttentionParams const& params, void* stream);
+
+// ---- indexer and selector --------------------------------------------------------------------------------------
+
+// Which key rows each query sees: k_start <= j < k_end, and j < (q_start + s + 1) / k_stride.
+struct KeyWindow {
+  std::int32_t const* k_start;  // [B, s_q] of any strides and values, or null
+  std::int64_t k_start_stride_b;
+  std::int64_t k_start_stride_s;
+  std::int32_t const* k_end;    // [B, s_q] of any strides and values, or null
+  std::int64_t k_end_stride_b;
+  std::int64_t k_end_stride_s;
+  std::int64_t const* q_start;  // host memory: [B], each >= 0, or null: no causal rule
+  std::int64_t k_stride;        // tokens that a key row stands for, >= 1; unused without q_start
+};
+
+struct TopkIndicesParams {
+  float const* logits;  // [B, s_q, n], last dimension contiguous
+  std::int64_t stride_b;
+  std::int64_t stride_s;
+  KeyWindow window;
+  std::int32_t* indices;  // [B, s_q, 1, topk] contiguous
+  float* values;          // [B, s_q, topk] contiguous, or null
+  std::int64_t B;
+  std::int64_t s_q;
+  std::int64_t n;
+  std::int64_t topk;  // 1 .. 2^30
+};
+
+// Fills `indices` with the rows of the topk largest logits of each window, ascending, then -1, and `values` with their
+// logits, then minus infinity: NaN above infinity, ties to the smaller row, minus infinity never. One launch a chunk of
+// batches on `stream` of the current device, which must be of capability 9.0. Deterministic; no host synchronisation, no
+// allocation; q_start is read before the call returns. Throws std::invalid_argument on a malformed request and
+// std::runtime_error on a CUDA error.
+HTREE_CUDA_API void topk_indices(TopkIndicesParams const& params, void* stream);
+
+struct IndexerLogitsParams {
+  void const* q;               // [B, s_q, h_i, d_i], last dimension contiguous; base and strides multiples of 16 bytes
+  std::int64_t q_stride_b;
+  std::int64_t q_stride_s;
+  std::int64_t q_stride_h;
+  void const* k;               // [B, s_kv, 1, d_i], likewise
+  std::int64_t k_stride_b;
+  std::int64_t k_stride_s;
+  float const* weights;        // [B, s_q, h_i] of any strides
+  std::int64_t weights_stride_b;
+  std::int64_t weights_stride_s;
+  std::int64_t weights_stride_h;
+  float const* q_scale;        // [B, s_q, h_i] of any strides, or null: 1
+  std::int64_t q_scale_stride_b;
+  std::int64_t q_scale_stride_s;
+  std::int64_t q_scale_stride_h;
+  float const* k_scale;        // [B, s_kv, 1] of any strides, or null: 1
+  std::int64_t k_scale_stride_b;
+  std::int64_t k_scale_stride_s;
+  KeyWindow window;
+  float* out;                  // [B, s_q, s_kv], last dimension contiguous
+  std::int64_t out_stride_b;
+  std::int64_t out_stride_s;
+  bool fill;                   // whether minus infinity is written outside the windows; else nothing is
+  std::int64_t B;
+  std::int64_t s_q;
+  std::int64_t s_kv;
+  std::int64_t h_i;  // 1 .. 64
+  std::int64_t d_i;  // 64 or 128
+  DType dtype;       // of q and k: bf16, fp16 or e4m3
+};
+
+// Fills `out` with the sum over heads of weights * q_scale * relu(<q, k>), times k_scale. On `stream` of the current device,
+// which must be of capability 9.0. Deterministic; the bits of an element depend on its query and key alone; no host
+// synchronisation, no allocation; q_start is read before the call returns. Throws as topk_indices does.
+HTREE_CUDA_API void indexer_logits(IndexerLogitsParams const& params, void* stream);
+
+struct IndexerListedParams {
+  IndexerLogitsParams indexer;  // bf16 or fp16, without scales; `out` [B, s_q, topk] as strided there, `fill` is not read
+  std::int32_t const* indices;  // [B, s_q, 1, topk] of any strides
+  std::int64_t indices_stride_b;
+  std::int64_t indices_stride_s;
+  std::int64_t indices_stride_t;
+  std::int32_t const* topk_length;  // [B, s_q] of any strides, or null: all of topk
+  std::int64_t topk_length_stride_b;
+  std::int64_t topk_length_stride_s;
+  std::int64_t topk;
+  // Of the backward alone.
+  float const* dlogits;  // [B, s_q, topk] of any strides
+  std::int64_t dlogits_stride_b;
+  std::int64_t dlogits_stride_s;
+  std::int64_t dlogits_stride_t;
+  void* dq;              // [B, s_q, h_i, d_i] contiguous, dtype of q
+  float* dk;             // [B, s_kv, 1, d_i] contiguous, zeroed: gradients are added, in any order
+  float* dweights;       // [B, s_q, h_i] contiguous
+};
+
+// indexer_logits at the rows that a list names: minus infinity in an invalid slot. Deterministic, but for dk. Otherwise as
+// indexer_logits.
+HTREE_CUDA_API void indexer_logits_listed(IndexerListedParams const& params, void* stream);
+HTREE_CUDA_API void indexer_logits_backward(IndexerListedParams const& params, void* stream);
+
+struct IndexerTopkParams {
+  IndexerLogitsParams logits;  // its `out` and `fill` are not read
+  std::int32_t* indices;       // [B, s_q, 1, topk] contiguous
+  float* values;               // [B, s_q, topk] contiguous, or null
+  std::int64_t topk;           // 1 .. 2^30
+  void* workspace;             // 16-byte aligned
+  std::int64_t workspace_bytes;  // at least what indexer_topk_workspace says
+};
+
+// Bytes of workspace, at most 256 MiB. Throws std::invalid_argument where one row of logits takes more.
+HTREE_CUDA_API std::int64_t indexer_topk_workspace(IndexerTopkParams const& params);
+
+// topk_indices of indexer_logits in chunks of queries, with the bits of both. Otherwise as they are.
+HTREE_CUDA_API void indexer_topk(IndexerTopkParams const& params, void* stream);
 
 }  // namespace htree_cuda

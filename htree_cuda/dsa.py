@@ -110,6 +110,10 @@ def indexer_logits(
     q, k = _autocast_indexer(q, k)
     wanted = _wanted(q=q, k=k, weights=weights, **scales)
     checks.dsa.no_fp8_gradient(op, q, wanted)
+    if any(wanted.values()) and q.is_cuda and backend == "auto":
+        # What is wrong with the call comes before what is not supported.
+        checks.dsa.indexer_logits(q, k, weights, q_scale, k_scale, *lists.values(), **options)
+        checks.dsa.indexer_gradients(q, k, indices, options["deterministic"])
     return torch.ops.htree_cuda.indexer_logits(q, k, weights, q_scale, k_scale, *lists.values(), **options)
 
 
@@ -230,7 +234,11 @@ def indexer_topk(
     options = _call_options(op, q.shape[0] if q.dim() == 4 else 1, q_start, k_stride, backend, deterministic)
     q, k = _autocast_indexer(q, k)
     if return_logits:
-        checks.dsa.no_fp8_gradient(op, q, _wanted(q=q, k=k, weights=weights, q_scale=q_scale, k_scale=k_scale))
+        wanted = _wanted(q=q, k=k, weights=weights, q_scale=q_scale, k_scale=k_scale)
+        checks.dsa.no_fp8_gradient(op, q, wanted)
+        if any(wanted.values()) and q.is_cuda and backend == "auto":
+            checks.dsa.indexer_topk(q, k, weights, *tensors.values(), topk=topk, sorted=sorted, **options)
+            checks.dsa.indexer_gradients(q, k, q.new_empty(*q.shape[:-2], 1, 0), options["deterministic"])
     else:
         q, k, weights = q.detach(), k.detach(), weights.detach()
     logits, indices = torch.ops.htree_cuda.indexer_topk(

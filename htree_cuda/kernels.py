@@ -428,3 +428,100 @@ def tree_decode(
         scale=params.scale,
         **_place(q),
     )
+
+
+# ----------------------------------------------------------------------------------------------- indexer and selector
+
+
+def _rows(x: Tensor | None) -> tuple[int, int, int]:
+    """Pointer and the strides of the first two dimensions; zeros for None."""
+    return (0, 0, 0) if x is None else (x.data_ptr(), *x.stride()[:2])
+
+
+def _heads(x: Tensor | None) -> tuple[int, int, int, int]:
+    return (0, 0, 0, 0) if x is None else (x.data_ptr(), *x.stride()[:3])
+
+
+def topk_indices(logits: Tensor, k_start, k_end, indices: Tensor, values: Tensor | None, *, params) -> None:
+    """Fills indices [B, s_q, 1, topk] and, where given, values [B, s_q, topk], contiguous, from logits [B, s_q, n]
+    float32, last dimension contiguous; k_start, k_end [B, s_q] of any strides or None; params: params.IndexerParams."""
+    B, s_q, n = logits.shape
+    load().topk_indices(
+        logits=_rows(logits),
+        k_start=_rows(k_start),
+        k_end=_rows(k_end),
+        q_start=params.q_start,
+        k_stride=params.k_stride,
+        indices=indices.data_ptr(),
+        values=0 if values is None else values.data_ptr(),
+        B=B,
+        s_q=s_q,
+        n=n,
+        topk=indices.shape[3],
+        **_place(logits),
+    )
+
+
+def _indexer(q: Tensor, k: Tensor, weights: Tensor, q_scale, k_scale, k_start, k_end, params) -> dict:
+    B, s_q, h_i, d_i = q.shape
+    return {
+        "q": _strided(q),
+        "k": _rows(k),
+        "weights": _heads(weights),
+        "q_scale": _heads(q_scale),
+        "k_scale": _rows(k_scale),
+        "k_start": _rows(k_start),
+        "k_end": _rows(k_end),
+        "q_start": params.q_start,
+        "k_stride": params.k_stride,
+        "sizes": (B, s_q, k.shape[1], h_i, d_i),
+        "dtype": _dtype(q),
+        **_place(q),
+    }
+
+
+def indexer_logits(q, k, weights, q_scale, k_scale, k_start, k_end, out: Tensor, *, params, fill: bool = True) -> None:
+    """Fills out [B, s_q, s_kv] float32, last dimension contiguous, from q [B, s_q, h_i, d_i] and k [B, s_kv, 1, d_i]
+    (strided); weights, scales and bounds of any strides. fill: minus infinity outside the windows; else nothing."""
+    call = _indexer(q, k, weights, q_scale, k_scale, k_start, k_end, params)
+    load().indexer_logits(out=_rows(out), fill=fill, **call)
+
+
+def indexer_logits_listed(
+    q, k, weights, indices, topk_length, k_start, k_end, *, params, out=None, dlogits=None, grads=(None, None, None)
+) -> None:
+    """Fills out [B, s_q, topk] float32, last dimension contiguous, from indices [B, s_q, 1, topk]. Given dlogits
+    [B, s_q, topk] and grads, fills dq [B, s_q, h_i, d_i] in the dtype of q and dweights [B, s_q, h_i], and adds to dk
+    [B, s_kv, 1, d_i] float32, all contiguous."""
+    dq, dk, dweights = (0 if x is None else x.data_ptr() for x in grads)
+    load().indexer_logits_listed(
+        indices=_heads(indices[:, :, 0]),
+        topk_length=_rows(topk_length),
+        topk=indices.shape[3],
+        out=_rows(out),
+        dlogits=_heads(dlogits),
+        dq=dq,
+        dk=dk,
+        dweights=dweights,
+        **_indexer(q, k, weights, None, None, k_start, k_end, params),
+    )
+
+
+def indexer_topk_workspace(q, k, weights, q_scale, k_scale, k_start, k_end, topk: int, *, params) -> int:
+    """Bytes of workspace that `indexer_topk` needs for this call."""
+    call = _indexer(q, k, weights, q_scale, k_scale, k_start, k_end, params)
+    return load().indexer_topk(indices=0, values=0, topk=topk, workspace=0, workspace_bytes=0, **call)
+
+
+def indexer_topk(
+    q, k, weights, q_scale, k_scale, k_start, k_end, indices: Tensor, values: Tensor, workspace: Tensor, *, params
+) -> None:
+    """Fills indices [B, s_q, 1, topk] and values [B, s_q, topk], contiguous: topk_indices of indexer_logits."""
+    load().indexer_topk(
+        indices=indices.data_ptr(),
+        values=values.data_ptr(),
+        topk=indices.shape[3],
+        workspace=workspace.data_ptr(),
+        workspace_bytes=workspace.numel(),
+        **_indexer(q, k, weights, q_scale, k_scale, k_start, k_end, params),
+    )

@@ -37,9 +37,19 @@ def indexer_logits(q, k, weights, q_scale, k_scale, indices, topk_length, k_star
     tensors = (q, k, weights, q_scale, k_scale, indices, topk_length, k_start, k_end)
     params = checks.dsa.indexer_logits(*tensors, **options)
     tensors = _with_batch(params, *tensors)
-    if not ops._use_torch("indexer_logits", q, options["backend"]):
-        checks.support.no_kernel("indexer_logits")
-    out = torch_indexer.indexer_logits(*tensors, params)
+    if ops._use_torch("indexer_logits", q, options["backend"]):
+        out = torch_indexer.indexer_logits(*tensors, params)
+    else:
+        from . import kernels
+
+        q, k = tensors[:2]
+        checks.dsa.indexer_kernel("indexer_logits", q, k, tensors[5])
+        columns = k.shape[1] if indices is None else indices.shape[-1]
+        out = q.new_empty(*q.shape[:2], columns, dtype=torch.float32)
+        if out.numel() and indices is None:
+            kernels.indexer_logits(*tensors[:5], *tensors[7:], out, params=params)
+        elif out.numel():
+            kernels.indexer_logits_listed(*tensors[:3], *tensors[5:], params=params, out=out)
     return out if params.batched else out[0]
 
 
@@ -62,11 +72,20 @@ def indexer_logits_backward(dlogits, q, k, weights, indices, topk_length, k_star
     op = "indexer_logits_backward"
     tensors = (dlogits, q, k, weights, indices, topk_length, k_start, k_end)
     params = checks.dsa.indexer_logits_backward(*tensors, **options)
-    if not ops._use_torch(op, q, options["backend"]):
-        checks.support.no_kernel(op)
-    grads = torch_indexer.indexer_logits_backward(
-        *_with_batch(params, *tensors), params, deterministic=options.get("deterministic", False)
-    )
+    tensors = _with_batch(params, *tensors)
+    deterministic = options.get("deterministic", False)
+    if ops._use_torch(op, q, options["backend"]):
+        grads = torch_indexer.indexer_logits_backward(*tensors, params, deterministic=deterministic)
+    else:
+        from . import kernels
+
+        dlogits, q, k, weights = tensors[:4]
+        checks.dsa.indexer_backward_kernel(q, k, tensors[4], deterministic)
+        dk = torch.zeros(k.shape, dtype=torch.float32, device=q.device)
+        grads = _contiguous(q), dk, _contiguous(weights)
+        if q.numel():
+            kernels.indexer_logits_listed(q, k, weights, *tensors[4:], params=params, dlogits=dlogits, grads=grads)
+        grads = grads[0], dk.to(k.dtype), grads[2]
     return grads if params.batched else tuple(x[0] for x in grads)
 
 
@@ -105,9 +124,18 @@ def topk_indices(logits, k_start, k_end, **options):
     be returned. Contract: `dsa.topk_indices`."""
     params = checks.dsa.topk_indices(logits, k_start, k_end, **options)
     numbers = {name: options[name] for name in ("topk", "sorted", "return_values")}
-    if not ops._use_torch("topk_indices", logits, options["backend"]):
-        checks.support.no_kernel("topk_indices")
-    indices, values = torch_indexer.topk_indices(*_with_batch(params, logits, k_start, k_end), params, **numbers)
+    tensors = _with_batch(params, logits, k_start, k_end)
+    if ops._use_torch("topk_indices", logits, options["backend"]):
+        indices, values = torch_indexer.topk_indices(*tensors, params, **numbers)
+    else:
+        from . import kernels
+
+        checks.dsa.topk_indices_kernel(tensors[0])
+        shape = tensors[0].shape[:2]
+        indices = logits.new_empty(*shape, 1, options["topk"], dtype=torch.int32)
+        values = logits.new_empty(*shape, options["topk"]) if options["return_values"] else None
+        if indices.numel():
+            kernels.topk_indices(*tensors, indices, values, params=params)
     values = logits.new_empty(0) if values is None else values if params.batched else values[0]
     return indices if params.batched else indices[0], values
 
@@ -134,9 +162,20 @@ def indexer_topk(q, k, weights, q_scale, k_scale, k_start, k_end, *, topk, sorte
     """(logits [s_q, topk], indices [s_q, 1, topk] int32) (batched: a leading B). Contract: `dsa.indexer_topk`."""
     tensors = (q, k, weights, q_scale, k_scale, k_start, k_end)
     params = checks.dsa.indexer_topk(*tensors, topk=topk, sorted=sorted, **options)
-    if not ops._use_torch("indexer_topk", q, options["backend"]):
-        checks.support.no_kernel("indexer_topk")
-    results = torch_indexer.indexer_topk(*_with_batch(params, *tensors), params, topk=topk, sorted=sorted)
+    tensors = _with_batch(params, *tensors)
+    if ops._use_torch("indexer_topk", q, options["backend"]):
+        results = torch_indexer.indexer_topk(*tensors, params, topk=topk, sorted=sorted)
+    else:
+        from . import kernels
+
+        q, k = tensors[:2]
+        checks.dsa.indexer_kernel("indexer_topk", q, k)
+        logits = q.new_empty(*q.shape[:2], topk, dtype=torch.float32)
+        indices = q.new_empty(*q.shape[:2], 1, topk, dtype=torch.int32)
+        if indices.numel():
+            size = kernels.indexer_topk_workspace(*tensors, topk, params=params)
+            kernels.indexer_topk(*tensors, indices, logits, q.new_empty(size, dtype=torch.uint8), params=params)
+        results = logits, indices
     return results if params.batched else tuple(x[0] for x in results)
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from htree_cuda import definition
+from htree_cuda import indexer_logits as torch_indexer_logits
 
 FACTOR = 2.0
 
@@ -135,6 +136,44 @@ def backward(
 def attn_dist(q: Tensor, k: Tensor, indices: Tensor, lse: Tensor, **options) -> Tensor:
     """attn_dist of the (already rounded) inputs with float32 arithmetic."""
     return definition.attn_dist(q, k, indices, lse, compute_dtype=torch.float32, **options)
+
+
+def indexer_logits(q: Tensor, k: Tensor, weights: Tensor, **options) -> Tensor:
+    """indexer_logits of the (already rounded) inputs with float32 arithmetic, TF32 off."""
+    matmul = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        return torch_indexer_logits(q.float(), k.float(), weights, backend="torch", **options)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = matmul
+
+
+def indexer_logits_backward(q: Tensor, k: Tensor, weights: Tensor, rule: dict, dlogits: Tensor) -> list[Tensor]:
+    """(dq, dk in the dtype, dweights float32) of the listed form: g weights (z > 0) rounded to the dtype, its products
+    with keys and queries in float32, each gradient rounded once. rule: indices, topk_length, k_end."""
+    if q.dim() == 4:
+        rows = [
+            indexer_logits_backward(
+                q[b], k[b], weights[b], {n: x if x is None else x[b] for n, x in rule.items()}, dlogits[b]
+            )
+            for b in range(q.shape[0])
+        ]
+        return [torch.stack(x) for x in zip(*rows)]
+    index = rule["indices"][:, 0].long()
+    valid = (index >= 0) & (index < k.shape[0])
+    if rule["topk_length"] is not None:
+        valid &= torch.arange(index.shape[1], device=q.device) < rule["topk_length"][:, None]
+    if rule["k_end"] is not None:
+        valid &= index < rule["k_end"][:, None]
+    index = index.where(valid, 0)
+    keys = k[:, 0].float()[index].masked_fill(~valid[:, :, None], 0.0)
+    g = dlogits.masked_fill(~valid, 0.0)
+    z = torch.bmm(q.float(), keys.transpose(1, 2))
+    dz = torch.where(z > 0, g[:, None] * weights[:, :, None], 0.0).to(q.dtype).float()
+    dk = torch.zeros(k.shape[0], k.shape[2], device=q.device)
+    dk.index_add_(0, index.flatten(), torch.bmm(dz.transpose(1, 2), q.float()).flatten(0, 1))
+    dweights = torch.bmm(z.relu(), g[:, :, None])[:, :, 0]
+    return [torch.bmm(dz, keys).to(q.dtype), dk[:, None].to(k.dtype), dweights]
 
 
 def sparse_attention(q: Tensor, kv: Tensor, indices: Tensor, **options) -> tuple[Tensor, Tensor]:

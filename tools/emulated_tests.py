@@ -45,6 +45,12 @@ FAMILIES = {
     "sparse_attention": Family(
         ("csrc/sm90/sparse_attention/",), ("tests/kernels/test_sparse_attention.py",), ("csrc/sm90/attn_dist/",)
     ),
+    "indexer": Family(
+        ("csrc/sm90/indexer/", "csrc/sm90/indexer_listed/"),
+        ("tests/kernels/test_indexer.py",),
+        ("csrc/sm90/topk_indices/",),
+    ),
+    "topk_indices": Family(("csrc/sm90/topk_indices/",), ("tests/kernels/test_topk_indices.py",)),
     "htree_fwd": Family(
         ("csrc/sm90/htree_fwd/", "csrc/tree/"), ("tests/kernels/test_forward*.py", "tests/kernels/test_varlen.py")
     ),

@@ -252,6 +252,18 @@ __device__ __forceinline__ uint4 load_global_once_if(bool wanted, void const* ad
   return value;
 }
 
+// Adds to global memory where `wanted`, without a branch.
+__device__ __forceinline__ void reduce_add_16B_if(bool wanted, float* address, float4 x) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %5, 0;\n"
+      "@wanted red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n"
+      "}\n" ::"l"(address),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+}
+
 // Brings the line that holds `address` to L2.
 __device__ __forceinline__ void prefetch_l2(void const* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
@@ -286,6 +298,8 @@ __device__ __forceinline__ void prefetch_tensor_map(void const* map) {
 
 // The L2 policy for data that is read once: it is evicted first (createpolicy.fractional.L2::evict_first, fraction 1).
 inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;
+// The L2 policy of ordinary loads.
+inline constexpr uint64_t kEvictNormal = 0x1000000000000000;
 
 // Copies one box of a 4-D tensor map to shared memory; its bytes count towards the transaction of `barrier`.
 __device__ __forceinline__ void tma_load_4d(uint32_t shared, void const* map, uint32_t barrier, uint64_t l2_policy, int x0,

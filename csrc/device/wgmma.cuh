@@ -72,6 +72,22 @@ struct Atom<cutlass::half_t, 128, Major::MN> {
   using SS = cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<Major::K, Major::MN>;
 };
 
+template <>
+struct Atom<cutlass::bfloat16_t, 64, Major::K> {
+  using SS = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<Major::K, Major::K>;
+};
+
+template <>
+struct Atom<cutlass::half_t, 64, Major::K> {
+  using SS = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<Major::K, Major::K>;
+};
+
+// 32 elements along the contraction: the same 32 bytes.
+template <>
+struct Atom<cutlass::float_e4m3_t, 64, Major::K> {
+  using SS = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>;
+};
+
 // Matrix descriptor of an operand with the 128-byte swizzle: the start address in units of 16 bytes, 1024 bytes between
 // groups of eight rows, layout type 1. K-major: a step of kDepth elements moves the address by 32 bytes. MN-major: the
 // rows are what is contracted, a step of kDepth rows moves the address by 2048 bytes, and the panels of 64 columns lie

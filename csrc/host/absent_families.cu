@@ -35,6 +35,12 @@ void tree_decode(TreeDecodeParams const&, void*) { absent("tree_decode", "decode
 #if !HTREE_CUDA_FAMILY_DSA
 void attn_dist(AttnDistParams const&, void*) { absent("attn_dist", "dsa"); }
 void sparse_attention(SparseAttentionParams const&, void*) { absent("sparse_attention", "dsa"); }
+void topk_indices(TopkIndicesParams const&, void*) { absent("topk_indices", "dsa"); }
+void indexer_logits(IndexerLogitsParams const&, void*) { absent("indexer_logits", "dsa"); }
+void indexer_logits_listed(IndexerListedParams const&, void*) { absent("indexer_logits", "dsa"); }
+void indexer_logits_backward(IndexerListedParams const&, void*) { absent("indexer_logits_backward", "dsa"); }
+std::int64_t indexer_topk_workspace(IndexerTopkParams const&) { absent("indexer_topk", "dsa"); }
+void indexer_topk(IndexerTopkParams const&, void*) { absent("indexer_topk", "dsa"); }
 #endif
 
 }  // namespace htree_cuda

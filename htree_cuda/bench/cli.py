@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from .. import checks
-from . import attn_dist, backward, context_parallel, decode, dsa, forward, packed, sparse_attention
+from . import attn_dist, backward, context_parallel, decode, dsa, forward, indexer, packed, sparse_attention
 from .inputs import DTYPES, KINDS
 from .plots import plot
 from .protocol import identity
@@ -18,7 +18,8 @@ from .tables import break_even, table
 
 COMMANDS = {
     "forward": forward, "backward": backward, "decode": decode, "attn_dist": attn_dist,
-    "sparse_attention": sparse_attention, "dsa": dsa, "context_parallel": context_parallel, "packed": packed,
+    "sparse_attention": sparse_attention, "dsa": dsa, "indexer": indexer, "context_parallel": context_parallel,
+    "packed": packed,
 }  # fmt: skip
 
 
@@ -124,6 +125,18 @@ def _context_parallel(cuda: bool) -> argparse.ArgumentParser:
     return parser
 
 
+def _indexer(cuda: bool) -> argparse.ArgumentParser:
+    """Options of indexer."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument
+    add("--queries", type=int, default=4096 if cuda else 64, help="s_q, queries")
+    add("--topk", type=int, default=2048 if cuda else 256, help="slots of each query's index list")
+    add("--index-heads", type=int, default=64 if cuda else 8, help="h_i, heads of the indexer")
+    add("--index-dim", type=int, default=128 if cuda else 64, help="d_i, head dimension of the indexer")
+    add("--types", default="", help="dtypes of q and k, float8_e4m3fn among them, comma-separated; empty: --dtype")
+    return parser
+
+
 def _parser() -> argparse.ArgumentParser:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="python -m htree_cuda bench", description=__doc__.splitlines()[0])
@@ -165,6 +178,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--value-dim", type=int, default=512, help="d_v, columns of a key row that are its value")
     add("--index-heads", type=int, default=64, help="h_i, heads of the indexer")
     add("--index-dim", type=int, default=128, help="d_i, head dimension of the indexer")
+    add = command("indexer", _indexer(cuda), "the indexer, its selector, and both in one call, over numbers of keys")
+    add("--lengths", type=_ints, default="16384,65536,131072" if cuda else "2048", help="each s_kv, keys, to measure")
     return parser
 
 

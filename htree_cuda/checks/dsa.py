@@ -224,7 +224,63 @@ def hadamard_transform(x: Tensor) -> None:
 
 # ------------------------------------------------------------------------------------------- what the kernels do
 
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, FP8)
+KERNEL_HEAD_DIMS = (64, 128)
+KERNEL_MAX_HEADS = 64
+KERNEL_MAX_ROW = 2**26  # logits of one query in the workspace of indexer_topk
 
-def no_gradient_kernel(op: str, why: str) -> None:
-    """A CUDA call whose gradient no kernel computes: nothing falls back silently."""
-    support._way_out(op, why)
+
+def topk_indices_kernel(logits: Tensor) -> None:
+    """What the topk_indices kernel supports of a valid call (tensors batched)."""
+    op = "topk_indices"
+    if logits.dtype != torch.float32:
+        support._way_out(op, f"the kernel takes float32, logits is {logits.dtype}")
+    support._contiguous_rows(op, logits=logits)
+
+
+def indexer_kernel(op: str, q: Tensor, k: Tensor, indices: Tensor | None = None) -> None:
+    """What the kernels of indexer_logits and indexer_topk support of a valid call (tensors batched)."""
+    if indices is not None and q.dtype == FP8:
+        support._way_out(op, f"the kernel of the listed form takes bfloat16 or float16, q is {q.dtype}")
+    if q.dtype not in KERNEL_DTYPES:
+        support._way_out(op, f"the kernel takes bfloat16, float16 or float8_e4m3fn, q is {q.dtype}")
+    if q.shape[3] not in KERNEL_HEAD_DIMS:
+        support._way_out(op, f"the kernel needs d_i to be 64 or 128, got {q.shape[3]}")
+    if q.shape[2] > KERNEL_MAX_HEADS:
+        support._way_out(op, f"the kernel needs h_i to be at most {KERNEL_MAX_HEADS}, got {q.shape[2]}")
+    if op == "indexer_topk" and k.shape[1] > KERNEL_MAX_ROW:
+        support._way_out(op, f"the kernel needs s_kv to be at most 2^26, got {k.shape[1]}")
+    support._contiguous_rows(op, q=q, k=k)
+    for name, x in (("q", q), ("k", k)):
+        # TMA faults on anything else.
+        if x.numel() and x.data_ptr() % 16:
+            support._way_out(
+                op, f"the kernel needs {name} to begin at a multiple of 16 bytes, it begins at {x.data_ptr()}"
+            )
+        for dim in range(3):
+            if x.shape[dim] < 2:
+                continue
+            stride = x.stride(dim) * x.element_size()
+            if stride % 16 or (stride == 0 and dim > 0):
+                support._way_out(
+                    op,
+                    f"the kernel needs the strides of {name} to be positive multiples of 16 bytes, "
+                    f"that of dimension {dim - 4} is {stride} bytes",
+                )
+
+
+def indexer_backward_kernel(q: Tensor, k: Tensor, indices: Tensor | None, deterministic: bool) -> None:
+    """What the backward kernel supports of a valid call (tensors batched): the listed form, adding in any order."""
+    op = "indexer_logits_backward"
+    if indices is None:
+        support._way_out(op, "there is no backward kernel for the dense form")
+    if deterministic:
+        support._way_out(op, "the backward kernel adds the gradient of k in any order, deterministic is True")
+    indexer_kernel(op, q, k, indices)
+
+
+def indexer_gradients(q: Tensor, k: Tensor, indices: Tensor | None, deterministic: bool) -> None:
+    """A CUDA call whose gradients are wanted says before its forward what the backward would refuse."""
+    batched = q.dim() == 4
+    q, k, indices = (x if x is None or batched else x[None] for x in (q, k, indices))
+    indexer_backward_kernel(q, k, indices, deterministic)

@@ -17,6 +17,7 @@ FAMILIES = {
     "forward": {"htree"}, "backward": {"htree"}, "append": {"decode"}, "forward_cached": {"decode"},
     "attn_dist": {"dsa"}, "dense_indexer_loss": {"dsa"}, "dense_indexer_loss_backward": {"dsa"}, "dense_lse": {"dsa"},
     "sparse_attention": {"dsa"},
+    "indexer_logits": {"dsa"}, "indexer_logits_backward": {"dsa"}, "indexer_topk": {"dsa"}, "topk_indices": {"dsa"},
 }  # fmt: skip
 
 

@@ -1,0 +1,10 @@
+#include "sm90/indexer/launch.cuh"
+
+namespace htree_cuda::sm90::indexer {
+
+template void launch<cutlass::bfloat16_t, 64, 32, false>(KernelParams const&, CUtensorMap const&, CUtensorMap const&, int, cudaStream_t);
+template void launch<cutlass::bfloat16_t, 64, 32, true>(KernelParams const&, CUtensorMap const&, CUtensorMap const&, int, cudaStream_t);
+template void launch<cutlass::bfloat16_t, 64, 64, false>(KernelParams const&, CUtensorMap const&, CUtensorMap const&, int, cudaStream_t);
+template void launch<cutlass::bfloat16_t, 64, 64, true>(KernelParams const&, CUtensorMap const&, CUtensorMap const&, int, cudaStream_t);
+
+}  // namespace htree_cuda::sm90::indexer

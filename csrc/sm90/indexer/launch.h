@@ -1,0 +1,14 @@
+// Launches one instantiation; defined in instantiations/*.cu so that each compiles alone.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+namespace htree_cuda::sm90::indexer {
+
+struct KernelParams;
+
+template <class Element, int kDim, int kHeads, bool kPadded>
+void launch(KernelParams const& params, CUtensorMap const& q_map, CUtensorMap const& k_map, int grid, cudaStream_t stream);
+
+}  // namespace htree_cuda::sm90::indexer

@@ -1,0 +1,53 @@
+// Host side of topk_indices: checks the request, picks the kernel, a CTA a row.
+#include "launch.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "host/window_args.h"
+#include "params.h"
+#include "config.cuh"
+
+namespace htree_cuda::sm90::topk_indices {
+
+namespace {
+
+constexpr char const* kOp = "topk_indices";
+
+void check(TopkIndicesParams const& p) {
+  using host::window_args::require;
+  host::window_args::check(kOp, p.window, p.B, p.s_q, p.n);
+  require(kOp, p.topk >= 1 && p.topk <= (1 << 30), "topk must lie in 1 .. 2^30, got " + std::to_string(p.topk));
+  require(kOp, reinterpret_cast<std::uintptr_t>(p.logits) % 4 == 0, "logits must be 4-byte aligned");
+}
+
+}  // namespace
+
+}  // namespace htree_cuda::sm90::topk_indices
+
+namespace htree_cuda {
+
+using namespace sm90::topk_indices;
+
+void topk_indices(TopkIndicesParams const& p, void* stream) {
+  check(p);
+  if (p.B == 0 || p.s_q == 0) return;
+  host::window_args::for_each_chunk(p.window, p.B, p.s_q, [&](std::int64_t b, std::int64_t batches) {
+    KernelParams kernel{};
+    kernel.logits = p.logits + b * p.stride_b;
+    kernel.stride_b = p.stride_b;
+    kernel.stride_s = p.stride_s;
+    kernel.window = host::window_args::at(p.window, p.B, b, batches);
+    kernel.indices = p.indices + b * p.s_q * p.topk;
+    kernel.values = p.values == nullptr ? nullptr : p.values + b * p.s_q * p.topk;
+    kernel.rows = static_cast<int>(batches * p.s_q);
+    kernel.s_q = static_cast<int>(p.s_q);
+    kernel.n = static_cast<int>(p.n);
+    kernel.topk = static_cast<int>(p.topk);
+    auto const cuda_stream = static_cast<cudaStream_t>(stream);
+    p.topk <= Config::kMaxBuffered ? launch_buffered(kernel, cuda_stream) : launch_rescan(kernel, cuda_stream);
+  });
+}
+
+}  // namespace htree_cuda
