@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         if args.device == "cuda" and args.backend != "torch":
             found = kernels(call)
             result["kernels_ms"] = {
-                name: round(sum(ms for kernel, ms, _ in found if text in kernel), 4)
+                name: round(sum(ms for kernel, ms, _ in found if re.search(text, kernel)), 4)
                 for name, text in {"all": "", **GRADIENT_KERNELS}.items()
             }
         del call

@@ -16,6 +16,7 @@ PHASES = {
     "pack": r"tree_pack",
     "union": r"build_union_kernel",
     "select": r"select_kernel",
+    "replay": r"replay_kernel",
     # One launch may serve queries of all layer kinds.
     "score": r"htree_fwd_kernel<[^>]*Pass\)0",
     "attend": r"htree_fwd_kernel<[^>]*Pass\)1",
@@ -75,8 +76,9 @@ def phases(call: Callable[[], object]) -> dict[str, float]:
     return {phase: round(sums[phase], 4) for phase in (*PHASES, "other") if phase in sums}
 
 
-# The kernels of the backward that multiply, by their names: in selected layers, and in the entry layer of a query.
+# The kernels of the backward that multiply, patterns of their names: in selected layers, where small groups have
+# dq_gather in place of dq_selected, and in the entry layer of a query.
 GRADIENT_KERNELS = {
-    "dq_selected": "dq_selected_kernel", "dkdv_selected": "dkdv_selected_kernel", "dq_entry": "dq_entry_kernel",
-    "dkdv_entry": "dkdv_entry_kernel",
+    "dq_selected": r"dq_(selected|gather)_kernel", "dkdv_selected": "dkdv_selected_kernel",
+    "dq_entry": "dq_entry_kernel", "dkdv_entry": "dkdv_entry_kernel",
 }  # fmt: skip

@@ -134,9 +134,19 @@ def test_every_entry_layer_in_one_chunk():
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("G", [1, 3, 16])
+@pytest.mark.parametrize("G", [1, 3, 4, 5, 8, 9, 16])
 def test_groups_batches_and_heads(G):
+    """Groups of up to 4, 8 and 16 heads have four, two and one query in the rows of a product."""
     check(*inputs(700, 7, B=2, H_kv=3, G=G, seed=G), top_k_per_layer=16)
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("G", range(1, 17))
+def test_every_group(G, dtype):
+    """Queries of three entry layers, most of them with two layers below; packs and tiles that are not full."""
+    check_with_the_torch_backend(*inputs(5003, 4999, G=G, K=128, V=128, dtype=dtype, seed=G), top_k_per_layer=16)
+    check(*inputs(4300, 23, G=G, dtype=dtype, seed=G), top_k_per_layer=16)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -368,6 +378,39 @@ def test_repeats_under_another_schedule():
     tensors = inputs(600, 24, H_kv=2, G=4, seed=2)
     first, results = gradients(*tensors, top_k_per_layer=16)
     same_bits(gradients(*tensors, results=results, top_k_per_layer=16)[0], first)
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("G", [4, 8])
+def test_repeats_of_small_groups_are_bitwise_equal(G):
+    tensors = inputs(5000, 3000, H_kv=2, G=G, K=128, V=128)
+    first, results = gradients(*tensors, top_k_per_layer=32)
+    for _ in range(100):
+        same_bits(gradients(*tensors, results=results, top_k_per_layer=32)[0], first)
+
+
+@pytest.mark.parametrize(
+    ("T", "T_q", "parts", "G"),
+    [
+        pytest.param(700, 20, ((3, 9), (13, 20)), 3, marks=pytest.mark.emulated),
+        *(
+            pytest.param(6007, 2000, ((0, 2), (5, 1007), (1990, 2000)), G, marks=pytest.mark.hardware)
+            for G in (2, 4, 7, 8, 16)
+        ),
+    ],
+)
+def test_dq_does_not_depend_on_other_queries(T, T_q, parts, G):
+    """Bit for bit: which queries share a pack, a tile or a warp decides nothing."""
+    q, k, v, dout, dlse = inputs(T, T_q, G=G, seed=11)
+    (dq, _, _), results = gradients(q, k, v, dout, dlse, top_k_per_layer=16)
+    for first, end in parts:
+        some = slice(first, end)
+        of_part = (results[0][:, some], results[1][:, some], results[2][:, :, some].contiguous())
+        part, _ = gradients(
+            q[:, some], k, v, dout[:, some], dlse[:, some], top_k_per_layer=16, q_start=T - T_q + first,
+            results=[x.contiguous() for x in of_part],
+        )  # fmt: skip
+        same_bits(part[:1], [dq[:, some]])
 
 
 @pytest.mark.emulated

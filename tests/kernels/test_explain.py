@@ -116,3 +116,14 @@ def test_steps_of_the_backward_come_in_the_order_of_a_call():
     assert all(row["reason"] and row["launches"] > 0 for row in told)
     one_layer = [row["kernel"].partition("<")[0] for row in explain(100, backward=True)]
     assert "dkdv_selected_kernel" not in one_layer and "reverse_index_kernel" not in one_layer
+
+
+@pytest.mark.parametrize(("G", "dtype"), [(3, "bfloat16"), (8, "bfloat16"), (8, "float16"), (9, "bfloat16")])
+def test_small_groups_in_bf16_hand_ds_over(G, dtype):
+    told = explain(100000, top_k=64, G=G, dtype=dtype, backward=True)
+    names = [row["kernel"].partition("<")[0] for row in told if row["kind"] == "selected" and row["phase"] != "pack"]
+    hands_over = G <= 8 and dtype == "bfloat16"
+    expected = (
+        ["dkdv_selected_kernel", "dq_gather_kernel"] if hands_over else ["dq_selected_kernel", "dkdv_selected_kernel"]
+    )
+    assert names == expected

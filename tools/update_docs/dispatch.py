@@ -10,7 +10,11 @@ FORWARD = re.compile(
     r"\{Pass::k(\w+),\s*Reads::k(\w+),\s*Place::k(\w+),\s*(\d+),\s*"
     r"\{(\d), \d\},\s*\{\d, (\d)\},\s*\"([^\"]*)\"\}"
 )
-BACKWARD = re.compile(r"\{Kernel::k\w+,\s*\"(\w+)\",\s*Ctas::k(\w+),\s*(\w+),\s*\"([^\"]*)\",\s*\"([^\"]*)\"\}")
+BACKWARD = re.compile(
+    r"\{Kernel::k\w+,\s*\"(\w+)\",\s*Ctas::k(\w+),\s*(\w+),\s*Calls::k(\w+),\s*"
+    r"\"([^\"]*)\",\s*\"([^\"]*)\"\}"
+)
+CALLS = {"All": "all", "HandingOver": "bf16, groups up to 8", "Others": "others"}
 DTYPES = {"NoValues": "both", "BFloat16": "bfloat16", "Float16": "float16"}
 
 
@@ -38,10 +42,10 @@ def forward_rules() -> str:
 def backward_rules() -> str:
     """One row a matrix kernel of the backward, in the order in which a chunk runs them."""
     rows = [
-        [f"`{name}`", "persistent" if ctas == "Persistent" else "one for its queries", tile, reason]
-        for name, ctas, _, tile, reason in rules("htree_bwd", BACKWARD)
+        [f"`{name}`", CALLS[calls], "persistent" if ctas == "Persistent" else "one for its queries", tile, reason]
+        for name, ctas, _, calls, tile, reason in rules("htree_bwd", BACKWARD)
     ]
-    return markdown(["kernel", "CTAs", "tile", "why"], rows)
+    return markdown(["kernel", "calls", "CTAs", "tile", "why"], rows)
 
 
 BLOCKS = {"forward_rules": forward_rules, "backward_rules": backward_rules}

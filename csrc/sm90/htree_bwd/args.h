@@ -16,7 +16,9 @@ struct Args {
   ReverseIndex index;
 
   char const* kv_blocks[kMaxLayers];                  // [heads, kv_blocks[l], kBlockBytes]
-  char const* queries;                                // [heads, rows, kQueryBytes]
+  char const* queries;                                // [heads, rows, query_bytes]
+  char const* keys[kMaxLayers];                       // [heads, kv_blocks[l], 16, K]: keys for dq_gather, bf16
+  char* ds[kMaxLayers];                               // [heads, rows, top_k, ds_bytes], or null: see layout.h
   rope::FragmentRotations const* fragment_rotations;  // [positions, K / 32, 4]
   float2 const* rotations;                            // [positions, K / 2]
   float scale;
@@ -24,7 +26,7 @@ struct Args {
   // ---- entry layers, by tiles ----
   int min_entry;                      // entry layer of the chunk's first query
   int max_entry;                      // entry layer of its last one
-  char* query_tiles;                  // [heads, rows / 4, query_tile_bytes]; later dq of the entry layer
+  char* query_tiles;                  // [heads, rows / tile_queries, query_tile_bytes]; later dq of the entry layer
   char const* kv_tiles[kMaxLayers];   // [heads, tiles[l], kv_tile_bytes]
   int tiles[kMaxLayers];              // KV tiles of a head, an even number
   // A work item is kItemTiles KV tiles and a segment of the rows.

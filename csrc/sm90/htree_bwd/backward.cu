@@ -66,6 +66,7 @@ struct Launcher {
     }
     args.in_tiles = in_tiles;
     args.packed = in_tiles ? w.kv_tiles[l] : w.kv_blocks[l];
+    args.keys = in_tiles ? nullptr : w.keys[l];
     args.blocks_per_head = in_tiles ? w.tiles[l] * kTileBlocks : w.tree.kv_blocks[l];
     args.blocks = std::int64_t(heads) * args.blocks_per_head;
     args.as_inputs = l == 0;  // the forward rounds the keys of the bottom in the same way

@@ -11,29 +11,44 @@
 
 namespace htree_cuda::sm90::htree_bwd {
 
-// How many CTAs a kernel has: as many as the device has SMs, or one for every kCtaQueries queries.
-enum class Ctas { kPersistent, kQueries };
+// How many CTAs a kernel has: as many as the device has SMs, or one for every kCtaQueries queries, or for as many as 10
+// warps hold.
+enum class Ctas { kPersistent, kQueries, kGather };
+
+// Which calls a kernel serves: where dkdv_selected hands dS over, the others, or all.
+enum class Calls { kAll, kHandingOver, kOthers };
 
 struct Rule {
   Kernel kernel;
   char const* name;
   Ctas ctas;
   bool only_selected;  // runs only where some query of the chunk has selected layers
+  Calls calls;
   char const* tile;
   char const* reason;
+
+  constexpr bool runs_for(bool hands_over_ds) const {
+    return calls == Calls::kAll || (calls == Calls::kHandingOver) == hands_over_ds;
+  }
 };
 
 // The matrix kernels of a chunk in their order. dkdv_entry comes before dq_entry, which overwrites the panels of the
-// query tiles with dq; dq_selected comes after it, adds that dq and writes the result.
+// query tiles with dq; dq_selected or dq_gather comes after it, adds that dq and writes the result. dq_gather reads dS
+// that dkdv_selected has left.
 inline constexpr Rule kRules[] = {
-    {Kernel::kDkDvEntry, "dkdv_entry", Ctas::kPersistent, false, "2 x 64 nodes by 4 queries, WGMMA 64 x 64",
+    {Kernel::kDkDvEntry, "dkdv_entry", Ctas::kPersistent, false, Calls::kAll, "2 x 64 nodes by 64 heads of 4, 8 or 16 queries, WGMMA 64 x 64",
      "in their entry layer all queries visit the same KV blocks"},
-    {Kernel::kDqEntry, "dq_entry", Ctas::kQueries, false, "2 x 4 queries by 64 nodes, WGMMA 64 x 64",
+    {Kernel::kDqEntry, "dq_entry", Ctas::kQueries, false, Calls::kAll, "2 x 64 heads of 4, 8 or 16 queries by 64 nodes, WGMMA 64 x 64",
      "in their entry layer all queries visit the same KV blocks"},
-    {Kernel::kDqSelected, "dq_selected", Ctas::kQueries, false, "8 queries, a warp each, by one KV block, m16n8k16",
+    {Kernel::kDqSelected, "dq_selected", Ctas::kQueries, false, Calls::kOthers,
+     "8 queries, a warp each, by one KV block, m16n8k16",
      "every query visits KV blocks of its own; writes dq of both layer kinds"},
-    {Kernel::kDkDvSelected, "dkdv_selected", Ctas::kPersistent, true, "8 KV blocks, a warp each, by one query, m16n8k16",
+    {Kernel::kDkDvSelected, "dkdv_selected", Ctas::kPersistent, true, Calls::kAll,
+     "8 KV blocks, a warp each, by one query, two or four of groups of 8 and 4 heads, m16n8k16",
      "a KV block is visited by queries of its own, which the reverse index lists"},
+    {Kernel::kDqGather, "dq_gather", Ctas::kGather, false, Calls::kHandingOver,
+     "10 warps of 2 or 4 queries by one KV block, m16n8k16",
+     "groups of at most 8 heads, bf16: dS comes from dkdv_selected; writes dq of both layer kinds"},
 };
 
 struct Variant {

@@ -1,6 +1,6 @@
 // dk and dv of entry layers: dkdv_entry. The queries whose entry layer this is visit the KV blocks 0, 1, 2, ..., and
 // keys and queries are rotated by positions of their own, so that products are dense tiles. A warpgroup holds 64 nodes,
-// a warp 16 of them, one KV block, and multiplies with four queries of 16 heads at a time.
+// a warp 16 of them, one KV block, and multiplies with 64 rows at a time: four queries of 16 heads, 8 of 8 or 16 of 4.
 //
 //   S^T = K Q^T   dP^T = V dO^T   P and dS between them   dV += P^T dO   dK += dS^T Q
 //
@@ -64,7 +64,8 @@ struct EntryItem {
     EntryRows const rows(args.chunk, layer, args.tree.top_k);
     int const segment_rows = args.tile_segment_rows[layer];
     int const reached = first_visiting_row(args, layer, rows, tile * kTileRows);
-    int const first = max(segment * segment_rows, reached / kTileQueries * kTileQueries);
+    int const queries = tile_queries(unit_heads(args.G));
+    int const first = max(segment * segment_rows, reached / queries * queries);
     int const end = min((segment + 1) * segment_rows, rows.end);
     int const segments_before = max(first, reached) < end ? segment - reached / segment_rows : -1;
     return {layer, head, tile, first, end, segments_before};
@@ -122,9 +123,9 @@ __device__ void produce_query_tiles(Args const& args, DkDvEntryRing<Cfg> const& 
     }
 
     char const* queries = args.query_tiles + (static_cast<std::int64_t>(item.head) * args.chunk.rows + item.first) /
-                                                 kTileQueries * query_tile_bytes(Cfg::kK, Cfg::kV);
+                                                 Cfg::kTileQueries * query_tile_bytes(Cfg::kK, Cfg::kV);
 #pragma unroll 1
-    for (int row = item.first; row < item.end; row += kTileQueries) {
+    for (int row = item.first; row < item.end; row += Cfg::kTileQueries) {
       ring.barriers.wait_empty(at, "dkdv_entry producer: empty");
       uint32_t const stage_full = ring.barriers.full_at(at.slot);
       barriers::mbarrier_arrive_expect_bytes(stage_full, Cfg::kQueryBytes);
@@ -136,18 +137,20 @@ __device__ void produce_query_tiles(Args const& args, DkDvEntryRing<Cfg> const& 
 }
 
 // A consumer warp and its KV block. Rows of all results are nodes of the block, g and g + 8 in this thread. Eight
-// columns are eight heads: the columns of index 2 j + part hold heads 8 part .. 8 part + 7 of query j.
+// columns are eight heads, of one query or of two.
 template <class Cfg>
 class DkDvEntryConsumer {
   using Element = typename Cfg::Element;
   using Value = std::conditional_t<std::is_same_v<Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
   static constexpr int kK = Cfg::kK;
   static constexpr int kV = Cfg::kV;
-  static constexpr int kStepBytes = wgmma::kDepth * 128;  // a step of a contraction over rows is one query
+  static constexpr int kStepBytes = wgmma::kDepth * 128;  // a step of a contraction over rows
+  static constexpr int kSteps = kTileRows / wgmma::kDepth;
+  static constexpr int kTileQueries = Cfg::kTileQueries;
+  static constexpr bool kFewQueries = kTileQueries == 4;  // lanes decide by query, else by node
   static constexpr uint32_t kNone = ~0u;  // at the bottom, where nothing is expanded
   using Products = float[wgmma::kAccumulators];
-  using Fragments = uint32_t[kTileQueries][4];
-  static_assert(kTileQueries * wgmma::kDepth == kTileRows && wgmma::kDepth == kMaxGroupHeads);
+  using Fragments = uint32_t[kSteps][4];
 
 public:
   __device__ DkDvEntryConsumer(Args const& args, DkDvEntryRing<Cfg> const& ring)
@@ -191,8 +194,16 @@ private:
     }
     expanded_ = kNone;
     if (item.layer > 0) {
+      // Where lanes decide by node, lane i loads the word of query i % kTileQueries for one of the two eights of nodes.
+      int const eight = kFewQueries ? 0 : lane_ / kTileQueries % 2;
+      int const query = kFewQueries ? tq_ : lane_ % kTileQueries;
       std::uint32_t const* const word =
-          reverse_index::word_at(args_, item.layer - 1, item.head, 2 * block, item.first + tq_);
+          reverse_index::word_at(args_, item.layer - 1, item.head, 2 * block + eight, item.first + query);
+      if constexpr (!kFewQueries) {
+        int const node = block * kSiblings + 8 * eight;
+        first_of_eight_ = node < args_.tree.N[item.layer] ? first_visiting_row(args_, item.layer, rows, node)
+                                                          : std::numeric_limits<int>::max();
+      }
       expanded_ = static_cast<uint32_t>(word - args_.index.layer[0]);
     }
     words_[0] = words_[1] = 0;
@@ -204,11 +215,17 @@ private:
 
   // ---- which query attends which node ------------------------------------------------------------------------------
 
-  // A lane loads the index words of query tq of a tile for nodes g and g + 8, once the rows have come as far as the
-  // node.
+  // A lane loads its index words of the tile that begins with `row`, once the rows have come as far as the nodes: of
+  // query tq for nodes g and g + 8, or of one query for eight nodes.
   __device__ __forceinline__ void fetch(int row) {
     if (expanded_ == kNone) return;
     std::uint32_t const* const words = args_.index.layer[0];
+    if constexpr (!kFewQueries) {
+      if (row + lane_ % kTileQueries >= first_of_eight_) words_[0] = __ldg(words + expanded_);
+      expanded_ += kTileQueries;
+      return;
+    }
+    row += tq_;
     if (row >= first_[0]) words_[0] = __ldg(words + expanded_);
     if (row >= first_[1]) words_[1] = __ldg(words + (expanded_ + args_.chunk.rows));
     expanded_ += kTileQueries;
@@ -216,17 +233,48 @@ private:
 
   // Which query attends which node in a tile. Bit 4 i + j of `own` says that node g + 8 i is a leaf of query j; bit 4
   // lane + j of `warp` says the same of some node of the lanes. Half a tile without such bits is not exponentiated.
+  // Where a tile has more queries, the bits are 16 i + j, and one for each half of the tile.
   struct Attends {
     uint32_t own;
     uint32_t warp;
+    int in_columns;  // which of the two queries of eight columns this thread's two columns have
 
-    __device__ __forceinline__ bool operator()(int i, int block) const { return own >> (4 * i + block / 2) & 1u; }
-    __device__ __forceinline__ bool half(int which) const { return warp & 0x33333333u << (2 * which); }
+    __device__ __forceinline__ bool operator()(int i, int block) const {
+      if constexpr (kFewQueries) return own >> (4 * i + block / 2) & 1u;
+      int const query = kTileQueries == 8 ? block : 2 * block + in_columns;
+      return own >> (16 * i + query) & 1u;
+    }
+    __device__ __forceinline__ bool half(int which) const {
+      if constexpr (kFewQueries) return warp & 0x33333333u << (2 * which);
+      return warp >> which & 1u;
+    }
   };
 
-  // A lane decides for query tq, which is `row`, if that comes before `end`.
+  // The queries of the tile that begins with `row`, of those before `end`.
   __device__ __forceinline__ Attends find_attends(int row, int end) const {
     Attends attends{};
+    if constexpr (!kFewQueries) {
+      uint32_t expanded = 0;  // bit kTileQueries i + j: query j expanded node g + 8 i
+#pragma unroll
+      for (int node = 0; node < 8; ++node) {
+        uint32_t const queries = __ballot_sync(kFullWarp, words_[0] >> node & 1u);
+        if (g_ == node) expanded = queries;
+      }
+      auto const up_to = [&](int count) { return (1u << min(max(count, 0), kTileQueries)) - 1u; };
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        // The difference of rows must not overflow where no row visits the node.
+        int const first = min(first_[i], row + kTileQueries) - row;
+        attends.own |= (up_to(end - row) & ~up_to(first) & ~(expanded >> (kTileQueries * i))) << (16 * i);
+      }
+      uint32_t const either = attends.own | attends.own >> 16;
+      constexpr uint32_t kFirstHalf = (1u << kTileQueries / 2) - 1u;
+      attends.warp = __any_sync(kFullWarp, (either & kFirstHalf) != 0);
+      attends.warp |= __any_sync(kFullWarp, (either & kFirstHalf << kTileQueries / 2) != 0) << 1;
+      attends.in_columns = tq_ / 2;
+      return attends;
+    }
+    row += tq_;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       bool const leaf = row < end && row >= first_[i] && (words_[i] >> g_ & 1u) == 0;
@@ -247,7 +295,7 @@ private:
     wgmma::Descriptor const values(nodes + Cfg::kValueOffset);
     Products s, dp;
     Fragments p = {}, ds = {};
-    int row = item.first + tq_;
+    int row = item.first;
     int const end = item.end;
     auto const begin_scores = [&] {
       ring_.barriers.wait_full(at_, "dkdv_entry consumer: full");
@@ -262,7 +310,7 @@ private:
       multiply<Value, kV>(dp, values, wgmma::Descriptor(stage + Cfg::kValueOffset));
       Attends const attends = find_attends(row, end);
       row += kTileQueries;
-      bool const more = row / kTileQueries * kTileQueries < end;
+      bool const more = row < end;
       if (more) fetch(row);
       exponentiate(s, p, stage, attends);
       add<Value>(dv_, p, stage + Cfg::kValueOffset);
@@ -287,8 +335,8 @@ private:
   __device__ __forceinline__ void pin_sums(Fragments& p, Fragments& ds) {
     wgmma::pin(dv_);
     wgmma::pin(dk_);
-    wgmma::pin(reinterpret_cast<uint32_t(&)[4 * kTileQueries]>(p));
-    wgmma::pin(reinterpret_cast<uint32_t(&)[4 * kTileQueries]>(ds));
+    wgmma::pin(reinterpret_cast<uint32_t(&)[4 * kSteps]>(p));
+    wgmma::pin(reinterpret_cast<uint32_t(&)[4 * kSteps]>(ds));
   }
 
   // Issues a product of 64 nodes and 64 query heads.
@@ -310,8 +358,8 @@ private:
     wgmma::pin(sums);
     wgmma::fence();
 #pragma unroll
-    for (int query = 0; query < kTileQueries; ++query) {
-      wgmma::mma_rs<Type, wgmma::Major::MN>(sums, weights[query], rows.at(query * kStepBytes), true);
+    for (int step = 0; step < kSteps; ++step) {
+      wgmma::mma_rs<Type, wgmma::Major::MN>(sums, weights[step], rows.at(step * kStepBytes), true);
     }
     wgmma::commit();
   }
@@ -331,7 +379,7 @@ private:
       // The branch also keeps ptxas from loading all headers at once, for which there are no registers.
       if (!attends.half(half)) continue;
 #pragma unroll
-      for (int block = kTileQueries * half; block < kTileQueries * (half + 1); ++block) {
+      for (int block = 4 * half; block < 4 * (half + 1); ++block) {
         float2 const unit = ptx::load_shared_8B(columns(stage, block));
         float2 const lse2 = ptx::load_shared_8B(columns(stage, block) + 4 * kTileRows);
 #pragma unroll
@@ -351,7 +399,7 @@ private:
                                                 Attends const& attends) {
     float largest[2] = {};
 #pragma unroll
-    for (int block = 0; block < 2 * kTileQueries; ++block) {
+    for (int block = 0; block < kTileRows / 8; ++block) {
       float2 const unit = ptx::load_shared_8B(columns(stage, block));
       float2 const delta = ptx::load_shared_8B(columns(stage, block) + 8 * kTileRows);
       float2 const size = {unit.x * kHeadroomFactor, unit.y * kHeadroomFactor};
@@ -368,7 +416,7 @@ private:
       for (int e = 0; e < kK / 2; ++e) dk_[e] *= factor[e / 2 % 2];
     });
 #pragma unroll
-    for (int block = 0; block < 2 * kTileQueries; ++block) {
+    for (int block = 0; block < kTileRows / 8; ++block) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         int const e = 4 * block + 2 * i;
@@ -427,6 +475,7 @@ private:
   RingPosition<Cfg::kStages> at_;
   float inverse_[2];       // inverse row scales of the keys, less the headroom
   int first_[2];           // the first row that visits the node
+  int first_of_eight_;     // the same of the eight nodes of this lane's index word
   float weight_scale_[2];
   // Where this lane's index word of the next tile lies, counted from the table of the bottom, which the tables of the
   // other layers follow. All tables of a chunk have fewer than 2^32 words.

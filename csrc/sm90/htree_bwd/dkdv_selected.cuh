@@ -1,4 +1,6 @@
 // dk and dv of selected layers: dkdv_selected. A warp holds a KV block and multiplies with the queries that visit it.
+// Groups of 8 and 4 heads fill the 16 rows of a product with two and four of them, a pack, whichever these are: the
+// reverse index lists them, and they need not be neighbours. With bf16 a pack leaves its dS for dq_gather.
 // The grid is persistent: a warp gets its work items, a block and a segment of the rows, from a counter, so that no
 // warp waits for another one's block. What is added to a sum, and in which order, follows from shapes and lists alone.
 //
@@ -15,7 +17,6 @@
 #include "args.h"
 #include "device/barriers.cuh"
 #include "device/pairs.cuh"
-#include "device/pipeline.cuh"
 #include "device/ptx.cuh"
 #include "host/launch_overlapped.cuh"
 #include "operands.cuh"
@@ -58,18 +59,46 @@ struct WorkItem {
 };
 
 // A warp's own part of shared memory: slots, the values that registers do not hold, the list of visits, the progress of
-// a work item, an mbarrier a slot, and the inverse row scales of the keys. The warp arrives once at the barrier of a
-// slot, with the bytes of the copies; the barrier makes a query and its rotation visible.
+// a work item, an mbarrier a slot of q, and the inverse row scales of the keys. The warp arrives once at the barrier of a
+// slot, with the bytes of the copies; the barrier makes the queries of a pack and their rotations visible.
 template <class Cfg>
 struct WarpStorage {
   uint32_t begin;
 
-  __device__ uint32_t slot(uint32_t i) const { return begin + i * Cfg::Slot::kBytes; }
-  __device__ uint32_t values() const { return begin + Cfg::kSlots * Cfg::Slot::kBytes; }
+  __device__ uint32_t query_slot(uint32_t i) const {
+    return begin + i * (Cfg::kQuerySlotBytes + (Cfg::kOneRing ? Cfg::kDoutSlotBytes : 0));
+  }
+  __device__ uint32_t dout_slot(uint32_t i) const {
+    if constexpr (Cfg::kOneRing) return query_slot(i) + Cfg::kQuerySlotBytes;
+    return begin + Cfg::kQuerySlots * Cfg::kQuerySlotBytes + i * Cfg::kDoutSlotBytes;
+  }
+  __device__ uint32_t values() const {
+    return begin + Cfg::kQuerySlots * Cfg::kQuerySlotBytes + Cfg::kSlots * Cfg::kDoutSlotBytes;
+  }
   __device__ uint32_t list() const { return values() + Cfg::kValuesBytes; }
   __device__ uint32_t full(uint32_t i) const { return progress() + Cfg::kProgressBytes + 8 * i; }
   __device__ uint32_t progress() const { return list() + Cfg::kListBytes; }
-  __device__ uint32_t inverse() const { return full(Cfg::kSlots); }
+  __device__ uint32_t inverse() const { return full(Cfg::kQuerySlots); }
+};
+
+// Where a warp is in its two rings: of q, whose slots have the barriers, and of dO. Two numbers, for want of registers.
+template <class Cfg>
+struct PackPosition {
+  uint32_t packs = 0;  // done so far; rounds where there is one ring
+  uint32_t dout = 0;   // slot of dO
+
+  __device__ __forceinline__ uint32_t query_slot(uint32_t ahead = 0) const {
+    return Cfg::kOneRing ? dout_slot(ahead) : (packs + ahead) % Cfg::kQuerySlots;
+  }
+  __device__ __forceinline__ uint32_t parity() const { return (Cfg::kOneRing ? packs : packs / Cfg::kQuerySlots) & 1u; }
+  __device__ __forceinline__ uint32_t dout_slot(uint32_t ahead = 0) const {
+    uint32_t const slot = dout + ahead;
+    return slot >= Cfg::kSlots ? slot - Cfg::kSlots : slot;
+  }
+  __device__ __forceinline__ void advance() {
+    dout = dout_slot(1);
+    if (!Cfg::kOneRing || dout == 0) ++packs;
+  }
 };
 
 // A work item and the row to look at next. They wait in shared memory, because the products need the registers.
@@ -100,9 +129,15 @@ class DkDvSelectedWarp {
   static constexpr int kV = Cfg::kV;
   static constexpr int kHalf = kK / 32;
   static constexpr int kHeld = Cfg::kHeldValues;
+  static constexpr int kQueries = Cfg::kQueries;
+  static constexpr int kHeads = Cfg::kHeads;
+  // Both are multiples of 64, or of 128 where an exclusive or makes addresses.
+  static constexpr int kRowsOffset = Cfg::kKeysBegin + Cfg::kHeaderRoom;
+  static constexpr int kDoutOffset = Cfg::kOneRing ? Cfg::kQuerySlotBytes : 0;
+  static constexpr int kMasks = kQueries == 1 ? 1 : 2;  // of a thread's columns, by eights
 
 public:
-  __device__ DkDvSelectedWarp(Args const& args, WarpStorage<Cfg> const& store, RingPosition<Cfg::kSlots>& at,
+  __device__ DkDvSelectedWarp(Args const& args, WarpStorage<Cfg> const& store, PackPosition<Cfg>& at,
                               WorkItem const& item)
       : args_(args), store_(store), at_(at), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4) {
     word_ = word_of(item, item.first + lane_);
@@ -114,15 +149,15 @@ public:
 
   __device__ void run(WorkItem const& item) {
     look_for_visits({item, item.first});
-    waiting_ = store_.slot(at_.slot);
-    bool const any = done_ != found_;
-    while (done_ != found_) {
-      add_visit();
+    waiting_ = store_.dout_slot(at_.dout_slot());
+    bool const any = found_ > 0;
+    while (done_ != found_ / kQueries) {
+      add_visits();
       ++done_;
-      at_ = at_.ahead(1);
+      at_.advance();
       if (done_ >= look_at_) look_for_visits(Progress::loaded(store_.progress()));
     }
-    StepAddresses const douts(waiting_ + ldmatrix_offset<true>(lane_, Cfg::Slot::kValueRowBytes));
+    StepAddresses const douts = rows<true, Cfg::kValueRowBytes, Cfg::kValueStride>(waiting_);
 #pragma unroll
     for (int step = 0; step < kV / 16; ++step) add_values(douts, step);
     finish(Progress::loaded(store_.progress()).item, any);
@@ -185,38 +220,91 @@ private:
   // wait. The next look comes when half of the list has been used.
   __device__ __forceinline__ void look_for_visits(Progress progress) {
     bool first = true;
-    while (progress.next < progress.item.end && found_ - done_ <= Cfg::kListEntries - 32) {
+    while (progress.next < progress.item.end && found_ - done_ * kQueries <= Cfg::kListEntries - 32) {
       if (!first) skip(progress);
       first = false;
       scan(progress);
-      if (found_ - done_ >= Cfg::kSlots) break;
+      if (found_ / kQueries - done_ >= Cfg::kSlots) break;
     }
     __syncwarp();  // The list is written, and the progress that is overwritten here has been read.
     if (lane_ == 0) progress.store(store_.progress());
+    bool const more = progress.next < progress.item.end;
+    if (kQueries > 1 && !more) fill_last_pack();
     __syncwarp();
-    look_at_ = progress.next < progress.item.end ? found_ - (Cfg::kListEntries - 32) : INT_MAX;
+    look_at_ = more ? (found_ - (Cfg::kListEntries - 32) + kQueries - 1) / kQueries : INT_MAX;
 #pragma unroll 1
-    while (sent_ < min(found_, done_ + Cfg::kSlots - 1)) send(progress.item.head);
+    while (sent_ < min(found_ / kQueries, done_ + Cfg::kSlots - 1)) send(progress.item.head);
   }
 
-  // Copies the query of the next visit, and its rotation, to their slot.
+  // The last pack of an item repeats its last visit, with all children masked, until it is whole.
+  static constexpr uint32_t kRepeated = 1u << 31;
+  __device__ __forceinline__ void fill_last_pack() {
+    int const missing = (kQueries - found_ % kQueries) % kQueries;
+    if (missing == 0) return;
+    uint2 const last = load_entry(found_ - 1);
+    if (lane_ < missing) {
+      ptx::store_shared_4B(entry_at(found_ + lane_), last.x);
+      ptx::store_shared_4B(entry_at(found_ + lane_) + 4, last.y | kRepeated | 0xffffu);
+    }
+    found_ += missing;
+  }
+
+  __device__ __forceinline__ uint2 load_entry(int i) const {
+    uint32_t const entry = entry_at(i);
+    return {ptx::load_shared_4B(entry), ptx::load_shared_4B(entry + 4)};
+  }
+
+  // Copies the queries of the next pack, and their rotations, to their slots.
   __device__ __forceinline__ void send(int head) {
-    uint32_t const entry = entry_at(sent_);
-    uint32_t const row = ptx::load_shared_4B(entry);
-    uint32_t const place = ptx::load_shared_4B(entry + 4);
-    uint32_t const i = at_.ahead(sent_ - done_).slot;
-    uint32_t const slot = store_.slot(i);
+    uint32_t const i = at_.query_slot(sent_ - done_);
     uint32_t const full = store_.full(i);
-    rope::FragmentRotations const* const rotations = args_.fragment_rotations + (place >> 16) * (kK / 8);
-    char const* const query =
-        args_.queries + (static_cast<std::int64_t>(head) * args_.chunk.rows + row) * Cfg::Slot::kQueryBytes;
+    constexpr int kBytes = static_cast<int>(query_bytes(kK, kV, kHeads));
     if (ptx::elect()) {
-      barriers::mbarrier_arrive_expect_bytes(full, Cfg::Slot::kQueryBytes + Cfg::kRotationsBytes);
-      ptx::bulk_load(slot, rotations, Cfg::kRotationsBytes, full);
-      ptx::bulk_load(slot + Cfg::Slot::kQueryOffset, query, Cfg::Slot::kQueryBytes, full);
+      barriers::mbarrier_arrive_expect_bytes(full, kQueries * (kBytes + Cfg::kRotationsBytes));
+    }
+    if constexpr (kQueries > 1) __syncwarp();
+    // One query is in uniform registers where the compiler is told that one lane copies.
+    int const query_of_lane = kQueries == 1 ? 0 : lane_;
+    uint2 const entry = load_entry(sent_ * kQueries + query_of_lane % kQueries);
+    if (kQueries == 1 ? ptx::elect() : lane_ < kQueries) {
+      uint32_t const slot = store_.query_slot(i);
+      uint32_t const dout = store_.dout_slot(at_.dout_slot(sent_ - done_));
+      constexpr int kKeyBytes = Cfg::kHeaderBytes + kHeads * Cfg::kKeyRowBytes;
+      ptx::bulk_load(slot + query_of_lane * Cfg::kRotationsBytes,
+                     args_.fragment_rotations + ((entry.y & ~kRepeated) >> 16) * (kK / 8), Cfg::kRotationsBytes, full);
+      char const* const query =
+          args_.queries + (static_cast<std::int64_t>(head) * args_.chunk.rows + entry.x) * kBytes;
+      ptx::bulk_load(header_of(slot, query_of_lane), query, kKeyBytes, full);
+      ptx::bulk_load(dout + query_of_lane * Cfg::kValueStride, query + kKeyBytes, kHeads * Cfg::kValueRowBytes, full);
     }
     __syncwarp();
     ++sent_;
+  }
+
+  // ---- who has which rows of a pack --------------------------------------------------------------------------------
+
+  static __device__ __forceinline__ uint32_t header_of(uint32_t slot, int query) {
+    return slot + Cfg::kKeysBegin + query * Cfg::kKeyStride + Cfg::kHeaderRoom - Cfg::kHeaderBytes;
+  }
+
+  // The query of the columns 2 tq and 2 tq + 1 of a tile, and of row or column g of it.
+  __device__ __forceinline__ int query_of_columns(int tile) const {
+    return kQueries == 1 ? 0 : kQueries == 2 ? tile : 2 * tile + tq_ / 2;
+  }
+  __device__ __forceinline__ int query_of_row(int tile) const {
+    return kQueries == 1 ? 0 : kQueries == 2 ? tile : 2 * tile + g_ / 4;
+  }
+
+  // This lane's addresses for ldmatrix of the 16 rows of a pack, kStride bytes from query to query.
+  template <bool kRowsFirst, int kRowBytes, int kStride>
+  __device__ __forceinline__ StepAddresses rows(uint32_t base) const {
+    if constexpr (kQueries == 1) return StepAddresses(base + ldmatrix_offset<kRowsFirst>(lane_, kRowBytes));
+    int const id = lane_ / 8;
+    int const row = lane_ % 8 + (kRowsFirst ? id % 2 : id / 2) * 8;
+    uint32_t const line = base + row / kHeads * kStride + row % kHeads * kRowBytes;
+    uint32_t const chunk = ((kRowsFirst ? id / 2 : id % 2) ^ (row % kHeads)) << 4;
+    if constexpr (kHeads == 8) return StepAddresses(line + chunk);
+    return StepAddresses(line, chunk);
   }
 
   // ---- products --------------------------------------------------------------------------------------------------
@@ -231,9 +319,9 @@ private:
   __device__ __forceinline__ void load(WorkItem const& item) {
     char const* const packed =
         args_.kv_blocks[item.layer] +
-        (static_cast<std::int64_t>(item.head) * args_.tree.kv_blocks[item.layer] + item.block) * Cfg::Slot::kBlockBytes;
+        (static_cast<std::int64_t>(item.head) * args_.tree.kv_blocks[item.layer] + item.block) * Cfg::kBlockBytes;
     char const* const keys = packed + kBlockHeader;
-    char const* const values = keys + 16 * Cfg::Slot::kKeyRowBytes;
+    char const* const values = keys + 16 * Cfg::kKeyRowBytes;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const row = g_ + 8 * i;
@@ -241,11 +329,11 @@ private:
       for (int part = 0; part < 2; ++part) {
 #pragma unroll
         for (int step = 0; step < kK / 16; ++step) {
-          keys_[step][2 * part + i] = word(keys, Cfg::Slot::kKeyRowBytes, row, step, part);
+          keys_[step][2 * part + i] = word(keys, Cfg::kKeyRowBytes, row, step, part);
         }
 #pragma unroll
         for (int step = 0; step < kHeld; ++step) {
-          values_[step][2 * part + i] = word(values, Cfg::Slot::kValueRowBytes, row, step, part);
+          values_[step][2 * part + i] = word(values, Cfg::kValueRowBytes, row, step, part);
         }
       }
     }
@@ -253,55 +341,68 @@ private:
     if (lane_ < kSiblings) {
       ptx::store_shared_4B(store_.inverse() + 4 * lane_, __ldg(reinterpret_cast<uint32_t const*>(packed) + lane_));
     }
-    if constexpr (Cfg::kValuesBytes > 0) {  // The last 128 bytes of each row go to shared memory.
+    if constexpr (Cfg::kValuesBytes > 0) {  // The last bytes of each row go to shared memory.
+      constexpr int kChunks = Cfg::kSharedValues / 16;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kChunks / 2; ++i) {
         int const chunk = 32 * i + lane_;
-        char const* const half = values + (chunk / 8 + 1) * Cfg::Slot::kValueRowBytes - 128;
-        ptx::store_shared_16B(store_.values() + 16 * chunk, __ldg(reinterpret_cast<uint4 const*>(half) + chunk % 8));
+        char const* const row = values + (chunk / kChunks + 1) * Cfg::kValueRowBytes - Cfg::kSharedValues;
+        ptx::store_shared_16B(store_.values() + 16 * chunk,
+                              __ldg(reinterpret_cast<uint4 const*>(row) + chunk % kChunks));
       }
     }
     __syncwarp();
   }
 
-  // One visit. Rows of the results are children, g and g + 8 in this thread, and columns are heads.
-  __device__ __forceinline__ void add_visit() {
-    uint32_t const slot = store_.slot(at_.slot);
-    barriers::mbarrier_wait(store_.full(at_.slot), at_.parity, "dkdv_selected: full");
-    uint32_t const masked = ptx::load_shared_4B(entry_at(done_) + 4);
+  // One pack of visits. Rows of the results are children, g and g + 8 in this thread, and columns are heads.
+  __device__ __forceinline__ void add_visits() {
+    uint32_t const slot = store_.query_slot(at_.query_slot());
+    // Where there is one ring, addresses of q serve dO, too.
+    uint32_t const dout = Cfg::kOneRing ? slot : store_.dout_slot(at_.dout_slot());
+    barriers::mbarrier_wait(store_.full(at_.query_slot()), at_.parity(), "dkdv_selected: full");
     float raw[2][4], dp[2][4];
     uint32_t rotated[kK / 16][4];
-    products(slot, raw, dp, rotated);
-    waiting_ = slot;
+    products(slot, dout, raw, dp, rotated);
+    waiting_ = dout + kDoutOffset;
+    uint32_t masked[kMasks];
+#pragma unroll
+    for (int tile = 0; tile < kMasks; ++tile) {
+      masked[tile] = ptx::load_shared_4B(entry_at(done_ * kQueries + query_of_columns(tile)) + 4);
+    }
     float ds[2][4];
     uint32_t scaled[2][2];  // [children][heads]
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      uint32_t const header = slot + Cfg::Slot::kQueryOffset + tile * 32 + tq_ * 8;
+      uint32_t const header = header_of(slot, query_of_columns(tile)) + (tile * 8 + 2 * tq_) % kHeads * 4;
       float2 const unit = ptx::load_shared_8B(header);
-      float2 const lse2 = ptx::load_shared_8B(header + 4 * kMaxGroupHeads);
-      float2 const delta = ptx::load_shared_8B(header + 8 * kMaxGroupHeads);
+      float2 const lse2 = ptx::load_shared_8B(header + 4 * kHeads);
+      float2 const delta = ptx::load_shared_8B(header + 8 * kHeads);
       float2 const size = {unit.x * kHeadroomFactor, unit.y * kHeadroomFactor};
+      [[maybe_unused]] uint32_t for_dq[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float const inverse = ptx::load_shared_float(store_.inverse() + 4 * (g_ + 8 * i));
-        bool const attends = !(masked >> (g_ + 8 * i) & 1u);
-        Weights const x =
-            weights(raw[tile][2 * i], inverse, unit.x, lse2.x, dp[tile][2 * i], delta.x, size.x);
-        Weights const y =
-            weights(raw[tile][2 * i + 1], inverse, unit.y, lse2.y, dp[tile][2 * i + 1], delta.y, size.y);
+        bool const attends = !(masked[tile % kMasks] >> (g_ + 8 * i) & 1u);
+        Weights const x = weights(raw[tile][2 * i], inverse, unit.x, lse2.x, dp[tile][2 * i], delta.x, 1.0f);
+        Weights const y = weights(raw[tile][2 * i + 1], inverse, unit.y, lse2.y, dp[tile][2 * i + 1], delta.y, 1.0f);
         uint32_t const p = Pairs<Element>::pack(x.p, y.p);
         p_[2 * tile + i] = attends ? p : 0;
-        ds[tile][2 * i] = x.ds;
-        ds[tile][2 * i + 1] = y.ds;
-        uint32_t const both = Pairs<__half>::pack(x.ds * weight_scale_[i], y.ds * weight_scale_[i]);
+        if constexpr (Cfg::kStoresDs) {
+          uint32_t const pair = Pairs<__nv_bfloat16>::pack(x.ds, y.ds);
+          for_dq[i] = attends ? pair : 0;
+        }
+        ds[tile][2 * i] = x.ds * size.x;
+        ds[tile][2 * i + 1] = y.ds * size.y;
+        uint32_t const both =
+            Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
         scaled[i][tile] = attends ? both : 0;
       }
+      if constexpr (Cfg::kStoresDs) store_ds(tile, for_dq);
     }
     bool const overflow = overflows(scaled[0][0], scaled[0][1], scaled[1][0], scaled[1][1]);
     if (__any_sync(kFullWarp, overflow)) recompute(ds, masked, scaled);
-    __syncwarp();  // The slot whose values waited before has been read and is free.
-    if (sent_ < found_) send(ptx::load_shared_4B(store_.progress() + 4));
+    __syncwarp();  // The slots of this q and of the dO that waited before have been read and are free.
+    if (sent_ < found_ / kQueries) send(ptx::load_shared_4B(store_.progress() + 4));
     // dk has columns of K as rows: the weights of a thread for a child are then a B fragment, and transposed q is an A
     // fragment, without a move between registers.
 #pragma unroll
@@ -311,14 +412,28 @@ private:
     }
   }
 
+  // Hands dS of the eight columns of a tile over to dq_gather. Transposed, a thread has four children of one head.
+  __device__ __forceinline__ void store_ds(int tile, uint32_t const (&ds)[2]) const {
+    uint2 const words = {ptx::transpose_matrix(ds[0]), ptx::transpose_matrix(ds[1])};
+    uint32_t const layer = ptx::load_shared_4B(store_.progress());
+    uint32_t const head = ptx::load_shared_4B(store_.progress() + 4);
+    uint2 const entry = load_entry(done_ * kQueries + query_of_row(tile));
+    // Rows of a chunk and their places are fewer than 2^32.
+    uint32_t const place = (head * args_.chunk.rows + entry.x) * args_.tree.top_k + (entry.y >> (16 + kLog2Siblings));
+    char* const to = args_.ds[layer] + static_cast<std::int64_t>(place / 2) * (2 * ds_bytes(kHeads)) +
+                     (g_ % kHeads * 4 + tq_) * 16 + place % 2 * 8;
+    if (!(entry.y & kRepeated)) *reinterpret_cast<uint2*>(to) = words;
+  }
+
   // Computes the scaled weights once more, after the scale fell because a weight would overflow.
-  __device__ __forceinline__ void recompute(float (&ds)[2][4], uint32_t masked, uint32_t (&scaled)[2][2]) {
+  __device__ __forceinline__ void recompute(float (&ds)[2][4], uint32_t const (&masked)[kMasks],
+                                            uint32_t (&scaled)[2][2]) {
     float largest[2] = {};
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        bool const attends = !(masked >> (g_ + 8 * (e / 2)) & 1u);
+        bool const attends = !(masked[tile % kMasks] >> (g_ + 8 * (e / 2)) & 1u);
         ds[tile][e] = attends ? ds[tile][e] : 0.0f;
         largest[e / 2] = fmaxf(largest[e / 2], fabsf(ds[tile][e]));
       }
@@ -350,7 +465,7 @@ private:
   // dv += P^T dO of the visit that waits, for 16 columns.
   __device__ __forceinline__ void add_values(StepAddresses const& douts, int step) {
     uint32_t b[4];
-    ptx::load_matrix_x4_transposed(b, douts[step] + Cfg::Slot::kValueOffset);
+    ptx::load_matrix_x4_transposed(b, douts[step]);
     Pairs<Element>::mma(dv_[2 * step], p_, b[0], b[1]);
     Pairs<Element>::mma(dv_[2 * step + 1], p_, b[2], b[3]);
   }
@@ -362,23 +477,29 @@ private:
 
   // Scores and dP, and between their chains of products those of dv of the visit before. `rotated` becomes the rotated
   // q, transposed, as dk needs it.
-  __device__ __forceinline__ void products(uint32_t slot, float (&raw)[2][4], float (&dp)[2][4],
+  __device__ __forceinline__ void products(uint32_t slot, uint32_t dout, float (&raw)[2][4], float (&dp)[2][4],
                                            uint32_t (&rotated)[kK / 16][4]) {
-    StepAddresses const waiting(waiting_ + ldmatrix_offset<true>(lane_, Cfg::Slot::kValueRowBytes));
-    StepAddresses const queries(slot + ldmatrix_offset<false>(lane_, Cfg::Slot::kKeyRowBytes));
-    StepAddresses const douts(slot + ldmatrix_offset<false>(lane_, Cfg::Slot::kValueRowBytes));
-    StepAddresses const values(store_.values() + ldmatrix_offset<true>(lane_, 128));
+    StepAddresses const waiting = rows<true, Cfg::kValueRowBytes, Cfg::kValueStride>(waiting_);
+    StepAddresses const queries = rows<false, Cfg::kKeyRowBytes, Cfg::kKeyStride>(slot);
+    StepAddresses const douts = rows<false, Cfg::kValueRowBytes, Cfg::kValueStride>(dout);
+    StepAddresses const values(store_.values() + ldmatrix_offset<true>(lane_, Cfg::kSharedValues));
     clear(raw);
     clear(dp);
 #pragma unroll
     for (int kk = 0; kk < kHalf; ++kk) {
 #pragma unroll
       for (int step = kk; step < kK / 16; step += kHalf) {
-        ptx::load_matrix_x4(rotated[step], queries[step] + Cfg::Slot::kRowsOffset);
+        ptx::load_matrix_x4(rotated[step], queries[step] + kRowsOffset);
       }
-      uint4 const rotations = ptx::load_shared_16B(slot + kk * 64 + tq_ * 16);
-      rotate_columns<false>(rotated[kk], rotated[kk + kHalf],
-                            reinterpret_cast<rope::FragmentRotations const&>(rotations));
+      uint4 rotations;
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        if (tile < kMasks) {
+          rotations = ptx::load_shared_16B(slot + query_of_row(tile) * Cfg::kRotationsBytes + kk * 64 + tq_ * 16);
+        }
+        rotate_tile(rotated[kk], rotated[kk + kHalf], tile,
+                    reinterpret_cast<rope::FragmentRotations const&>(rotations));
+      }
 #pragma unroll
       for (int step = kk; step < kK / 16; step += kHalf) {
         ptx::mma_fp16(raw[0], keys_[step], rotated[step][0], rotated[step][1]);
@@ -392,9 +513,9 @@ private:
 #pragma unroll
           for (int i = 0; i < 4; ++i) a[i] = values_[step % kHeld][i];
         } else {
-          ptx::load_matrix_x4(a, values[step % 4]);
+          ptx::load_matrix_x4(a, values[step % (Cfg::kSharedValues / 32 > 0 ? Cfg::kSharedValues / 32 : 1)]);
         }
-        ptx::load_matrix_x4(b, douts[step] + Cfg::Slot::kValueOffset);
+        ptx::load_matrix_x4(b, douts[step] + kDoutOffset);
         Pairs<Element>::mma(dp[0], a, b[0], b[1]);
         Pairs<Element>::mma(dp[1], a, b[2], b[3]);
       }
@@ -456,7 +577,7 @@ private:
 
   Args const& args_;
   WarpStorage<Cfg> const store_;
-  RingPosition<Cfg::kSlots>& at_;  // the slot of the visit at hand
+  PackPosition<Cfg>& at_;  // the slots of the pack at hand
   int const lane_;
   int const g_;
   int const tq_;
@@ -466,9 +587,9 @@ private:
   uint32_t values_[kHeld][4];
   float dk_[kK / 16][2][4];  // [steps of 16 columns of K][eights of children]; rows are columns of K
   float dv_[kV / 8][4];
-  // Counts of visits: found and put on the list, copied to a slot, done. look_at_ is the count of done visits at which
-  // the list has room again. dO of the last visit done waits in its slot, at waiting_, for the products of the next
-  // visit.
+  // Counts of visits found and put on the list, and of packs copied to their slots and done. look_at_ is the count of
+  // done packs at which the list has room again. dO of the last pack done waits in its slot, at waiting_, for the products
+  // of the next pack.
   int found_ = 0;
   int sent_ = 0;
   int done_ = 0;
@@ -486,10 +607,10 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) dkdv_selected_kernel(const _
 
   WarpStorage<Cfg> const store{shared + warp * Cfg::kWarpBytes};
   int const lane = threadIdx.x % 32;
-  if (lane < Cfg::kSlots) barriers::mbarrier_init(store.full(lane), 1);
+  if (lane < Cfg::kQuerySlots) barriers::mbarrier_init(store.full(lane), 1);
   barriers::mbarrier_init_fence();
   __syncwarp();
-  RingPosition<Cfg::kSlots> at;
+  PackPosition<Cfg> at;
   for (;;) {
     int next = 0;
     if (lane == 0) next = atomicAdd(args.next_item, 1);

@@ -1,6 +1,6 @@
 // dq of entry layers: dq_entry. Queries visit the same KV blocks in their entry layer, so that four queries and four
 // blocks, 64 heads and 64 nodes, are one product of WGMMA. A warpgroup holds a query tile and the KV tiles pass by.
-// What lies between the products belongs to one warp, whose 16 rows are the heads of one query.
+// What lies between the products belongs to one warp, whose 16 rows are the heads of one query, or of two or four.
 //
 //   barrier        who arrives                    who waits      what becomes visible, or free
 //   queries_full   producer, once, and the bytes  8 consumers    the panels of both query tiles
@@ -54,9 +54,10 @@ struct DqEntryRing {
   __device__ uint32_t header(uint32_t slot) const { return headers + slot * kKvTileHeader; }
 };
 
-// The rows of a CTA: eight of one head. CTAs of the last rows, which have the most candidates, come first. Where the
+// The rows of a CTA: kRows of one head. CTAs of the last rows, which have the most candidates, come first. Where the
 // entry layer changes with the position, a CTA may have rows of both layers: then the KV tiles of the lower layer pass
 // by first.
+template <class Cfg>
 struct DqEntryCta {
   int head;
   int first;   // the first row
@@ -67,8 +68,8 @@ struct DqEntryCta {
   __device__ __forceinline__ explicit DqEntryCta(Args const& args) {
     int const index = static_cast<int>(ptx::block_index());
     head = index % args.chunk.heads;
-    first = args.chunk.rows - (index / args.chunk.heads + 1) * kCtaQueries;
-    int const last = min(first + kCtaQueries, args.chunk.queries) - 1;
+    first = args.chunk.rows - (index / args.chunk.heads + 1) * Cfg::kRows;
+    int const last = min(first + Cfg::kRows, args.chunk.queries) - 1;
     layer = before = tiles = 0;
     if (last < first) return;
     layer = entry_layer(args.chunk.position(last), args.tree.top_k);
@@ -77,14 +78,14 @@ struct DqEntryCta {
   }
 
   __device__ __forceinline__ std::int64_t query_tile(Args const& args) const {
-    return (static_cast<std::int64_t>(head) * args.chunk.rows + first) / kTileQueries;
+    return (static_cast<std::int64_t>(head) * args.chunk.rows + first) / tile_queries(Cfg::kHeads);
   }
 };
 
 // The producer, one thread of its warp.
 template <class Cfg>
 __device__ void produce_kv_tiles(Args const& args, DqEntryRing<Cfg> const& ring) {
-  DqEntryCta const cta(args);
+  DqEntryCta<Cfg> const cta(args);
   if (threadIdx.x % 32 != 0 || cta.tiles == 0) return;
   barriers::mbarrier_arrive_expect_bytes(ring.queries_full, Cfg::kTiles * Cfg::kPanelsBytes);
 #pragma unroll
@@ -120,21 +121,32 @@ class DqEntryConsumer {
   static constexpr int kColumns = kTileRows / 8;                 // eights of nodes
   static constexpr int kSteps = kK / wgmma::kDepth;              // of the product with q
   static constexpr int kDepths = kTileRows / wgmma::kDepth;      // of the product with dS
+  static constexpr int kQueries = Cfg::kQueries;
+  static constexpr int kRows = kQueries == 1 ? 1 : 2;            // of a thread, of different queries
   static_assert(kColumns * 4 == wgmma::kAccumulators && kTileBlocks == kDepths);
 
 public:
   __device__ DqEntryConsumer(Args const& args, int warp)
       : args_(args), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4), warp_(warp) {
-    DqEntryCta const cta(args);
+    DqEntryCta<Cfg> const cta(args);
     tiles_ = cta.before + cta.tiles;
-    row_ = cta.first + warp;
-    candidates_ = 0;
-    begin_ = 0;
-    if (row_ < args.chunk.queries) {
-      std::int64_t const t = args.chunk.position(row_);
+    auto const begin_of = [&](int row, int layer) { return row < args.chunk.queries && layer == cta.layer ? cta.before : 0; };
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      int const row = cta.first + warp * kQueries + query_of_row(i);
+      candidates_[i] = 0;
+      begin_[i] = 0;
+      if (row >= args.chunk.queries) continue;
+      std::int64_t const t = args.chunk.position(row);
       int const layer = entry_layer(t, args.tree.top_k);
-      candidates_ = candidates_in_entry(t, layer);
-      if (layer == cta.layer) begin_ = cta.before;
+      candidates_[i] = candidates_in_entry(t, layer);
+      begin_[i] = begin_of(row, layer);
+    }
+    row_ = cta.first + warp * kQueries + lane_ / 8 % kQueries;
+    begin_of_word_ = 0;
+    if (row_ < args.chunk.queries) {
+      int const layer = entry_layer(args.chunk.position(row_), args.tree.top_k);
+      begin_of_word_ = begin_of(row_, layer);
       index_ = reverse_index::Expanded(args, layer, cta.head);
     }
     float const* const header = reinterpret_cast<float const*>(tile_of(cta)) + warp % 4 * kMaxGroupHeads + g_;
@@ -157,7 +169,12 @@ public:
   }
 
 private:
-  __device__ __forceinline__ char* tile_of(DqEntryCta const& cta) const {
+  // Of the rows g and g + 8, which of the warp's queries they belong to. One query has both.
+  __device__ __forceinline__ int query_of_row(int i) const {
+    return kQueries == 1 ? 0 : kQueries == 2 ? i : 2 * i + g_ / 4;
+  }
+
+  __device__ __forceinline__ char* tile_of(DqEntryCta<Cfg> const& cta) const {
     return args_.query_tiles + (cta.query_tile(args_) + warp_ / 4) * Cfg::kQueryTileBytes;
   }
 
@@ -190,13 +207,14 @@ private:
       add_keys(ds, wgmma::Descriptor(held, kPanelBytes));
       float2 inverse[kColumns];
       load_inverse(inverse, ring.header(at.slot));
-      uint32_t masked[2];
+      uint32_t masked[kRows][2];
       load_masked(tile, masked);
       fetch_expanded(tile + 1);
       wgmma::wait<2>();
       wgmma::pin(flat(p));
       // The branches keep ptxas from moving the exponentials, and dS below, behind the waits.
-      bool const any = (masked[0] & masked[1]) != ~0u;
+      bool any = (masked[0][0] & masked[0][1]) != ~0u;
+      if constexpr (kRows == 2) any = __any_sync(kFullWarp, any || (masked[1][0] & masked[1][1]) != ~0u);
       if (any) exponentiate(p, inverse);
       wgmma::wait<1>();
       wgmma::pin(flat(dp));
@@ -265,24 +283,28 @@ private:
     wgmma::commit();
   }
 
-  // Lane i loads the index word of nodes 8 (i % 8) .. 8 (i % 8) + 7 of a tile. In tiles of the layer below the query's
+  // Lane i loads the index word of nodes 8 (i % 8) .. 8 (i % 8) + 7 of a tile for query i / 8. In tiles of the layer below the query's
   // entry layer all nodes count as expanded, which masks them.
   __device__ __forceinline__ void fetch_expanded(int tile) {
     expanded_ = ~0u;
-    tile -= begin_;
+    tile -= begin_of_word_;
     if (tile >= 0) expanded_ = index_.of_word(args_, tile * (kTileRows / kWordBlocks) + lane_ % 8, row_);
   }
 
   // The masked nodes of a tile, a bit each: nodes that the query expanded and nodes past the query. All nodes of a
   // layer above the query's entry layer are past it, since candidates_ counts nodes of the entry layer.
-  __device__ __forceinline__ void load_masked(int tile, uint32_t (&masked)[2]) const {
+  __device__ __forceinline__ void load_masked(int tile, uint32_t (&masked)[kRows][2]) const {
     uint32_t four = (expanded_ & 0xffu) << (lane_ % 4 * 8);
     four |= __shfl_xor_sync(kFullWarp, four, 1);
     four |= __shfl_xor_sync(kFullWarp, four, 2);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      int const position = candidates_ - 1 - (tile - begin_) * kTileRows - 32 * i;
-      masked[i] = __shfl_sync(kFullWarp, four, 4 * i) | (position < 0 ? ~0u : reverse_index::causal_mask(position));
+    for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int const position = candidates_[row] - 1 - (tile - begin_[row]) * kTileRows - 32 * i;
+        masked[row][i] = __shfl_sync(kFullWarp, four, 8 * query_of_row(row) + 4 * i) |
+                         (position < 0 ? ~0u : reverse_index::causal_mask(position));
+      }
     }
   }
 
@@ -315,13 +337,13 @@ private:
 
   // Computes the scaled dS as A fragments, and the largest of each row.
   __device__ __forceinline__ void compute_ds(float const (&p)[kColumns][4], float const (&dp)[kColumns][4],
-                                        float2 const (&inverse)[kColumns], uint32_t const (&masked)[2],
+                                        float2 const (&inverse)[kColumns], uint32_t const (&masked)[kRows][2],
                                         uint32_t (&ds)[kDepths][4], half2 (&largest)[2]) const {
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) {
-      uint32_t const mask = attended(masked, column);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
+        uint32_t const mask = attended(masked[i % kRows], column);
         float x[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -343,16 +365,16 @@ private:
 
   // Lowers the scales of rows and computes dS once more.
   __device__ __forceinline__ void recompute(float (&p)[kColumns][4], float const (&dp)[kColumns][4],
-                                      float2 const (&inverse)[kColumns], uint32_t const (&masked)[2],
+                                      float2 const (&inverse)[kColumns], uint32_t const (&masked)[kRows][2],
                                       uint32_t (&ds)[kDepths][4]) {
     float const back[2] = {inverse_of(weight_scale_[0]), inverse_of(weight_scale_[1])};
     float largest[2] = {};
 #pragma unroll
     for (int column = 0; column < kColumns; ++column) {
-      uint32_t const mask = attended(masked, column);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         int const i = e / 2;
+        uint32_t const mask = attended(masked[i % kRows], column);
         p[column][e] = weight(mask >> (e % 2 * 16) & 1u, p[column][e] * back[i], dp[column][e], delta_[i],
                               e % 2 ? inverse[column].y : inverse[column].x);
         largest[i] = fmaxf(largest[i], fabsf(p[column][e]));
@@ -379,18 +401,21 @@ private:
 
   // Rotates the sums back and writes them where the panels of the tile were.
   __device__ __forceinline__ void finish() {
-    DqEntryCta const cta(args_);
+    DqEntryCta<Cfg> const cta(args_);
     float const inverse[2] = {inverse_of(weight_scale_[0]), inverse_of(weight_scale_[1])};
     float* const out = reinterpret_cast<float*>(tile_of(cta) + kQueryTileHeader) +
                        (warp_ % 4 * kMaxGroupHeads + g_) * kK + 2 * tq_;
-    float2 const* const rotations =
-        args_.rotations + static_cast<std::int64_t>(max(candidates_ - 1, 0)) * (kK / 2) + 2 * tq_;
+    float2 const* rotations[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      rotations[i] = args_.rotations + static_cast<std::int64_t>(max(candidates_[i] - 1, 0)) * (kK / 2) + 2 * tq_;
+    }
 #pragma unroll
     for (int lo = 0; lo < kK / 16; ++lo) {
       int const hi = lo + kK / 16;
-      float4 const rotation = __ldg(reinterpret_cast<float4 const*>(rotations + 8 * lo));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
+        float4 const rotation = __ldg(reinterpret_cast<float4 const*>(rotations[i % kRows] + 8 * lo));
         float2 const x = {dq_[lo][2 * i] * inverse[i], dq_[lo][2 * i + 1] * inverse[i]};
         float2 const y = {dq_[hi][2 * i] * inverse[i], dq_[hi][2 * i + 1] * inverse[i]};
         float2* const row = reinterpret_cast<float2*>(out + 8 * i * kK);
@@ -406,9 +431,10 @@ private:
   int const tq_;
   int const warp_;
   int tiles_;
-  int row_;
-  int candidates_;
-  int begin_;  // the first tile of its layer
+  int candidates_[kRows];
+  int begin_[kRows];   // the first tile of the layer of the row's query
+  int row_;            // of the query whose index words this lane loads
+  int begin_of_word_;  // begin_ of that query
   reverse_index::Expanded index_;
   uint32_t expanded_ = 0;  // of eight nodes of the tile at hand
   uint32_t q_[kSteps][4];

@@ -122,8 +122,9 @@ private:
   // Loads A fragments of 16 rows as they lie in global memory: columns 16 step + 8 part + 2 tq + {0, 1} of rows g and g
   // + 8. The swizzle exchanges chunks of 16 bytes within 128 bytes, so that eight addresses serve all steps.
   template <int kSteps>
-  __device__ __forceinline__ void load(uint32_t (&fragments)[kSteps][4], char const* rows) const {
+  __device__ __forceinline__ void load(uint32_t (&fragments)[kSteps][4], char const* rows, int heads) const {
     constexpr int kRowBytes = 32 * kSteps;
+    bool const exists[2] = {g_ < heads, g_ + 8 < heads};
 #pragma unroll
     for (int chunk = 0; chunk < 8; ++chunk) {
       char const* const at = rows + g_ * kRowBytes + ((chunk ^ g_) << 4) + 4 * tq_;
@@ -131,26 +132,29 @@ private:
       for (int step = chunk / 2; step < kSteps; step += 4) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          fragments[step][2 * (chunk % 2) + i] =
-              __ldg(reinterpret_cast<uint32_t const*>(at + step / 4 * 128 + 8 * i * kRowBytes));
+          uint32_t& words = fragments[step][2 * (chunk % 2) + i];
+          words = 0;
+          if (exists[i]) words = __ldg(reinterpret_cast<uint32_t const*>(at + step / 4 * 128 + 8 * i * kRowBytes));
         }
       }
     }
   }
 
   __device__ __forceinline__ void load() {
-    char const* const packed =
-        args_.queries + (static_cast<std::int64_t>(head_) * args_.chunk.rows + row_) * Cfg::Slot::kQueryBytes;
-    load(q_, packed + kQueryHeader);
-    load(dout_, packed + kQueryHeader + 16 * Cfg::Slot::kKeyRowBytes);
+    int const heads = unit_heads(args_.G);
+    char const* const packed = args_.queries + (static_cast<std::int64_t>(head_) * args_.chunk.rows + row_) *
+                                                   query_bytes(kK, kV, heads);
+    load(q_, packed + query_header(heads), heads);
+    load(dout_, packed + query_header(heads) + heads * Cfg::Slot::kKeyRowBytes, heads);
     float const* const header = reinterpret_cast<float const*>(packed);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const row = g_ + 8 * i;
-      unit_[i] = header[row];
-      lse2_[i] = header[kMaxGroupHeads + row];
+      bool const exists = row < heads;
+      unit_[i] = exists ? header[row] : 0.0f;
+      lse2_[i] = exists ? header[heads + row] : __int_as_float(0x7f800000);
       offset_[i] = lse2_[i] - exponent_of(kInitialProbabilityScale);
-      delta_[i] = header[2 * kMaxGroupHeads + row];
+      delta_[i] = exists ? header[2 * heads + row] : 0.0f;
     }
   }
 
@@ -322,10 +326,7 @@ private:
     std::int64_t const query = bh / args_.H_kv * args_.T_q + args_.chunk.first_query + row_;
     std::int64_t const first = (query * args_.H_kv + bh % args_.H_kv) * args_.G;
     std::int64_t const row = static_cast<std::int64_t>(head_) * args_.chunk.rows + row_;
-    float const* const entry_share =
-        reinterpret_cast<float const*>(args_.query_tiles + row / kTileQueries * query_tile_bytes(kK, kV) +
-                                       kQueryTileHeader) +
-        row % kTileQueries * kMaxGroupHeads * kK + 2 * tq_;
+    float const* const share_of_row = entry_share<kK, kV>(args_, row) + 2 * tq_;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const g = g_ + 8 * i;
@@ -334,7 +335,7 @@ private:
       uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<Element*>(args_.dq) + (first + g) * kK) + tq_;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        float2 const share = __ldg(reinterpret_cast<float2 const*>(entry_share + g * kK + 8 * tile));
+        float2 const share = __ldg(reinterpret_cast<float2 const*>(share_of_row + g * kK + 8 * tile));
         out[4 * tile] = Pairs<Element>::pack(fmaf(dq_[tile][2 * i], inverse, share.x) * args_.scale,
                                              fmaf(dq_[tile][2 * i + 1], inverse, share.y) * args_.scale);
       }

@@ -69,13 +69,17 @@ public:
 
   void multiply(Rule const& rule, Args const& args) {
     bool const entry = rule.kernel == Kernel::kDqEntry || rule.kernel == Kernel::kDkDvEntry;
-    bool const dq = rule.kernel == Kernel::kDqEntry || rule.kernel == Kernel::kDqSelected;
+    bool const dq = rule.kernel != Kernel::kDkDvEntry && rule.kernel != Kernel::kDkDvSelected;
     std::string const kernel = std::string(rule.name) + "_kernel<" + (p_.dtype == DType::kFloat16 ? "fp16, " : "bf16, ") +
                                std::to_string(p_.K) + " x " + std::to_string(p_.V) + ">";
     Row& row = at(dq ? "dq" : "dkdv", -1, entry ? "entry" : "selected", kernel, rule.tile, rule.reason);
     Sweep const& sweep = entry ? entry_ : selected_;
     row.launches += 1;
-    row.ctas += rule.ctas == Ctas::kPersistent ? sms_ : std::int64_t(args.chunk.heads) * args.chunk.rows / kCtaQueries;
+    std::int64_t const pack = kMaxGroupHeads / unit_heads(static_cast<int>(p_.G));  // queries in 16 rows
+    std::int64_t const queries = rule.kernel == Kernel::kDqSelected ? kCtaQueries
+                                 : rule.ctas == Ctas::kGather       ? 10 * pack
+                                                                    : kCtaQueries * pack;
+    row.ctas += rule.ctas == Ctas::kPersistent ? sms_ : args.chunk.heads * ceil_div(args.chunk.rows, queries);
     row.first_query = sweep.first;
     row.end_query = sweep.end;
     row.pairs = sweep.pairs * p_.B * p_.H_kv;

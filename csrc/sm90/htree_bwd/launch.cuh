@@ -17,11 +17,16 @@ void launch(void (*kernel)(Args), Args const& args, int ctas, cudaStream_t strea
 
 template <class Element, int K, int V>
 void launch_kernel(Kernel kernel, Args const& args, int ctas, cudaStream_t stream) {
-  using DqEntry = DqEntryTraits<Element, K, V>;
-  using DkDvEntry = DkDvEntryTraits<Element, K, V>;
+  using DqEntry = DqEntryTraits<Element, K, V, kMaxGroupHeads>;
+  using DkDvEntry = DkDvEntryTraits<Element, K, V, kMaxGroupHeads>;
   using DqSelected = DqSelectedTraits<Element, K, V>;
-  using DkDvSelected = DkDvSelectedTraits<Element, K, V>;
+  using DkDvSelected = DkDvSelectedTraits<Element, K, V, kMaxGroupHeads>;
+  bool const small = unit_heads(args.G) < kMaxGroupHeads;
+  if (small && kernel != Kernel::kDqSelected) {
+    return launch_small_group<Element, K, V>(kernel, args, ctas, stream);
+  }
   switch (kernel) {
+    case Kernel::kDqGather: return;
     case Kernel::kDkDvEntry: return launch<DkDvEntry>(dkdv_entry_kernel<DkDvEntry>, args, ctas, stream);
     case Kernel::kDqEntry: return launch<DqEntry>(dq_entry_kernel<DqEntry>, args, ctas, stream);
     case Kernel::kDqSelected: return launch<DqSelected>(dq_selected_kernel<DqSelected>, args, ctas, stream);

@@ -22,6 +22,11 @@ using namespace device;
 using namespace tree;
 
 inline constexpr int kMaxGroupHeads = 16;  // query heads of a KV head: the rows of a matrix product
+
+// Rows that a query takes of the 16 of a product in selected layers. Groups of 8 and 4 heads, or fewer, leave room for
+// a second query, or three more.
+__host__ __device__ constexpr int unit_heads(int group) { return group > 8 ? 16 : group > 4 ? 8 : 4; }
+
 inline constexpr int kWordBlocks = 8;      // neighbouring KV blocks that share a word of the reverse index
 inline constexpr int kCtaQueries = 8;      // neighbouring queries of a CTA of the dq kernels
 inline constexpr int kRowStep = 32;        // rows come in multiples of it
@@ -76,29 +81,42 @@ private:
 // 16 rows of V in the dtype. Rows are swizzled: 16-byte chunk i of row c lies at chunk i ^ (c % 8). Row scales of keys
 // and queries (tree/row_scale.cuh) are taken back by `inverse` and by `unit`:
 //   KV blocks  inverse[16] | keys, rotated by their place among the siblings | values
-//   queries    unit[16], lse2[16], delta[16] | q, not rotated | dout
+//   queries    unit[heads], lse2[heads], delta[heads] | q, not rotated | dout; heads: unit_heads of the group
 // with s * log2(e) = product * inverse of the key * 2^-kHeadroom * unit, lse2 = lse * log2(e) and
 // delta = <dout, out> - dlse.
 inline constexpr int kHeadroom = row_scale::kHeadroom;
 inline constexpr int kBlockHeader = kSiblings * 4;
-inline constexpr int kQueryHeader = 3 * kMaxGroupHeads * 4;
 
-__host__ __device__ constexpr std::int64_t operand_bytes(std::int64_t K, std::int64_t V) { return 16 * 2 * (K + V); }
+__host__ __device__ constexpr std::int64_t operand_bytes(std::int64_t K, std::int64_t V, std::int64_t rows = 16) {
+  return rows * 2 * (K + V);
+}
+
+// A query has unit_heads rows, and so many numbers of each kind in its header.
+__host__ __device__ constexpr int query_header(int heads) { return 3 * heads * 4; }
+__host__ __device__ constexpr std::int64_t query_bytes(std::int64_t K, std::int64_t V, int heads) {
+  return query_header(heads) + operand_bytes(K, V, heads);
+}
+
+// What dkdv_selected hands over to dq_gather for a row and a KV block that it visits: dS = P (dP - delta) in bf16, zeros
+// where the row does not attend. A row has top_k places a layer; its last block, the one of rank top_k - 1, has place 0.
+// Two places lie together, so that a thread of dq_gather finds both in 16 bytes: [top_k / 2][heads][4][2][2][2] holds
+// child 8 b + 2 a + c of place 2 i + j at [i][head][a][j][b][c].
+__host__ __device__ constexpr std::int64_t ds_bytes(int heads) { return heads * kSiblings * 2; }
 
 // ---- operands of entry layers ------------------------------------------------------------------------------------
 
 // In its entry layer a query visits the KV blocks 0, 1, 2, ..., so that a candidate's position is the index of its
 // node. Keys are rotated by that index and queries by their own position, once. 64 nodes (four KV blocks) or 64 query
-// heads (four rows of 16) are one tile of operands for WGMMA:
+// heads (four rows of 16, or 8 or 16 of small groups) are one tile of operands for WGMMA:
 //   KV tiles     inverse[64] | K / 64 panels of keys in fp16 | V / 64 panels of values
 //   query tiles  unit[64], lse2[64], delta[64] | K / 64 panels of q in fp16 | V / 64 panels of dout
 // A panel is 64 rows of 64 elements, 128 bytes each, in the 128-byte swizzle: 16-byte chunk i of row c lies at i ^ (c %
-// 8). Row 16 i + g of a query tile is head g of its i-th query. Every tile is complete: nodes that do not exist are
+// 8). Row heads * i + g of a query tile is head g of its i-th query, heads being unit_heads of the group. Every tile is complete: nodes that do not exist are
 // zeros, and so are queries and heads, whose lse2 is +inf. A query tile has room for its dq of the entry layer, float32
 // [64, K], which takes the place of the panels.
 inline constexpr int kTileRows = 64;
 inline constexpr int kTileBlocks = kTileRows / kSiblings;
-inline constexpr int kTileQueries = kTileRows / kMaxGroupHeads;
+__host__ __device__ constexpr int tile_queries(int heads) { return kTileRows / heads; }
 inline constexpr int kPanelBytes = kTileRows * 128;
 inline constexpr int kKvTileHeader = kTileRows * 4;
 inline constexpr int kQueryTileHeader = 3 * kTileRows * 4;

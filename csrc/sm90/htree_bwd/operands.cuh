@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "args.h"
 #include "layout.h"
 
 namespace htree_cuda::sm90::htree_bwd {
@@ -34,8 +35,26 @@ struct StepAddresses {
 #pragma unroll
     for (int i = 0; i < 4; ++i) at[i] = lane ^ (i << 5);
   }
+  // The same where the line, an address without its chunk of 16 bytes, is no multiple of 128.
+  __device__ __forceinline__ StepAddresses(uint32_t line, uint32_t chunk) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) at[i] = line + (chunk ^ (i << 5));
+  }
   __device__ __forceinline__ uint32_t operator[](int step) const { return at[step % 4] + step / 4 * 128; }
 };
+
+// Rotates a B fragment by columns, registers {0, 1} or {2, 3}.
+__device__ __forceinline__ void rotate_tile(uint32_t (&lo)[4], uint32_t (&hi)[4], int tile,
+                                            rope::FragmentRotations const& rotations) {
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    half2& x = reinterpret_cast<half2&>(lo[2 * tile + part]);
+    half2& y = reinterpret_cast<half2&>(hi[2 * tile + part]);
+    half2 const before = x;
+    x = __hfma2(y, __hneg2(rotations.sin[part]), __hmul2(x, rotations.cos[part]));
+    y = __hfma2(before, rotations.sin[part], __hmul2(y, rotations.cos[part]));
+  }
+}
 
 // Rotates two B fragments by columns, registers {0, 1} and {2, 3}, of the first half of the pairs against the same of
 // the second half. kInverse rotates by the negative angle, which is the same with the halves exchanged.
@@ -52,6 +71,15 @@ __device__ __forceinline__ void rotate_columns(uint32_t (&lo)[4], uint32_t (&hi)
     x = __hfma2(y, __hneg2(sine), __hmul2(x, cosine));
     y = __hfma2(before, sine, __hmul2(y, cosine));
   }
+}
+
+// dq of the entry layer of a row, [unit_heads, K], where dq_entry leaves it. `row` counts all heads' rows.
+template <int kK, int kV>
+__device__ __forceinline__ float const* entry_share(Args const& args, std::int64_t row) {
+  int const heads = unit_heads(args.G);
+  int const queries = tile_queries(heads);
+  char const* const tile = args.query_tiles + row / queries * query_tile_bytes(kK, kV);
+  return reinterpret_cast<float const*>(tile + kQueryTileHeader) + row % queries * heads * kK;
 }
 
 template <int kTiles>

@@ -42,6 +42,8 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
   }
   for (int l = args.max_entry - 1; l >= 0; --l) {
     args.kv_blocks[l] = w.kv_blocks[l];
+    args.keys[l] = w.keys[l];
+    args.ds[l] = w.ds[l];
     args.segments[l] = w.segments[l];
     args.segment_rows[l] = w.segment_rows[l];
     args.first_item[l] = args.items;
@@ -59,7 +61,7 @@ void schedule_chunk(Workspace const& w, Chunk const& chunk, Sink& sink) {
   sink.build_index(chunk);
   Args const args = chunk_args(w, chunk);
   for (Rule const& rule : kRules) {
-    if (!rule.only_selected || args.items > 0) sink.multiply(rule, args);
+    if (rule.runs_for(w.hands_over_ds) && (!rule.only_selected || args.items > 0)) sink.multiply(rule, args);
   }
 }
 

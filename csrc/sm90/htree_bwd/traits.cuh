@@ -5,6 +5,8 @@
 //   dkdv_entry      WGMMA, 64 x 64 tiles   a KV block, its 16 children  tiles of four queries, one ring
 //   dq_selected     m16n8k16               a query, its 16 heads        KV blocks that any of eight neighbouring queries
 //                                                                       visits, layer by layer, ascending, one ring
+//   dq_gather       m16n8k16               2 or 4 queries, 16 heads     keys of KV blocks that any of 20 or 40 neighbouring
+//                                                                       queries visits; for groups of at most 8, bf16
 //   dkdv_selected   m16n8k16               a KV block, its 16 children  queries that visit the block, ascending, slots of
 //                                                                       the warp's own
 //
@@ -15,13 +17,15 @@
 //   dq_entry        q, dq, scores, dP                  384       240 consumer, 24 producer     5 stages
 //   dkdv_entry      dk, dv, scores, dP                 384       240 consumer, 24 producer     4 stages
 //   dq_selected     q, dout, dq                        384       232 consumer, 40 producer     6 stages of 4 slots
-//   dkdv_selected   keys, dk, dv, half of the values   256       255                           3 slots a warp
+//   dq_gather       dq                                 352       168                           8 stages of 4 slots
+//   dkdv_selected   keys, dk, dv, half of the values   256       255                           2 slots of q, 3 of dO a warp
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "device/ptx.cuh"
 #include "device/sm90.cuh"
@@ -48,12 +52,10 @@ struct OperandSlot {
   static constexpr int kValueRowBytes = 2 * kV;
   static constexpr int kValueOffset = kRowsOffset + 16 * kKeyRowBytes;
   static constexpr int kBytes = kRowsOffset + static_cast<int>(operand_bytes(kK, kV));
-  // Size of a KV block's copy and where it begins in a slot; the same of a query's.
+  // Size of a KV block's copy and where it begins in a slot.
   static constexpr int kBlockBytes = kBlockHeader + static_cast<int>(operand_bytes(kK, kV));
   static constexpr int kBlockOffset = kRowsOffset - kBlockHeader;
-  static constexpr int kQueryBytes = kQueryHeader + static_cast<int>(operand_bytes(kK, kV));
-  static constexpr int kQueryOffset = kRowsOffset - kQueryHeader;
-  static_assert(kBlockBytes % 16 == 0 && kQueryBytes % 16 == 0 && kBytes % 256 == 0 && kQueryOffset >= 0);
+  static_assert(kBlockBytes % 16 == 0 && kBytes % 256 == 0 && kBlockOffset >= 0);
 };
 
 template <class Element_, int kK_, int kV_>
@@ -95,34 +97,88 @@ struct DqSelectedTraits {
   static_assert(kStages >= 3 && kSharedBytes <= kMaxSharedBytes);
 };
 
-template <class Element_, int kK_, int kV_>
+// A warp multiplies with as many queries at a time as fill 16 rows: one, or two or four where groups are small.
+template <class Element_, int kK_, int kV_, int kHeads_>
 struct DkDvSelectedTraits {
   using Element = Element_;
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
-  using Slot = OperandSlot<kK, kV, 512>;  // a slot begins with the rotation of its query at the KV block
+  static constexpr int kHeads = kHeads_;  // rows of a query
+  static constexpr int kQueries = kMaxGroupHeads / kHeads;
+  static constexpr int kKeyRowBytes = 2 * kK;
+  static constexpr int kValueRowBytes = 2 * kV;
+  static constexpr int kBlockBytes = kBlockHeader + static_cast<int>(operand_bytes(kK, kV));
+  // Whether dS is handed over to dq_gather. In fp16 its range would need scales.
+  static constexpr bool kStoresDs = kQueries > 1 && std::is_same_v<Element, __nv_bfloat16>;
 
   // ---- threads and registers ----
   static constexpr int kConsumers = 8;  // warps, each with slots of its own; nobody else
   static constexpr int kThreads = kConsumers * 32;
-  // Registers hold the first kHeldValues steps of 16 columns of the values: all of them, or the half that fits.
-  static constexpr int kHeldValues = kK + kV == 256 ? kV / 32 : kV / 16;
+  // Registers hold the first kHeldValues steps of 16 columns of the values: all of them, or as many as fit.
+  static constexpr int kHeldValues = kK + kV < 256 ? kV / 16 : kQueries == 1 ? kV / 32 : kV / 128;
 
   // ---- shared memory ----
+  // Rotations and rows of q, which a slot holds while its queries are at work, and rows of dO, which wait one visit
+  // longer. The rows of a query of four heads begin 64 bytes further than those before end: the swizzle of four rows
+  // takes half of the banks, and ldmatrix reads eight.
   static constexpr int kRotationsBytes = 2 * kK;
-  static_assert(kRotationsBytes <= Slot::kQueryOffset);
-  static constexpr int kValuesBytes = 16 * (Slot::kValueRowBytes - 32 * kHeldValues);
-  static_assert(kValuesBytes == 0 || kValuesBytes == 16 * 128);
+  static constexpr int kHeaderBytes = query_header(kHeads);
+  static constexpr int kHeaderRoom = kHeads == 4 ? 64 : kHeads == 8 ? 128 : 256;
+  static constexpr int kKeyStride = kHeaderRoom + kHeads * kKeyRowBytes;  // of a query
+  static constexpr int kValueStride = kHeads * kValueRowBytes + (kHeads == 4 ? 64 : 0);
+  static constexpr int kKeysBegin = kQueries * kRotationsBytes;
+  static constexpr int kQuerySlotBytes = kKeysBegin + kQueries * kKeyStride;
+  static constexpr int kDoutSlotBytes = kQueries * kValueStride;
+  static_assert(kHeaderBytes <= kHeaderRoom && kHeaderBytes % 16 == 0);
+  static_assert(kKeysBegin % 128 == 0 && kQuerySlotBytes % 128 == 0 && kDoutSlotBytes % 128 == 0);
+  // Of the rows of the values, the last 128 bytes, or everything, in the swizzle of global memory.
+  static constexpr int kSharedValues = kHeldValues == kV / 16 ? 0 : kHeldValues == kV / 32 ? 128 : kValueRowBytes;
+  static constexpr int kValuesBytes = 16 * kSharedValues;
 
   // The list of visits, two words each: the row; the position in the upper half and the masked children in the lower.
   static constexpr int kListEntries = 64;
   static constexpr int kListBytes = 8 * kListEntries;
   static constexpr int kSlots = kK + kV == 256 ? 3 : 4;
+  // One query has q and dO side by side, in one ring. More of them fit with slots of q that are free a visit earlier: a
+  // power of two, at least kSlots - 1.
+  static constexpr bool kOneRing = kQueries == 1;
+  static constexpr int kQuerySlots = kOneRing ? kSlots : kSlots == 3 ? 2 : 4;
   static constexpr int kProgressBytes = 32;
   static constexpr int kAlignment = 256;
-  static constexpr int kControlBytes = kListBytes + kProgressBytes + 8 * kSlots + kBlockHeader;
-  static constexpr int kWarpBytes = (kSlots * Slot::kBytes + kValuesBytes + kControlBytes + 255) / 256 * 256;
+  static constexpr int kControlBytes = kListBytes + kProgressBytes + 8 * kQuerySlots + kBlockHeader;
+  static constexpr int kWarpBytes =
+      (kQuerySlots * kQuerySlotBytes + kSlots * kDoutSlotBytes + kValuesBytes + kControlBytes + 255) / 256 * 256;
   static constexpr int kSharedBytes = kAlignment + kConsumers * kWarpBytes;
+  static_assert(kSharedBytes <= kMaxSharedBytes);
+};
+
+// A warp holds two or four queries, whose heads are 16 columns; keys pass by.
+template <int kK_, int kV_, int kHeads_>
+struct DqGatherTraits {
+  static constexpr int kK = kK_;
+  static constexpr int kV = kV_;
+  static constexpr int kHeads = kHeads_;
+  static constexpr int kQueries = kMaxGroupHeads / kHeads;  // of a warp
+
+  // ---- threads and registers ----
+  static constexpr int kConsumers = 10;  // warps, and one that produces: registers are granted to four warps at a time
+  static constexpr int kThreads = (kConsumers + 1) * 32;
+  static constexpr int kRows = kConsumers * kQueries;  // of a CTA
+  static_assert(kRows % 4 == 0 && kRows <= 64, "a query mask has 64 bits, filled by fours");
+
+  // ---- shared memory ----
+  static constexpr int kStageSlots = 4;
+  static constexpr int kBlockBytes = kSiblings * 2 * kK;
+  static constexpr int kStageBytes = kStageSlots * kBlockBytes;
+  static constexpr int kNoteBytes = 48;  // query masks, and the layer
+  static constexpr int kListBytes = (32 * kWordBlocks + kStageSlots) * 16;
+  // dS of two places a thread and tile of eight columns, in a ring of so many that threads fill for themselves.
+  static constexpr int kDsSlots = 4;
+  static constexpr int kDsBytes = kConsumers * 2 * kDsSlots * 32 * 16;
+  static constexpr int kAlignment = 1024;
+  static constexpr int kStages = 8;
+  static constexpr int kSharedBytes =
+      kAlignment + kStages * (kStageBytes + kNoteBytes + 16) + kListBytes + kDsBytes;
   static_assert(kSharedBytes <= kMaxSharedBytes);
 };
 
@@ -137,20 +193,23 @@ struct EntryRoles {
   static_assert(kConsumers * 32 * kConsumerRegisters + 128 * kProducerRegisters <= kThreads * kLaunchRegisters);
 };
 
-// A warpgroup holds a tile of four queries, a warp one of them: q, dq and what lies between the products in registers,
+// A warpgroup holds a tile of queries, a warp 16 rows of it, which are one query, or two or four: q, dq and what lies between the products in registers,
 // dout in shared memory. A stage is the panels of a tile of KV blocks; headers have a place of their own, so that
 // panels lie at multiples of 1024 bytes without gaps.
-template <class Element_, int kK_, int kV_>
+template <class Element_, int kK_, int kV_, int kHeads_>
 struct DqEntryTraits {
   using Element = Element_;
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
+  static constexpr int kHeads = kHeads_;  // rows of a query
+  static constexpr int kQueries = kMaxGroupHeads / kHeads;  // of a warp
   using Roles = EntryRoles;
   static constexpr int kThreads = Roles::kThreads;
   static constexpr int kAlignment = Roles::kAlignment;
 
-  static constexpr int kTiles = Roles::kConsumers / kTileQueries;
-  static_assert(Roles::kConsumers == kCtaQueries && kTileQueries == 4, "a warpgroup a tile, a warp a query");
+  static constexpr int kTiles = Roles::kConsumers / 4;  // a warpgroup a tile
+  static constexpr int kRows = Roles::kConsumers * kQueries;
+  static_assert(kTiles * tile_queries(kHeads) == kRows && kRowStep % kRows == 0);
   static constexpr int kPanelsBytes = static_cast<int>(panels_bytes(kK, kV));
   static constexpr int kKvTileBytes = static_cast<int>(kv_tile_bytes(kK, kV));
   static constexpr std::int64_t kQueryTileBytes = query_tile_bytes(kK, kV);
@@ -166,11 +225,13 @@ struct DqEntryTraits {
 
 // A warpgroup holds a tile of four KV blocks, a warp one of them. The area of a tile ends its first kilobyte with the
 // header, so that one bulk copy brings header and panels.
-template <class Element_, int kK_, int kV_>
+template <class Element_, int kK_, int kV_, int kHeads_>
 struct DkDvEntryTraits {
   using Element = Element_;
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
+  static constexpr int kHeads = kHeads_;  // rows of a query
+  static constexpr int kTileQueries = tile_queries(kHeads);
   using Roles = EntryRoles;
   static constexpr int kThreads = Roles::kThreads;
   static constexpr int kAlignment = Roles::kAlignment;

@@ -27,6 +27,11 @@ constexpr std::int64_t kMaxSegmentRows = 1024;
 // In entry layers, where a work item is kItemTiles KV tiles and a segment: about eight items for each SM of a large
 // GPU, since half of them lie before the first query that visits their nodes.
 constexpr std::int64_t kTileItems = 1056;
+// Small groups multiply with two or four queries at a time, so that a work item needs more rows before its sums pay:
+// items of about so many packs in selected layers, but at least four for each warp of a large GPU.
+constexpr std::int64_t kItemPacks = 64;
+constexpr std::int64_t kMaxSmallGroupRows = 4096;
+constexpr std::int64_t kSmallGroupItems = 4224;
 
 inline std::int64_t round_up(std::int64_t x, std::int64_t step) { return ceil_div(x, step) * step; }
 
@@ -48,6 +53,7 @@ struct Workspace {
   int tiles[kMaxLayers] = {};
   int tile_segments[kMaxLayers] = {};
   int tile_segment_rows[kMaxLayers] = {};
+  bool hands_over_ds = false;                // from dkdv_selected to dq_gather
   std::int64_t bytes = 0;
 
   float2* rotations = nullptr;
@@ -55,6 +61,8 @@ struct Workspace {
   char* k_tree = nullptr;
   char* v_tree = nullptr;
   char* kv_blocks[kMaxLayers] = {};
+  char* keys[kMaxLayers] = {};               // null where dS is not handed over; ds likewise
+  char* ds[kMaxLayers] = {};
   float* dk = nullptr;
   float* dv = nullptr;
   char* queries = nullptr;
@@ -70,13 +78,18 @@ struct Workspace {
     shape(p);
     std::int64_t const all_heads = p.B * p.H_kv;
     std::int64_t const block_bytes = kBlockHeader + operand_bytes(p.K, p.V);
-    std::int64_t const query_bytes = kQueryHeader + operand_bytes(p.K, p.V);
+    std::int64_t const query_bytes = htree_bwd::query_bytes(p.K, p.V, unit_heads(static_cast<int>(p.G)));
     std::int64_t const tile_bytes = query_tile_bytes(p.K, p.V);
-    std::int64_t row_bytes = query_bytes + tile_bytes / kTileQueries;
-    for (int l = 0; l < max_entry; ++l) row_bytes += 4 * tree.words[l];
+    std::int64_t const queries_of_tile = tile_queries(unit_heads(static_cast<int>(p.G)));
+    std::int64_t row_bytes = query_bytes + tile_bytes / queries_of_tile;
+    int const unit = unit_heads(static_cast<int>(p.G));
+    hands_over_ds = unit < kMaxGroupHeads && p.dtype == DType::kBFloat16;
+    std::int64_t const row_ds = hands_over_ds ? p.top_k * ds_bytes(unit) : 0;
+    for (int l = 0; l < max_entry; ++l) row_bytes += 4 * tree.words[l] + row_ds;
     std::int64_t const input_bytes = 2 * all_heads * p.T_q * p.G * (p.K + p.V);
     std::int64_t const chunk_bytes = std::clamp(input_bytes / 2, kMinChunkBytes, kMaxChunkBytes);
-    std::int64_t const head_bytes = node_rows / kSiblings * block_bytes + node_rows * (p.K + p.V) * 4;
+    std::int64_t const key_bytes = hands_over_ds ? kSiblings * 2 * p.K : 0;
+    std::int64_t const head_bytes = node_rows / kSiblings * (block_bytes + key_bytes) + node_rows * (p.K + p.V) * 4;
 
     rows = round_up(p.T_q, kRowStep);
     heads = std::min({all_heads, kTreeBytes / head_bytes, chunk_bytes / (rows * row_bytes)});
@@ -84,12 +97,18 @@ struct Workspace {
       heads = 1;
       rows = std::min(rows, round_up(chunk_bytes / row_bytes + 1, kRoundRows));
     }
+    std::int64_t const pack = kMaxGroupHeads / unit;  // queries
     for (int l = 0; l < tree.layers; ++l) {
-      std::int64_t const filling = kBlockItems / (heads * tree.kv_blocks[l]);
-      split(std::max(filling, ceil_div(rows, kMaxSegmentRows)), segments[l], segment_rows[l]);
+      std::int64_t wanted = std::max(kBlockItems / (heads * tree.kv_blocks[l]), ceil_div(rows, kMaxSegmentRows));
+      if (pack > 1) {
+        std::int64_t const enough = std::min(kItemPacks * pack * tree.kv_blocks[l] / p.top_k, kMaxSmallGroupRows);
+        wanted = std::max(kSmallGroupItems / (heads * tree.kv_blocks[l]), rows / std::max(enough, kMinSegmentRows));
+      }
+      split(wanted, kMinSegmentRows, segments[l], segment_rows[l]);
     }
     for (int l = min_entry; l <= max_entry; ++l) {
-      split(kTileItems / (heads * (tiles[l] / kItemTiles)), tile_segments[l], tile_segment_rows[l]);
+      std::int64_t const wanted = kTileItems / (heads * (tiles[l] / kItemTiles));
+      split(wanted, pack > 1 ? 2 * kMinSegmentRows : kMinSegmentRows, tile_segments[l], tile_segment_rows[l]);
     }
 
     place(rotations, base, positions * (p.K / 2));
@@ -98,10 +117,14 @@ struct Workspace {
     place(v_tree, base, all_heads * M * p.V * 2);
     for (int l = 0; l < max_entry; ++l) place(kv_blocks[l], base, heads * tree.kv_blocks[l] * block_bytes);
     for (int l = min_entry; l <= max_entry; ++l) place(kv_tiles[l], base, heads * tiles[l] * kv_tile_bytes(p.K, p.V));
+    for (int l = 0; l < max_entry && hands_over_ds; ++l) {
+      place(keys[l], base, heads * tree.kv_blocks[l] * key_bytes);
+      place(ds[l], base, heads * rows * row_ds);
+    }
     place(dk, base, heads * node_rows * p.K);
     place(dv, base, heads * node_rows * p.V);
     place(queries, base, heads * rows * query_bytes);
-    place(query_tiles, base, heads * rows / kTileQueries * tile_bytes);
+    place(query_tiles, base, heads * rows / queries_of_tile * tile_bytes);
     std::int64_t const before = bytes;
     place(next_item, base, 1);
     place(next_tile_item, base, 1);
@@ -140,8 +163,8 @@ private:
   // Splits the rows into about `wanted` segments. Splits follow from shapes alone, so that sums do not depend on the
   // device. The callers want as many segments as fill the device, and in selected layers for segments so short that
   // a KV block which every row visits is not the last to end.
-  void split(std::int64_t wanted, int& segments, int& segment_rows) const {
-    std::int64_t const count = std::max(std::min(wanted, rows / kMinSegmentRows), std::int64_t(1));
+  void split(std::int64_t wanted, std::int64_t min_rows, int& segments, int& segment_rows) const {
+    std::int64_t const count = std::max(std::min(wanted, rows / min_rows), std::int64_t(1));
     segment_rows = static_cast<int>(round_up(ceil_div(rows, count), kRowStep));
     segments = static_cast<int>(ceil_div(rows, segment_rows));
   }

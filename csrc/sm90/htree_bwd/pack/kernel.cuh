@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "device/pairs.cuh"
 #include "device/sm90.cuh"
 #include "host/launch_overlapped.cuh"
 #include "pack.h"
@@ -107,6 +108,22 @@ __global__ void __launch_bounds__(kThreads) pack_kv_kernel(const __grid_constant
     }
     *chunk_of(keys, kK, c, chunk) = *reinterpret_cast<uint4 const*>(rotated_lo);
     *chunk_of(keys, kK, c, chunk + kLanesPerRow) = *reinterpret_cast<uint4 const*>(rotated_hi);
+    if (args.keys != nullptr) {  // not scaled, since bf16 has the range of the inputs
+      uint32_t key_lo[4], key_hi[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float4 const two = __ldg(rotations + i);
+        float const(&x)[2] = reinterpret_cast<float(&)[2]>(lo[2 * i]);
+        float const(&y)[2] = reinterpret_cast<float(&)[2]>(hi[2 * i]);
+        key_lo[i] = Pairs<__nv_bfloat16>::pack(x[0] * two.x - y[0] * two.y, x[1] * two.z - y[1] * two.w);
+        key_hi[i] = Pairs<__nv_bfloat16>::pack(x[0] * two.y + y[0] * two.x, x[1] * two.w + y[1] * two.z);
+        key_lo[i] = finite ? key_lo[i] : 0;
+        key_hi[i] = finite ? key_hi[i] : 0;
+      }
+      uint4* const row = reinterpret_cast<uint4*>(args.keys + (block * kSiblings + c) * kK * 2);
+      row[chunk ^ (c % 8)] = {key_lo[0], key_lo[1], key_lo[2], key_lo[3]};
+      row[(chunk + kLanesPerRow) ^ (c % 8)] = {key_hi[0], key_hi[1], key_hi[2], key_hi[3]};
+    }
     if (chunk == 0) inverse[c] = finite ? scale.inverse : __int_as_float(0x7fffffff);
   }
 
@@ -144,9 +161,10 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
   std::int64_t const b = bh / args.H_kv;
   std::int64_t const first = bh % args.H_kv * args.G;  // the first query head of the group
   std::int64_t const query = args.chunk.first_query + row;
-  char* const packed = args.packed + item * (kQueryHeader + operand_bytes(kK, kV));
-  char* const tile = args.tiles + item / kTileQueries * query_tile_bytes(kK, kV);
-  int const tile_row = static_cast<int>(item % kTileQueries) * kMaxGroupHeads;
+  int const unit = unit_heads(args.G);
+  char* const packed = args.packed + item * query_bytes(kK, kV, unit);
+  char* const tile = args.tiles + item / tile_queries(unit) * query_tile_bytes(kK, kV);
+  int const tile_row = static_cast<int>(item % tile_queries(unit)) * unit;
   char* const panels = tile + kQueryTileHeader;
   std::int64_t const t = args.chunk.position(row);
   std::int64_t const position = heads == 0 ? 0 : candidates_in_entry(t, entry_layer(t, args.tree.top_k)) - 1;
@@ -179,8 +197,10 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
       keep<kRows>(nonfinite_dout, nonfinite, step, lane);
       keep<kRows>(delta, lanes_sum<kLanes>(sum), step, lane);
       if (nonfinite != 0.0f) x = {0, 0, 0, 0};
-      reinterpret_cast<uint4*>(packed + kQueryHeader + 2 * (kMaxGroupHeads * kK + g * kV))[chunk ^ (g % 8)] = x;
-      *reinterpret_cast<uint4*>(panel_chunk(panels + kTileRows * 2 * kK, tile_row + g, chunk)) = x;
+      if (g < unit) {
+        reinterpret_cast<uint4*>(packed + query_header(unit) + 2 * (unit * kK + g * kV))[chunk ^ (g % 8)] = x;
+        *reinterpret_cast<uint4*>(panel_chunk(panels + kTileRows * 2 * kK, tile_row + g, chunk)) = x;
+      }
     }
   }
   {
@@ -221,9 +241,11 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
         scaled[i] = __float2half_rn(x);
         rotated[i] = __float2half_rn(second_half ? y * sine + x * cosine : x * cosine - y * sine);
       }
-      reinterpret_cast<uint4*>(packed + kQueryHeader + g * kK * 2)[chunk ^ (g % 8)] =
-          *reinterpret_cast<uint4 const*>(scaled);
-      *reinterpret_cast<uint4*>(panel_chunk(panels, tile_row + g, chunk)) = *reinterpret_cast<uint4 const*>(rotated);
+      if (g < unit) {
+        reinterpret_cast<uint4*>(packed + query_header(unit) + g * kK * 2)[chunk ^ (g % 8)] =
+            *reinterpret_cast<uint4 const*>(scaled);
+        *reinterpret_cast<uint4*>(panel_chunk(panels, tile_row + g, chunk)) = *reinterpret_cast<uint4 const*>(rotated);
+      }
     }
   }
   if (lane >= kMaxGroupHeads) return;
@@ -237,9 +259,11 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
   }
   float* const header = reinterpret_cast<float*>(packed) + lane;
   float* const tile_header = reinterpret_cast<float*>(tile) + tile_row + lane;
-  header[0] = tile_header[0] = args.scale_log2 * (1 << kHeadroom) * inverse;
-  header[kMaxGroupHeads] = tile_header[kTileRows] = lse2;
-  header[2 * kMaxGroupHeads] = tile_header[2 * kTileRows] = delta;
+  float const numbers[3] = {args.scale_log2 * (1 << kHeadroom) * inverse, lse2, delta};
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    if (lane < unit) header[i * unit] = tile_header[i * kTileRows] = numbers[i];
+  }
 }
 
 }  // namespace htree_cuda::sm90::htree_bwd::pack

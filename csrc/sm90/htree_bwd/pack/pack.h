@@ -23,6 +23,7 @@ struct PackKv {
   Source k;                 // the nodes of one layer
   Source v;
   char* packed;             // [heads, blocks_per_head, kBlockHeader + operand_bytes]; in_tiles: [heads, tiles, kv_tile_bytes]
+  char* keys;               // [heads, blocks_per_head, 16, K] in bf16, swizzled: keys once more; or null
   bool in_tiles;            // KV tiles of an entry layer, else operands of a selected layer
   bool as_inputs;           // keys are rounded to the dtype, else to fp16
   std::int64_t first_head;
@@ -47,8 +48,8 @@ struct PackQueries {
   std::int64_t dlse_stride_b;
   std::int64_t dlse_stride_t;
   std::int64_t dlse_stride_h;
-  char* packed;             // [heads, rows, kQueryHeader + operand_bytes]
-  char* tiles;              // [heads, rows / 4, query_tile_bytes]
+  char* packed;             // [heads, rows, query_bytes]
+  char* tiles;              // [heads, rows / tile_queries, query_tile_bytes]
   Tree tree;
   float2 const* rotations;  // [positions, K / 2]
   std::int64_t T_q;

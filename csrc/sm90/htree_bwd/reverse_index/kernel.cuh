@@ -40,6 +40,8 @@ static __global__ void __launch_bounds__(kThreads) reverse_index_kernel(const __
       args.index.layer[layer] + static_cast<std::int64_t>(head) * args.tree.words[layer] * args.chunk.rows + row;
 
   int largest = 0;        // block so far: a list that does not ascend is made to
+  int block_before = -1;  // the last block of the 32 before
+  int found = 0;          // different blocks so far, which a repeated one is not
   int word_before = -1;   // word of the last block of the 32 before
   for (int base = 0; base < count; base += 32) {
     bool const exists = base + lane < count;
@@ -50,6 +52,11 @@ static __global__ void __launch_bounds__(kThreads) reverse_index_kernel(const __
       if (lane >= d) block = max(block, before);
     }
     block = max(block, largest);
+    int previous = __shfl_up_sync(kFullWarp, block, 1);
+    if (lane == 0) previous = block_before;
+    unsigned const different = __ballot_sync(kFullWarp, exists && block != previous);
+    int const rank = found + __popc(different & ((1u << lane) - 1u));
+    found += __popc(different);
     int const word = exists ? block / kWordBlocks : -1;
     // The lanes of one word are neighbours: each lane gathers the bits of the lanes behind it.
     std::uint32_t mask = 1u << (block % kWordBlocks);
@@ -63,12 +70,12 @@ static __global__ void __launch_bounds__(kThreads) reverse_index_kernel(const __
     if (lane == 0) before = word_before;
     std::uint32_t* const entry = words + static_cast<std::int64_t>(word) * args.chunk.rows;
     if (exists && word != before) {
-      *entry = mask | static_cast<std::uint32_t>(base + lane) << kWordBlocks;
+      *entry = mask | static_cast<std::uint32_t>(rank) << kWordBlocks;
     } else if (exists && lane == 0) {
       *entry |= mask;  // the word began among the 32 blocks before
     }
     __syncwarp();
-    largest = __shfl_sync(kFullWarp, block, 31);
+    largest = block_before = __shfl_sync(kFullWarp, block, 31);
     word_before = __shfl_sync(kFullWarp, word, 31);
   }
 }
