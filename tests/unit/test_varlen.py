@@ -15,7 +15,7 @@ from tests.unit.calls import SMALL, qkv
 from tests.varlen_inputs import Pack, lengths_around_layers, random_pack
 
 TOLERANCE = 1e-10
-PACKS = 300 if os.environ.get("HTREE_CUDA_THOROUGH") == "1" else 12
+PACKS = 300 if os.environ.get("HTREE_CUDA_THOROUGH") == "1" else 8
 
 
 def ints(values) -> torch.Tensor:
