@@ -44,7 +44,7 @@ def pretrained() -> str:
     parts = []
     for report in found():
         cpu = sum(unit.get("cpu_seconds", 0) for unit in report["units"].values())
-        cost = f"; {cpu / 60:.0f} CPU minutes for {len(report['units'])} units" if cpu and "gpu" not in report else ""
+        cost = f"; {cpu:,.0f} CPU seconds for {len(report['units'])} units" if cpu and "gpu" not in report else ""
         parts.append(
             "Mean negative log-likelihood of the last quarter, in nats: of dense attention as it is, of the other arms "
             f"the difference to it with its standard error over blocks of 128 tokens ({machine(report)}{cost})."
@@ -73,12 +73,13 @@ def pretrained_short() -> str:
     costs = []
     for arm, of_texts in arms.items():
         mean = statistics.fmean(row["difference"] for row in of_texts)
-        costs.append(f"{mean:+.2f} nats with {arm.replace('htree:', 'top_k ').replace(':r', ', r ')}")
+        error = sum(row["difference_error"] ** 2 for row in of_texts) ** 0.5 / len(of_texts)
+        costs.append(f"{mean:+.2f} ± {error:.2f} nats with {arm.replace('htree:', 'top_k ').replace(':r', ', r ')}")
     texts = len({row["text"] for row in rows if row["T"] == longest})
     return (
-        f"A pretrained model (Gemma 3 270M, its three full-attention layers by htree, no training) loses at "
-        f"{length(longest)} tokens, over {texts} text{'s' * (texts > 1)}: {'; '.join(costs)}: "
-        "[docs/guides/pretrained.md](docs/guides/pretrained.md)."
+        "A pretrained model (Gemma 3 270M, its three full-attention layers by htree, no training) loses, over the last "
+        f"{longest // 4:,} of {longest:,} tokens of {texts} text{'s' * (texts > 1)}: {'; '.join(costs)} "
+        "([docs/guides/pretrained.md](docs/guides/pretrained.md))."
     )
 
 
