@@ -231,7 +231,7 @@ def test_stores_that_nobody_waited_for_have_not_landed(faults):
     assert noticed == len(SEEDS)
 
 
-@pytest.mark.parametrize(("name", "cases"), [("forward", 4), ("sparse_attention", 3)])
+@pytest.mark.parametrize(("name", "cases"), [("forward", 4), ("sparse_attention", 3), ("decode", 2)])
 def test_a_benchmark_checks_itself(name, cases):
     """The C++ program over emulated kernels: its own oracle, and repeats."""
     program = make.build_benchmark(name)
