@@ -361,6 +361,77 @@ void bind_attn_dist(py::module_& module) {
       "tensors: (pointer, stride of each dimension), strides in elements; a pointer 0 for none; see csrc/params.h");
 }
 
+// What the forward and the backward of sparse_attention are told alike.
+SparseAttentionParams sparse_attention_params(Strided const& q, Strided2 const& kv, Strided const& indices,
+                                              Strided2 const& topk_length, Strided1 const& attn_sink, std::uintptr_t out,
+                                              std::uintptr_t lse, Starts const& q_start, ListSizes const& sizes,
+                                              std::int64_t d_v, double sm_scale, double lse_base, DType dtype) {
+  SparseAttentionParams params{};
+  set_lists(params, q, indices, topk_length, q_start, sizes);
+  params.kv = as_pointer(std::get<0>(kv));
+  params.kv_stride_b = std::get<1>(kv);
+  params.kv_stride_s = std::get<2>(kv);
+  params.attn_sink = static_cast<float const*>(as_pointer(std::get<0>(attn_sink)));
+  params.attn_sink_stride = std::get<1>(attn_sink);
+  params.out = as_pointer(out);
+  params.lse = static_cast<float*>(as_pointer(lse));
+  params.d_v = d_v;
+  params.sm_scale = sm_scale;
+  params.lse_base = lse_base;
+  params.dtype = dtype;
+  return params;
+}
+
+void bind_sparse_attention_backward(py::module_& module) {
+  module.def(
+      "sparse_attention_backward",
+      [](Strided const& dout, Strided const& dlse, std::uintptr_t dq, std::uintptr_t dkv, std::uintptr_t dsink,
+         bool deterministic, std::uintptr_t workspace, std::int64_t workspace_bytes, Strided const& q, Strided2 const& kv,
+         Strided const& indices, Strided2 const& topk_length, Strided1 const& attn_sink, std::uintptr_t out,
+         std::uintptr_t lse, Starts const& q_start, std::int64_t k_stride, std::int64_t B, std::int64_t s_q,
+         std::int64_t s_kv, std::int64_t h_q, std::int64_t d_qk, std::int64_t d_v, std::int64_t topk, double sm_scale,
+         double lse_base, DType dtype, int device, std::uintptr_t stream) {
+        SparseAttentionBackwardParams params{};
+        params.forward = sparse_attention_params(q, kv, indices, topk_length, attn_sink, out, lse, q_start,
+                                                 {k_stride, B, s_q, s_kv, h_q, d_qk, topk}, d_v, sm_scale, lse_base, dtype);
+        params.dout = as_pointer(std::get<0>(dout));
+        std::tie(std::ignore, params.dout_stride_b, params.dout_stride_s, params.dout_stride_h) = dout;
+        params.dlse = static_cast<float const*>(as_pointer(std::get<0>(dlse)));
+        std::tie(std::ignore, params.dlse_stride_b, params.dlse_stride_s, params.dlse_stride_h) = dlse;
+        params.dq = as_pointer(dq);
+        params.dkv = as_pointer(dkv);
+        params.dsink = static_cast<float*>(as_pointer(dsink));
+        params.deterministic = deterministic;
+        params.workspace = as_pointer(workspace);
+        params.workspace_bytes = workspace_bytes;
+        on_device(device, [&] { sparse_attention_backward(params, as_pointer(stream)); });
+      },
+      py::kw_only(), py::arg("dout"), py::arg("dlse"), py::arg("dq"), py::arg("dkv"), py::arg("dsink"),
+      py::arg("deterministic"), py::arg("workspace"), py::arg("workspace_bytes"), py::arg("q"), py::arg("kv"),
+      py::arg("indices"), py::arg("topk_length"), py::arg("attn_sink"), py::arg("out"), py::arg("lse"),
+      py::arg("q_start"), py::arg("k_stride"), py::arg("B"), py::arg("s_q"), py::arg("s_kv"), py::arg("h_q"),
+      py::arg("d_qk"), py::arg("d_v"), py::arg("topk"), py::arg("sm_scale"), py::arg("lse_base"), py::arg("dtype"),
+      py::arg("device"), py::arg("stream"),
+      "tensors: (pointer, stride of each dimension), strides in elements; a pointer 0 for none; see csrc/params.h");
+  module.def(
+      "sparse_attention_backward_workspace",
+      [](std::int64_t B, std::int64_t s_q, std::int64_t s_kv, std::int64_t h_q, std::int64_t d_qk, bool sink,
+         bool deterministic) {
+        SparseAttentionBackwardParams params{};
+        float const present = 0.f;
+        params.forward.B = B;
+        params.forward.s_q = s_q;
+        params.forward.s_kv = s_kv;
+        params.forward.h_q = h_q;
+        params.forward.d_qk = d_qk;
+        params.forward.attn_sink = sink ? &present : nullptr;
+        params.deterministic = deterministic;
+        return sparse_attention_backward_workspace(params);
+      },
+      py::kw_only(), py::arg("B"), py::arg("s_q"), py::arg("s_kv"), py::arg("h_q"), py::arg("d_qk"), py::arg("sink"),
+      py::arg("deterministic"), "Bytes that sparse_attention_backward needs.");
+}
+
 void bind_sparse_attention(py::module_& module) {
   module.def(
       "sparse_attention",
@@ -369,19 +440,9 @@ void bind_sparse_attention(py::module_& module) {
          Starts const& q_start, std::int64_t k_stride, std::int64_t B,
          std::int64_t s_q, std::int64_t s_kv, std::int64_t h_q, std::int64_t d_qk, std::int64_t d_v, std::int64_t topk,
          double sm_scale, double lse_base, DType dtype, int device, std::uintptr_t stream) {
-        SparseAttentionParams params{};
-        set_lists(params, q, indices, topk_length, q_start, {k_stride, B, s_q, s_kv, h_q, d_qk, topk});
-        params.kv = as_pointer(std::get<0>(kv));
-        params.kv_stride_b = std::get<1>(kv);
-        params.kv_stride_s = std::get<2>(kv);
-        params.attn_sink = static_cast<float const*>(as_pointer(std::get<0>(attn_sink)));
-        params.attn_sink_stride = std::get<1>(attn_sink);
-        params.out = as_pointer(out);
-        params.lse = static_cast<float*>(as_pointer(lse));
-        params.d_v = d_v;
-        params.sm_scale = sm_scale;
-        params.lse_base = lse_base;
-        params.dtype = dtype;
+        SparseAttentionParams const params =
+            sparse_attention_params(q, kv, indices, topk_length, attn_sink, out, lse, q_start,
+                                    {k_stride, B, s_q, s_kv, h_q, d_qk, topk}, d_v, sm_scale, lse_base, dtype);
         on_device(device, [&] { sparse_attention(params, as_pointer(stream)); });
       },
       py::kw_only(), py::arg("q"), py::arg("kv"), py::arg("indices"), py::arg("topk_length"), py::arg("attn_sink"),
@@ -570,4 +631,5 @@ PYBIND11_MODULE(_C, module) {
   bind_sparse_attention(module);
   bind_topk_indices(module);
   bind_indexer(module);
+  bind_sparse_attention_backward(module);
 }

@@ -345,6 +345,32 @@ struct SparseAttentionParams {
 // returns. Throws std::invalid_argument on a malformed request and std::runtime_error on a CUDA error.
 HTREE_CUDA_API void sparse_attention(SparseAttentionParams const& params, void* stream);
 
+struct SparseAttentionBackwardParams {
+  SparseAttentionParams forward;  // as the forward got it, with `out` and `lse` as it wrote them
+  void const* dout;               // [B, s_q, h_q, d_v], last dimension contiguous; base and strides multiples of 16 bytes
+  std::int64_t dout_stride_b;
+  std::int64_t dout_stride_s;
+  std::int64_t dout_stride_h;
+  float const* dlse;              // [B, s_q, h_q]
+  std::int64_t dlse_stride_b;
+  std::int64_t dlse_stride_s;
+  std::int64_t dlse_stride_h;
+  void* dq;                       // [B, s_q, h_q, d_qk] contiguous, 16-byte aligned
+  void* dkv;                      // [B, s_kv, 1, d_qk] likewise
+  float* dsink;                   // [h_q] contiguous; unused without a sink
+  bool deterministic;             // dkv: the same bits each time
+  void* workspace;                // 16-byte aligned
+  std::int64_t workspace_bytes;
+};
+
+// Bytes of workspace that sparse_attention_backward needs; pointers are not read, but for whether there is a sink.
+HTREE_CUDA_API std::int64_t sparse_attention_backward_workspace(SparseAttentionBackwardParams const& params);
+
+// The gradients of sparse_attention, on `stream` of the current device, which must be of capability 9.0. dq and dsink
+// are deterministic, dkv with `deterministic`. No host synchronisation, no allocation; q_start is read before the call
+// returns. Throws std::invalid_argument on a malformed request and std::runtime_error on a CUDA error.
+HTREE_CUDA_API void sparse_attention_backward(SparseAttentionBackwardParams const& params, void* stream);
+
 // ---- indexer and selector --------------------------------------------------------------------------------------
 
 // Which key rows each query sees: k_start <= j < k_end, and j < (q_start + s + 1) / k_stride.

@@ -284,6 +284,7 @@ def sparse_attention(
     return_lse: bool = True,
     lse_base: float = 2,
     backend: str = "auto",
+    deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multi-query attention over a list of keys per query, as in MLA with DeepSeek Sparse Attention.
 
@@ -304,8 +305,9 @@ def sparse_attention(
             Default None.
         return_lse: bool; False returns ``out`` alone.
         lse_base: 2 or math.e, the base of ``lse``; default 2, that of `attn_dist`.
-        backend: "auto" or "torch", as in `forward`. The kernel has no backward: CUDA tensors whose gradients are
-            wanted need "torch".
+        backend: "auto" or "torch", as in `forward`.
+        deterministic: bool; True: the gradient of kv is bitwise repeatable; default None: what
+            ``torch.are_deterministic_algorithms_enabled()`` says at the call.
 
     Returns:
         (out, lse), or out alone with ``return_lse=False``.
@@ -320,8 +322,9 @@ def sparse_attention(
     Notes:
         Gradients: out and lse are differentiable with respect to q, kv and attn_sink; a query without a valid slot
         contributes none. The backward gathers again; nothing but inputs and outputs is kept. Second derivatives raise.
-        On CUDA, the gradient of kv uses atomic additions unless ``torch.use_deterministic_algorithms(True)``;
-        everything else is bitwise repeatable.
+        On CUDA, the gradient of kv uses atomic additions unless deterministic; everything else is bitwise repeatable.
+        The backward kernel keeps the gradient of kv in float32 until it is complete (deterministic: in integers of 64
+        bits, each row in multiples of a power of two of its own): 4 (8) bytes for each number of kv.
         A key row that no valid slot names is never used, whatever it holds. A score that is not finite (a NaN or an
         infinity in the query's head or in a row that a valid slot names, or an overflow) makes out and lse of that
         query and head NaN.
@@ -349,15 +352,13 @@ def sparse_attention(
     checks.common.boolean(op, "return_lse", return_lse)
     lse_base = checks.common.number(op, "lse_base", lse_base)
     q, kv = _autocast(q, kv)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    checks.common.boolean(op, "deterministic", deterministic)
     options = {
         "d_v": d_v, "sm_scale": sm_scale, "q_start": q_start, "k_stride": k_stride, "lse_base": lse_base,
-        "backend": backend,
+        "backend": backend, "deterministic": deterministic,
     }  # fmt: skip
-    wanted = {name: x is not None and x.requires_grad for name, x in (("q", q), ("kv", kv), ("attn_sink", attn_sink))}
-    if torch.is_grad_enabled() and any(wanted.values()) and q.is_cuda and backend == "auto":
-        # What is wrong with the call comes before what is not supported.
-        checks.lists.sparse_attention(q, kv, indices, topk_length, attn_sink, **options)
-        checks.support.sparse_attention_gradients(**wanted)
     out, lse = torch.ops.htree_cuda.sparse_attention(q, kv, indices, topk_length, attn_sink, **options)
     return (out, lse) if return_lse else out
 

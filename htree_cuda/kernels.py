@@ -368,6 +368,71 @@ def sparse_attention(
     )
 
 
+def sparse_attention_backward_workspace(q: Tensor, kv: Tensor, attn_sink: Tensor | None, deterministic: bool) -> int:
+    """Bytes of workspace that `sparse_attention_backward` needs."""
+    B, s_q, h_q, d_qk = q.shape
+    return load().sparse_attention_backward_workspace(
+        B=B, s_q=s_q, s_kv=kv.shape[1], h_q=h_q, d_qk=d_qk, sink=attn_sink is not None, deterministic=deterministic
+    )
+
+
+def sparse_attention_backward(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dkv: Tensor,
+    dsink: Tensor,
+    workspace: Tensor,
+    *,
+    sm_scale: float,
+    q_start: list[int] | None,
+    k_stride: int,
+    topk_length: Tensor | None,
+    attn_sink: Tensor | None,
+    lse_base: float,
+    deterministic: bool,
+) -> None:
+    """Fills dq, dkv (contiguous, of the shapes of q, kv) and, with a sink, dsink [h_q], from contiguous out and lse as
+    `sparse_attention` wrote them and the gradients of those: dout [B, s_q, h_q, d_v], the last dimension contiguous and
+    the others strided in multiples of 16 bytes, and dlse [B, s_q, h_q] of any strides."""
+    B, s_q, h_q, d_qk = q.shape
+    load().sparse_attention_backward(
+        dout=_strided(dout),
+        dlse=_strided(dlse),
+        dq=dq.data_ptr(),
+        dkv=dkv.data_ptr(),
+        dsink=dsink.data_ptr() if dsink.numel() else 0,
+        deterministic=deterministic,
+        workspace=workspace.data_ptr(),
+        workspace_bytes=workspace.numel(),
+        q=_strided(q),
+        kv=(kv.data_ptr(), *kv.stride()[:2]),
+        indices=_slots(indices),
+        topk_length=_or_none(topk_length, 2),
+        attn_sink=_or_none(attn_sink, 1),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        q_start=q_start,
+        k_stride=k_stride,
+        B=B,
+        s_q=s_q,
+        s_kv=kv.shape[1],
+        h_q=h_q,
+        d_qk=d_qk,
+        d_v=out.shape[3],
+        topk=indices.shape[3],
+        sm_scale=sm_scale,
+        lse_base=lse_base,
+        dtype=_dtype(q),
+        **_place(q),
+    )
+
+
 def _cache_params(lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, layout):
     paged = layout.page_size > 0
     begin = list(layout.layer_begin)

@@ -315,11 +315,12 @@ def _(q, k, indices, lse, topk_length, **options):
     "htree_cuda::sparse_attention",
     mutates_args=(),
     schema="(Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, Tensor? attn_sink, *, SymInt d_v, "
-    f"{_LIST_SCHEMA}) -> (Tensor, Tensor)",
+    f"{_LIST_SCHEMA}, bool deterministic=False) -> (Tensor, Tensor)",
 )
 @_without_autocast
-def sparse_attention(q, kv, indices, topk_length, attn_sink, *, d_v, **options):
-    """(out [s_q, h_q, d_v], lse [s_q, h_q]) (batched: a leading B). Contract: `api.sparse_attention`."""
+def sparse_attention(q, kv, indices, topk_length, attn_sink, *, d_v, deterministic=False, **options):
+    """(out [s_q, h_q, d_v], lse [s_q, h_q]) (batched: a leading B). Contract: `api.sparse_attention`. deterministic is
+    the backward's; the forward always is."""
     params = checks.lists.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, **options)
     q, kv, indices, topk_length = _with_batch(params, q, kv, indices, topk_length)
     numbers = {"topk_length": topk_length, "attn_sink": attn_sink, **_numbers(params)}
@@ -336,7 +337,7 @@ def sparse_attention(q, kv, indices, topk_length, attn_sink, *, d_v, **options):
 
 
 @sparse_attention.register_fake
-def _(q, kv, indices, topk_length, attn_sink, *, d_v, **options):
+def _(q, kv, indices, topk_length, attn_sink, *, d_v, deterministic=False, **options):
     checks.lists.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, **options)
     return q.new_empty(*q.shape[:-1], d_v), q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
 
@@ -345,27 +346,47 @@ def _(q, kv, indices, topk_length, attn_sink, *, d_v, **options):
     "htree_cuda::sparse_attention_backward",
     mutates_args=(),
     schema="(Tensor dout, Tensor dlse, Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, Tensor? attn_sink, "
-    f"Tensor out, Tensor lse, *, SymInt d_v, {_LIST_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor out, Tensor lse, *, SymInt d_v, {_LIST_SCHEMA}, bool deterministic=False) -> (Tensor, Tensor, Tensor)",
 )
 @_without_autocast
-def sparse_attention_backward(dout, dlse, q, kv, indices, topk_length, attn_sink, out, lse, *, d_v, **options):
+def sparse_attention_backward(
+    dout, dlse, q, kv, indices, topk_length, attn_sink, out, lse, *, d_v, deterministic=False, **options
+):
     """(dq, dkv, dsink) of `sparse_attention`; dsink has size 0 without a sink. Nothing is taped: it gathers again."""
     op = "sparse_attention_backward"
     params = checks.lists.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, op=op, **options)
     checks.lists.sparse_attention_backward(dout, dlse, q, out, lse, d_v=d_v)
-    if not _use_torch(op, q, options["backend"]):
-        checks.support.no_kernel(op)
-    dout, dlse, q, kv, indices, topk_length, out, lse = _with_batch(
-        params, dout, dlse, q, kv, indices, topk_length, out, lse
-    )
-    dq, dkv, dsink = torch_lists.sparse_attention_backward(
-        dout, dlse, q, kv, indices, out, lse, topk_length=topk_length, attn_sink=attn_sink, **_numbers(params)
-    )
+    tensors = _with_batch(params, dout, dlse, q, kv, indices, out, lse)
+    numbers = {"topk_length": _with_batch(params, topk_length)[0], "attn_sink": attn_sink, **_numbers(params)}
+    if _use_torch(op, q, options["backend"]):
+        dq, dkv, dsink = torch_lists.sparse_attention_backward(*tensors, **numbers, deterministic=deterministic)
+    else:
+        dq, dkv, dsink = _sparse_backward_kernel(*tensors, **numbers, deterministic=deterministic)
     return (dq, dkv, dsink) if params.batched else (dq[0], dkv[0], dsink)
 
 
+def _sparse_backward_kernel(dout, dlse, q, kv, indices, out, lse, *, deterministic, **numbers):
+    from . import kernels
+
+    attn_sink = numbers["attn_sink"]
+    rule = (numbers["topk_length"], attn_sink, numbers["sm_scale"], out.shape[3])
+    checks.support.sparse_attention(q, kv, indices, *rule, op="sparse_attention_backward")
+    if not checks.support.loads_by_tma(dout):
+        dout = dout.contiguous()  # a gradient that autograd expanded, such as that of a sum
+    dq, dkv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, kv))
+    dsink = lse.new_empty(0 if attn_sink is None else attn_sink.shape[0])
+    if dq.numel() or dkv.numel() or dsink.numel():
+        size = kernels.sparse_attention_backward_workspace(q, kv, attn_sink, deterministic)
+        workspace = q.new_empty(size, dtype=torch.uint8)
+        kernels.sparse_attention_backward(
+            dout, dlse, q, kv, indices, out.contiguous(), lse.contiguous(), dq, dkv, dsink, workspace, **numbers,
+            deterministic=deterministic,
+        )  # fmt: skip
+    return dq, dkv, dsink
+
+
 @sparse_attention_backward.register_fake
-def _(dout, dlse, q, kv, indices, topk_length, attn_sink, out, lse, *, d_v, **options):
+def _(dout, dlse, q, kv, indices, topk_length, attn_sink, out, lse, *, d_v, deterministic=False, **options):
     op = "sparse_attention_backward"
     checks.lists.sparse_attention(q, kv, indices, topk_length, attn_sink, d_v=d_v, op=op, **options)
     checks.lists.sparse_attention_backward(dout, dlse, q, out, lse, d_v=d_v)

@@ -200,6 +200,37 @@ def sparse_attention(q: Tensor, kv: Tensor, indices: Tensor, **options) -> tuple
     return out, lse
 
 
+def sparse_attention_backward(
+    dout: Tensor, dlse: Tensor, q: Tensor, kv: Tensor, indices: Tensor, **options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dkv in the dtype, dsink float32) of bf16/fp16 inputs as `sparse_attention` has them, dout in their dtype and
+    dlse float32: P and sm_scale dscore are rounded to the dtype, everything else is float32 until it is stored."""
+    d_v, sink, base = options.get("d_v", 512), options.get("attn_sink"), options.get("lse_base", 2.0)
+    scale = q.shape[-1] ** -0.5 if options.get("sm_scale") is None else options["sm_scale"]
+    rule = {name: options.get(name) for name in ("q_start", "topk_length")}
+    rule |= {"s_kv": kv.shape[0], "k_stride": options.get("k_stride", 1)}
+    out, lse = sparse_attention(q, kv, indices, **options)
+    dq, dkv, dsink = torch.zeros_like(q), torch.zeros(kv.shape[0], kv.shape[2]), torch.zeros(q.shape[1])
+    for s in range(q.shape[0]):
+        rows = [i for _, i in definition.valid_slots(indices, s, **rule)]
+        if not rows:
+            continue
+        keys, do = kv[rows, 0].float(), dout[s].float()
+        natural = (lse[s] * math.log(base))[:, None]
+        softmax = torch.exp(q[s].float() @ keys.T * scale - natural)
+        delta = (do * out[s].float()).sum(1, keepdim=True)
+        weight = torch.ones_like(natural) if sink is None else torch.sigmoid(natural - sink[:, None])
+        if sink is not None:
+            dsink -= (delta * torch.sigmoid(sink[:, None] - natural))[:, 0]
+        dscore = softmax * (weight * (do @ keys[:, :d_v].T - delta) + dlse[s, :, None] / math.log(base))
+        dscore, p = (x.to(q.dtype).float() for x in (dscore * scale, softmax * weight))
+        dq[s] = (dscore @ keys).to(q.dtype)
+        dkeys = dscore.T @ q[s].float()
+        dkeys[:, :d_v] += p.T @ do
+        dkv.index_add_(0, torch.tensor(rows), dkeys)
+    return dq, dkv[:, None].to(kv.dtype), dsink
+
+
 def attn_dist_arithmetic_bound(
     q: Tensor, k: Tensor, exact: Tensor, lse: Tensor, sm_scale: float | None = None
 ) -> Tensor:

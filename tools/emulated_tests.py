@@ -45,6 +45,11 @@ FAMILIES = {
     "sparse_attention": Family(
         ("csrc/sm90/sparse_attention/",), ("tests/kernels/test_sparse_attention.py",), ("csrc/sm90/attn_dist/",)
     ),
+    "sparse_attention_bwd": Family(
+        ("csrc/sm90/sparse_attention_bwd/",),
+        ("tests/kernels/test_sparse_attention_bwd.py",),
+        ("csrc/sm90/sparse_attention/",),
+    ),
     "indexer": Family(
         ("csrc/sm90/indexer/", "csrc/sm90/indexer_listed/"),
         ("tests/kernels/test_indexer.py",),

@@ -252,7 +252,7 @@ __device__ __forceinline__ uint4 load_global_once_if(bool wanted, void const* ad
   return value;
 }
 
-// Adds to global memory where `wanted`, without a branch.
+// These two add to global memory where `wanted`, without a branch.
 __device__ __forceinline__ void reduce_add_16B_if(bool wanted, float* address, float4 x) {
   asm volatile(
       "{\n"
@@ -261,6 +261,20 @@ __device__ __forceinline__ void reduce_add_16B_if(bool wanted, float* address, f
       "@wanted red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n"
       "}\n" ::"l"(address),
       "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+}
+
+// x is rounded to an integer first, which is a part of it so that the compiler converts no others ahead.
+__device__ __forceinline__ void reduce_add_rounded_if(bool wanted, long long* address, float x) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      ".reg .s64 rounded;\n"
+      "setp.ne.u32 wanted, %2, 0;\n"
+      "cvt.rni.s64.f32 rounded, %1;\n"
+      "@wanted red.global.add.u64 [%0], rounded;\n"
+      "}\n" ::"l"(address),
+      "f"(x), "r"(static_cast<uint32_t>(wanted))
       : "memory");
 }
 

@@ -41,13 +41,37 @@ struct Atom<cutlass::half_t, 32, Major::K> {
 };
 
 template <>
+struct Atom<cutlass::bfloat16_t, 16, Major::K> {
+  using SS = cute::SM90::GMMA::MMA_64x32x16_F32BF16BF16_SS<Major::K, Major::K>;
+};
+
+template <>
+struct Atom<cutlass::half_t, 16, Major::K> {
+  using SS = cute::SM90::GMMA::MMA_64x32x16_F32F16F16_SS<Major::K, Major::K>;
+};
+
+template <>
+struct Atom<cutlass::bfloat16_t, 16, Major::MN> {
+  using SS = cute::SM90::GMMA::MMA_64x32x16_F32BF16BF16_SS<Major::K, Major::MN>;
+  using SST = cute::SM90::GMMA::MMA_64x32x16_F32BF16BF16_SS<Major::MN, Major::MN>;
+};
+
+template <>
+struct Atom<cutlass::half_t, 16, Major::MN> {
+  using SS = cute::SM90::GMMA::MMA_64x32x16_F32F16F16_SS<Major::K, Major::MN>;
+  using SST = cute::SM90::GMMA::MMA_64x32x16_F32F16F16_SS<Major::MN, Major::MN>;
+};
+
+template <>
 struct Atom<cutlass::bfloat16_t, 32, Major::MN> {
   using RS = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::MN>;
+  using SST = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<Major::MN, Major::MN>;
 };
 
 template <>
 struct Atom<cutlass::half_t, 32, Major::MN> {
   using RS = cute::SM90::GMMA::MMA_64x64x16_F32F16F16_RS<Major::K, Major::MN>;
+  using SST = cute::SM90::GMMA::MMA_64x64x16_F32F16F16_SS<Major::MN, Major::MN>;
 };
 
 template <>
@@ -132,6 +156,12 @@ __device__ __forceinline__ void mma_rs(float (&acc)[kCount], uint32_t const (&a)
 template <class Element, Major kMajor = Major::K, int kCount>
 __device__ __forceinline__ void mma_ss(float (&acc)[kCount], uint64_t a, uint64_t b, bool accumulate) {
   detail::ss<typename Atom<Element, kCount, kMajor>::SS>(acc, a, b, accumulate, std::make_index_sequence<kCount>{});
+}
+
+// acc (+)= A^T B, both in shared memory with the contracted dimension as rows.
+template <class Element, int kCount>
+__device__ __forceinline__ void mma_ss_transposed(float (&acc)[kCount], uint64_t a, uint64_t b, bool accumulate) {
+  detail::ss<typename Atom<Element, kCount, Major::MN>::SST>(acc, a, b, accumulate, std::make_index_sequence<kCount>{});
 }
 
 // Comes before the first multiplication that reads registers which ordinary instructions wrote or read.

@@ -41,6 +41,10 @@ void indexer_logits_listed(IndexerListedParams const&, void*) { absent("indexer_
 void indexer_logits_backward(IndexerListedParams const&, void*) { absent("indexer_logits_backward", "dsa"); }
 std::int64_t indexer_topk_workspace(IndexerTopkParams const&) { absent("indexer_topk", "dsa"); }
 void indexer_topk(IndexerTopkParams const&, void*) { absent("indexer_topk", "dsa"); }
+std::int64_t sparse_attention_backward_workspace(SparseAttentionBackwardParams const&) {
+  absent("sparse_attention_backward", "dsa");
+}
+void sparse_attention_backward(SparseAttentionBackwardParams const&, void*) { absent("sparse_attention_backward", "dsa"); }
 #endif
 
 }  // namespace htree_cuda

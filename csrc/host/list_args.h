@@ -109,38 +109,51 @@ void set_slots(Params const& p, bool one_start, Kernel& kernel) {
   }
 }
 
-// The tensor map of q as (d, head, query, batch), in boxes of 64 columns of 64 heads. Heads past h_q read zeros instead
+// A tensor [B, s_q, h_q, columns] of 16-bit elements with the last dimension contiguous; strides in elements.
+struct Heads {
+  void const* base;
+  std::int64_t columns, B, s_q, h_q;
+  std::int64_t stride_b, stride_s, stride_h;
+  DType dtype;
+};
+
+// Its tensor map as (column, head, query, batch), in boxes of 64 columns of 64 (or `box_heads`) heads. Heads past h_q read zeros instead
 // of the next query. A dimension of size 1 or stride 0 (an expanded view) becomes one element whose coordinate is
-// always 0.
-template <class Params, class Kernel>
-CUtensorMap encode_q(Params const& p, Kernel& kernel) {
+// always 0: its `coord` is then 0, else 1.
+inline CUtensorMap encode_heads(Heads const& x, int& coord_h, int& coord_s, int& coord_b,
+                                int box_heads = kGroupHeads) {
   static auto const encode =
       driver_entry_point<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled", 12000);
   struct Dimension {
     std::int64_t size, stride;
     int* coordinate;
-  } const dimensions[] = {{p.h_q, p.q_stride_h, &kernel.q_coord_h},
-                          {p.s_q, p.q_stride_s, &kernel.q_coord_s},
-                          {p.B, p.q_stride_b, &kernel.q_coord_b}};
-  cuuint64_t size[4] = {static_cast<cuuint64_t>(p.d_qk)};
+  } const dimensions[] = {{x.h_q, x.stride_h, &coord_h}, {x.s_q, x.stride_s, &coord_s}, {x.B, x.stride_b, &coord_b}};
+  cuuint64_t size[4] = {static_cast<cuuint64_t>(x.columns)};
   cuuint64_t stride_bytes[3];
   for (int i = 0; i < 3; ++i) {
     auto const& dimension = dimensions[i];
     bool const one = dimension.size == 1 || dimension.stride == 0;
     size[i + 1] = one ? 1 : dimension.size;
-    stride_bytes[i] = 2 * (one ? p.d_qk : dimension.stride);
+    stride_bytes[i] = 2 * (one ? x.columns : dimension.stride);
     *dimension.coordinate = one ? 0 : 1;
   }
-  cuuint32_t const box[4] = {64, kGroupHeads, 1, 1};
+  cuuint32_t const box[4] = {64, static_cast<cuuint32_t>(box_heads), 1, 1};
   cuuint32_t const element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
   check_driver(encode(&map,
-                      p.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                      4, const_cast<void*>(p.q), size, stride_bytes, box, element_strides,
+                      x.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                      4, const_cast<void*>(x.base), size, stride_bytes, box, element_strides,
                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
                "cuTensorMapEncodeTiled");
   return map;
+}
+
+// The tensor map of q.
+template <class Params, class Kernel>
+CUtensorMap encode_q(Params const& p, Kernel& kernel) {
+  return encode_heads({p.q, p.d_qk, p.B, p.s_q, p.h_q, p.q_stride_b, p.q_stride_s, p.q_stride_h, p.dtype},
+                      kernel.q_coord_h, kernel.q_coord_s, kernel.q_coord_b);
 }
 
 }  // namespace htree_cuda::host::list_args

@@ -16,7 +16,7 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 FAMILIES = {
     "forward": {"htree"}, "backward": {"htree"}, "append": {"decode"}, "forward_cached": {"decode"},
     "attn_dist": {"dsa"}, "dense_indexer_loss": {"dsa"}, "dense_indexer_loss_backward": {"dsa"}, "dense_lse": {"dsa"},
-    "sparse_attention": {"dsa"},
+    "sparse_attention": {"dsa"}, "sparse_attention_backward": {"dsa"},
     "indexer_logits": {"dsa"}, "indexer_logits_backward": {"dsa"}, "indexer_topk": {"dsa"}, "topk_indices": {"dsa"},
 }  # fmt: skip
 
@@ -186,9 +186,9 @@ def sparse_attention(
     attn_sink: Tensor | None,
     sm_scale: float,
     d_v: int,
+    op: str = "sparse_attention",
 ) -> None:
-    """What the sparse_attention kernel supports of a valid call (all tensors batched)."""
-    op = "sparse_attention"
+    """What the sparse_attention kernels, forward and backward, support of a valid call (all tensors batched)."""
     _list_kernel(op, q, {"q": q, "kv": kv}, topk_length, sm_scale, indices.shape[3], SPARSE_ATTENTION_HEAD_DIMS)
     if d_v != SPARSE_ATTENTION_D_V:
         _way_out(op, f"the kernel needs d_v to be {SPARSE_ATTENTION_D_V}, got {d_v}")
@@ -204,8 +204,12 @@ def dense_lse(q: Tensor, k: Tensor, sm_scale: float) -> None:
     _list_kernel("dense_lse", q, {"q": q, "k": k}, None, sm_scale, k.shape[1], SPARSE_ATTENTION_HEAD_DIMS)
 
 
-def sparse_attention_gradients(**requires_grad: bool) -> NoReturn:
-    """A CUDA call that needs gradients: nothing falls back silently."""
-    names = ", ".join(name for name, needed in requires_grad.items() if needed)
-    why = f"gradients are wanted for {names} (under torch.no_grad() the forward kernel runs)"
-    _way_out("sparse_attention", f"there is no backward kernel, and {why}")
+def loads_by_tma(x: Tensor) -> bool:
+    """Whether TMA can load rows of the last dimension of x [B, s_q, h_q, D], heads past h_q as zeros."""
+    apart = [(n, stride) for n, stride in zip(x.shape[:3], x.stride()[:3]) if n > 1]
+    return (
+        (x.shape[3] == 1 or x.stride(3) == 1)
+        and x.data_ptr() % 16 == 0
+        and all(stride * x.element_size() % 16 == 0 for _, stride in apart)
+        and (x.shape[2] == 1 or x.stride(2) > 0)
+    )

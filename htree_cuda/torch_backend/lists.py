@@ -31,6 +31,15 @@ def valid_slots(
     return valid
 
 
+def add_rows(total: Tensor, index: Tensor, rows: Tensor, deterministic: bool) -> None:
+    """total[index] += rows, where an index may come back."""
+    if deterministic and total.is_cuda:
+        # On CUDA index_add_ adds atomically, in any order; index_put_ sorts stably first and adds in that order.
+        total.index_put_((index,), rows, accumulate=True)
+    else:
+        total.index_add_(0, index, rows)
+
+
 class _Lists:
     """What every chunk of one call shares: keys, index lists, the rules of validity and the gathering.
 
@@ -165,6 +174,7 @@ def sparse_attention_backward(
     topk_length: Tensor | None,
     attn_sink: Tensor | None,
     lse_base: float,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dkv in the dtype of the inputs, dsink [h_q] (size 0 without a sink). dout, out [B,s_q,h_q,d_v], dlse, lse
     [B,s_q,h_q] as `sparse_attention` returned them."""
@@ -190,5 +200,5 @@ def sparse_attention_backward(
         dkeys = torch.bmm(dS.transpose(1, 2), q_rows, out=lists.buffer("dkeys", valid.shape[0]))
         dkeys[:, :, :d_v].baddbmm_(weights.transpose(1, 2), do)
         dkeys.masked_fill_(~valid[:, :, None], 0.0)
-        dkv[b].index_add_(0, index.flatten(), dkeys.flatten(0, 1))
+        add_rows(dkv[b], index.flatten(), dkeys.flatten(0, 1), deterministic)
     return dq, dkv[:, :, None].to(kv.dtype), dsink

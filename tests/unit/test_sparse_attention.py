@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import htree_cuda
-from htree_cuda import UnsupportedError, checks, definition
+from htree_cuda import UnsupportedError, definition
 from htree_cuda.torch_backend import chunks
 from htree_cuda.torch_backend import lists as torch_lists
 
@@ -599,13 +599,6 @@ def test_what_the_kernel_does_not_take_names_the_way_out(monkeypatch, change, me
     indices = torch.zeros(2, 1, 3, dtype=torch.int32)
     with pytest.raises(UnsupportedError, match=rf'sparse_attention: .*{message}.*backend="torch"'):
         htree_cuda.sparse_attention(q, kv, indices, d_v=change.get("d_v", 512))
-
-
-def test_gradients_on_a_gpu_name_the_way_out():
-    with pytest.raises(UnsupportedError, match=r'no backward kernel, and gradients are wanted for q.*backend="torch"'):
-        checks.support.sparse_attention_gradients(q=True, kv=False, attn_sink=False)
-    with pytest.raises(UnsupportedError, match=r'sparse_attention_backward: there is no kernel.*backend="torch"'):
-        checks.support.no_kernel("sparse_attention_backward")
 
 
 def test_transforms_are_refused():

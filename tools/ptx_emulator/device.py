@@ -16,7 +16,8 @@ from htree_cuda import kernels, ops
 from . import make
 
 _LAUNCHERS = (
-    "tree_pool", "forward", "forward_varlen", "backward", "attn_dist", "sparse_attention", "tree_append", "tree_decode",
+    "tree_pool", "forward", "forward_varlen", "backward", "attn_dist", "sparse_attention",
+    "sparse_attention_backward", "tree_append", "tree_decode",
 )  # fmt: skip
 _WORKSPACES = ("forward_workspace", "forward_varlen_workspace", "backward_workspace")
 _ALIGNMENT = 256  # of a CUDA allocation, which the launchers rely on for the workspace

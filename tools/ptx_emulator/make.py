@@ -21,12 +21,14 @@ SAMPLE = [
     "htree_bwd/reverse_index/", "htree_fwd/instantiations/score_64", "htree_fwd/instantiations/attend_bf16_64_64",
     "htree_decode/instantiations/bf16_64", "sparse_attention/instantiations/bf16_576",
     "topk_indices/instantiations/", "indexer/instantiations/bf16_64",
+    "sparse_attention_bwd/launch", "sparse_attention_bwd/instantiations/bf16_576",
 ]  # fmt: skip
 # What tests marked `emulated` need besides.
 MARKED = [
     *SAMPLE, "attn_dist/instantiations/bf16_576", "htree_decode/instantiations/fp16_64",
     "htree_fwd/instantiations/attend_fp16_64_64",
     "sparse_attention/instantiations/fp16_512", "indexer/instantiations/bf16_128", "indexer_listed/instantiations/bf16",
+    "sparse_attention_bwd/instantiations/fp16_512",
 ]  # fmt: skip
 LAUNCHERS = "tests/kernels/steps.cu"  # entry points for tests of what has no binding
 # Contraction would change the rounding of what PTX spells out; the translated code is long, so -O1.

@@ -1,0 +1,50 @@
+// Barriers of the kernel that computes dq and the sums of dkv
+//   name             who arrives                          who waits       what becomes visible, or free
+//   keys_full[part]  one lane of each producer warp, with  both consumers  panels of the tile (TMA); with the first also
+//                    TMA bytes                                            `rows`
+//   keys_empty       one lane of each of the 8 consumer   producer        both consumers have multiplied dS with the
+//                    warps                                                keys, and read `rows`
+//   q_full           one lane of producer warp 0, with    both consumers  Q and dO of the unit (TMA)
+//                    TMA bytes
+//   q_empty          one lane of each of the 8 consumer   producer warp   the last products of the unit with Q and dO
+//                    warps                                0
+//   ds_full          one lane of each of the 8 consumer   both consumers  P and dS of the tile (st.shared, fenced by each
+//                    warps                                                writing thread)
+//   ds_empty         the same                             both consumers  all products with P and dS of the tile
+#pragma once
+
+#include <cstdint>
+
+#include "device/barriers.cuh"
+#include "device/ptx.cuh"
+#include "config.cuh"
+
+namespace htree_cuda::sm90::sparse_attention_bwd {
+
+template <class C>
+class Barriers {
+public:
+  __device__ __forceinline__ explicit Barriers(typename C::SharedStorage& shared)
+      : keys_empty(ptx::shared_address(&shared.keys_empty)), q_full(ptx::shared_address(&shared.q_full)),
+        q_empty(ptx::shared_address(&shared.q_empty)), ds_full(ptx::shared_address(&shared.ds_full)),
+        ds_empty(ptx::shared_address(&shared.ds_empty)), keys_full_(ptx::shared_address(&shared.keys_full[0])) {}
+
+  __device__ __forceinline__ void init() const {
+#pragma unroll
+    for (int i = 0; i < C::kParts; ++i) barriers::mbarrier_init(keys_full(i), C::kWarps);
+    barriers::mbarrier_init(keys_empty, C::kConsumers * C::kWarps);
+    barriers::mbarrier_init(q_full, 1);
+    barriers::mbarrier_init(q_empty, C::kConsumers * C::kWarps);
+    barriers::mbarrier_init(ds_full, C::kConsumers * C::kWarps);
+    barriers::mbarrier_init(ds_empty, C::kConsumers * C::kWarps);
+  }
+
+  __device__ __forceinline__ uint32_t keys_full(int part) const { return keys_full_ + 8 * part; }
+
+  uint32_t const keys_empty, q_full, q_empty, ds_full, ds_empty;
+
+private:
+  uint32_t const keys_full_;
+};
+
+}  // namespace htree_cuda::sm90::sparse_attention_bwd

@@ -1,0 +1,165 @@
+// Data sheet of the backward of sparse_attention: tiles, shared memory, barriers, register split.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "namespaces.h"
+#include "device/barriers.cuh"
+#include "device/gather.cuh"
+#include "device/slots.cuh"
+#include "device/sm90.cuh"
+#include "device/wgmma.cuh"
+
+namespace htree_cuda::sm90::sparse_attention_bwd {
+
+using namespace host;
+using namespace device;
+
+// What a query's head needs beside its scores. With S = exp2(score * scale_log2 - lse2):
+//   P = weight * S             of the output, whose denominator the sink joins
+//   dS = S * (slope * dP + offset)   the gradient of a dot product of q and k, the scale included
+struct HeadTerms {
+  float lse2, weight, slope, offset;
+};
+
+// How contributions to a row of dkv meet.
+enum class Sums {
+  kAtomic,         // float32, in the order of arrival
+  kDeterministic,  // integers, multiples of a power of two that each row has for itself: any order gives the same bits
+};
+
+// What the kernels are told. Strides in bytes, but for the list's, lengths and sinks, dlse, in elements.
+struct KernelParams {
+  char const* q;             // [B, s_q, h_q, d_qk]
+  int64_t q_stride_b;
+  int64_t q_stride_s;
+  int64_t q_stride_h;
+  char const* kv;            // [B, s_kv, d_qk]
+  int64_t kv_stride_b;
+  int64_t kv_stride_s;
+  char const* dout;          // [B, s_q, h_q, 512]
+  int64_t dout_stride_b;
+  int64_t dout_stride_s;
+  int64_t dout_stride_h;
+  char const* out;           // [B, s_q, h_q, 512] contiguous
+  float const* lse;          // [B, s_q, h_q] contiguous
+  float const* dlse;         // [B, s_q, h_q]
+  int64_t dlse_stride_b;
+  int64_t dlse_stride_s;
+  int64_t dlse_stride_h;
+  int const* indices;        // [B, s_q, topk]
+  int64_t indices_stride_b;
+  int64_t indices_stride_s;
+  int64_t indices_stride_t;
+  int const* topk_length;    // [B, s_q] or null
+  uint32_t topk_length_stride_b;
+  uint32_t topk_length_stride_s;
+  float const* sink;         // [h_q] natural, or null
+  int64_t sink_stride;
+  char* dq;                  // [B, s_q, h_q, d_qk] contiguous
+  char* dkv;                 // [B, s_kv, d_qk] contiguous
+  HeadTerms* terms;          // [B, s_q, h_q]
+  float* to_sink;            // [B, s_q, h_q], with a sink: minus the gradient that a query gives it
+  void* sums;                // [B, s_kv, d_qk] float or int64_t, columns in the order of order.cuh
+  // Of kDeterministic alone:
+  double2* query_bounds;     // [B, s_q]: a contribution is at most x |v| + y
+  float* norms;              // [B, s_kv]: |v|, or NaN where the row is not finite
+  int* exponents;            // [B, s_kv]: of the largest contribution
+  int* counts;               // [B, s_kv]: of contributions
+  float* factors;            // [B, s_kv]: what a contribution is multiplied by
+  int* broken;               // [B, s_kv]: not 0 where a contribution may not be finite
+  int64_t key_stride;        // tokens a key row stands for
+  int64_t q_start[slots::kMaxStarts];
+  int q_start_step;          // 1: one entry a batch; 0: q_start[0] for all
+  int B;
+  int s_q;
+  int s_kv;
+  int h_q;
+  int rows;                  // B * s_q
+  int groups;                // of 64 heads
+  int topk;
+  int kv_coord_s;            // 0 where kv's stride is 0 (the tensor map has one element there), else 1
+  int kv_coord_b;
+  int q_coord_h;             // 0 where q's stride is 0 (the tensor map has one element there), else 1
+  int q_coord_s;
+  int q_coord_b;
+  int dout_coord_h;
+  int dout_coord_s;
+  int dout_coord_b;
+  float scale;               // sm_scale
+  float scale_log2;          // sm_scale * log2(e)
+  float lse_scale;           // to base 2
+  float dlse_scale;          // to the gradient of the natural lse
+  bool causal;
+};
+
+template <class Element_, int kHeadDim_, Sums kSums_>
+struct Config {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr Sums kSums = kSums_;
+
+  // ---- tiles ----
+  static constexpr int kTileKeys = 64;
+  static constexpr int kGroupHeads = 64;  // heads of a CTA
+  static constexpr int kPanelCols = 64;   // 128 bytes: one swizzle row, one L2 line
+  static constexpr int kPanelBytes = 64 * 128;
+  static constexpr int kPanels = kHeadDim / kPanelCols;
+  static constexpr int kValueDim = 512;
+  static constexpr int kValuePanels = kValueDim / kPanelCols;
+  static constexpr int kTileBytes = kPanels * kPanelBytes;
+  static_assert(kHeadDim % kPanelCols == 0 && kHeadDim >= kValueDim && sizeof(Element) == 2);
+
+  // A tile lands in parts, so that its scores begin with the first.
+  static constexpr int kPartPanels = kPanels % 3 == 0 ? 3 : 2;
+  static constexpr int kParts = kPanels / kPartPanels;
+  static_assert(kPanels % kPartPanels == 0);
+
+  // ---- how the two consumers share a tile ----
+  // Scores and dP: 32 keys each. dq and dkv: four panels of columns each, and half of the ninth.
+  static constexpr int kConsumers = 2;  // warpgroups
+  static constexpr int kOwnKeys = kTileKeys / kConsumers;
+  static constexpr int kOwnPanels = kValuePanels / kConsumers;
+  static constexpr int kOwnCols = kOwnPanels * kPanelCols;
+  // Columns of dkv in accumulators at a time. Integers take registers of their own.
+  static constexpr int kSumCols = 64;
+  static constexpr int kTailCols = (kPanels - kValuePanels) * kPanelCols / kConsumers;
+  static_assert(kTailCols == 0 || kTailCols == 32);
+  static constexpr int kPanelSteps = kPanelCols / wgmma::kDepth;
+  static constexpr int kHeadSteps = kGroupHeads / wgmma::kDepth;
+  static constexpr int kKeySteps = kTileKeys / wgmma::kDepth;
+
+  // ---- threads and registers ----
+  static constexpr int kWarps = 4;  // of a warpgroup
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kConsumerRegisters[kConsumers] = {240, 232};
+  static constexpr int kProducerRegisters = 32;
+  // What the launch grants: 65536 / 384 rounded down to a multiple of 8.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kConsumerRegisters[0] + kConsumerRegisters[1] + kProducerRegisters <= (kConsumers + 1) * kLaunchRegisters,
+                "setmaxnreg would wait for ever");
+  static_assert(wgmma::kValueAccumulators + kTailCols / 2 + kSumCols / 2 <= kConsumerRegisters[1] - 40,
+                "dq and some columns of dkv share the consumer's registers");
+
+  // ---- shared memory ----
+  struct SharedStorage {
+    alignas(1024) uint8_t keys[kTileBytes];
+    alignas(1024) uint8_t q[kTileBytes];
+    alignas(1024) uint8_t dout[kValuePanels * kPanelBytes];
+    alignas(1024) uint8_t p[kPanelBytes];   // heads by keys
+    alignas(1024) uint8_t ds[kPanelBytes];  // heads by keys
+    alignas(16) int rows[kTileKeys];        // of the tile's slots, -1 for an invalid one
+    uint64_t keys_full[kParts];
+    uint64_t keys_empty;
+    uint64_t q_full;
+    uint64_t q_empty;
+    uint64_t ds_full;
+    uint64_t ds_empty;
+  };
+  static constexpr int kSharedBytes = sizeof(SharedStorage);
+  static_assert(kSharedBytes <= kMaxSharedBytes, "shared memory of an SM90 CTA");
+};
+
+}  // namespace htree_cuda::sm90::sparse_attention_bwd

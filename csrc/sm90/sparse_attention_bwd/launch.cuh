@@ -1,0 +1,55 @@
+// The body of launch.h's template, for the instantiation files.
+#pragma once
+
+#include "host/cuda_check.h"
+#include "host/math.h"
+#include "finish.cuh"
+#include "kernel.cuh"
+#include "launch.h"
+#include "prepare.cuh"
+
+namespace htree_cuda::sm90::sparse_attention_bwd {
+
+template <class C>
+void launch_sums(KernelParams const& p, CUtensorMap const& kv_map, CUtensorMap const& q_map,
+                 CUtensorMap const& dout_map, int grid, cudaStream_t stream) {
+  constexpr bool kBounds = C::kSums == Sums::kDeterministic;
+  std::int64_t const keys = std::int64_t{p.B} * p.s_kv;
+  auto const blocks = [](std::int64_t items, int each) { return static_cast<unsigned>(ceil_div(items, each)); };
+  prepare_kernel<typename C::Element, C::kHeadDim, kBounds><<<p.rows, kPrepareThreads, 0, stream>>>(p);
+  HTREE_CUDA_CHECK(cudaGetLastError());
+  if (keys > 0) {
+    HTREE_CUDA_CHECK(cudaMemsetAsync(p.sums, 0, sizeof(typename Order<C::kSums>::Sum) * keys * C::kHeadDim, stream));
+    if constexpr (kBounds) {
+      // The bytes 0x80 make a number below every exponent.
+      HTREE_CUDA_CHECK(cudaMemsetAsync(p.exponents, 0x80, 4 * keys, stream));
+      HTREE_CUDA_CHECK(cudaMemsetAsync(p.counts, 0, 4 * keys, stream));
+      norms_kernel<typename C::Element, C::kHeadDim>
+          <<<blocks(keys, kPrepareThreads / 32), kPrepareThreads, 0, stream>>>(p);
+      HTREE_CUDA_CHECK(cudaGetLastError());
+      bounds_kernel<kPrepareThreads><<<p.rows, kPrepareThreads, 0, stream>>>(p);
+      HTREE_CUDA_CHECK(cudaGetLastError());
+      factors_kernel<kPrepareThreads><<<blocks(keys, kPrepareThreads), kPrepareThreads, 0, stream>>>(p);
+      HTREE_CUDA_CHECK(cudaGetLastError());
+    }
+  }
+  auto const kernel = sparse_attention_bwd_kernel<C>;
+  // The attribute is per device and cheap to set; setting it each time keeps no state of the process.
+  HTREE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes));
+  kernel<<<grid, C::kThreads, C::kSharedBytes, stream>>>(p, kv_map, q_map, dout_map);
+  HTREE_CUDA_CHECK(cudaGetLastError());
+  if (keys > 0) {
+    finish_kernel<C><<<blocks(keys * (C::kHeadDim / 8), kFinishThreads), kFinishThreads, 0, stream>>>(p);
+    HTREE_CUDA_CHECK(cudaGetLastError());
+  }
+}
+
+template <class Element, int kHeadDim>
+void launch(KernelParams const& params, CUtensorMap const& kv_map, CUtensorMap const& q_map, CUtensorMap const& dout_map,
+            bool deterministic, int grid, cudaStream_t stream) {
+  auto const run = deterministic ? launch_sums<Config<Element, kHeadDim, Sums::kDeterministic>>
+                                 : launch_sums<Config<Element, kHeadDim, Sums::kAtomic>>;
+  run(params, kv_map, q_map, dout_map, grid, stream);
+}
+
+}  // namespace htree_cuda::sm90::sparse_attention_bwd

@@ -1,0 +1,101 @@
+// The producer warpgroup: TMA gathers tiles of 64 key rows, a box for each 64 columns of a row, and loads Q and dO of a
+// unit. A box takes no registers while it is under way, and consumers need all that there are.
+#pragma once
+
+#include <cstdint>
+
+#include "device/barriers.cuh"
+#include "device/gather.cuh"
+#include "device/ptx.cuh"
+#include "device/query_groups.cuh"
+#include "barriers.cuh"
+#include "config.cuh"
+
+namespace htree_cuda::sm90::sparse_attention_bwd {
+
+using query_groups::Unit;
+using WorkList = query_groups::WorkList<KernelParams>;
+
+template <class C>
+class Producer {
+public:
+  __device__ __forceinline__ Producer(KernelParams const& p, CUtensorMap const& kv_map, CUtensorMap const& q_map,
+                                      CUtensorMap const& dout_map, typename C::SharedStorage& shared, int warp)
+      : p_(p), kv_map_(kv_map), q_map_(q_map), dout_map_(dout_map), shared_(shared), barriers_(shared), warp_(warp) {}
+
+  __device__ __forceinline__ void run() {
+    for (WorkList work(p_); !work.done(); work.next()) {
+      Unit const u = work.unit();
+#pragma unroll 1
+      for (int t = 0; t < u.tiles; ++t) {
+        int const slot = t * C::kTileKeys + key();
+        int const index = slot < u.length ? __ldg(slots::list(p_, u.b, u.s) + slot * p_.indices_stride_t) : -1;
+        // TMA fills a row before the first with zeros.
+        int const row = static_cast<unsigned>(index) < static_cast<unsigned>(u.visible) ? index : -1;
+        keys_round_ ^= 1;
+        barriers::mbarrier_wait(barriers_.keys_empty, keys_round_, "sparse_attention_bwd: room for keys");
+        if (threadIdx.x % 2 == 0) shared_.rows[key()] = row;
+        __syncwarp();
+        gather(u, row);
+        if (t == 0 && warp_ == 0) load_q(u);
+      }
+    }
+  }
+
+private:
+  // Two threads share a row.
+  __device__ __forceinline__ static int key() { return threadIdx.x % 128 / 2; }
+
+  __device__ __forceinline__ void gather(Unit const& u, int row) const {
+    int const y = row < 0 ? -1 : row * p_.kv_coord_s;
+    uint32_t const to = ptx::shared_address(&shared_.keys[0]) + key() * gather::kPanelBytesPerRow;
+#pragma unroll 1
+    for (int part = 0; part < C::kParts; ++part) {
+      uint32_t const full = barriers_.keys_full(part);
+      if (threadIdx.x % 32 == 0) {
+        barriers::mbarrier_arrive_expect_bytes(full, C::kPartPanels * C::kPanelBytes / C::kWarps);
+      }
+      __syncwarp();
+#pragma unroll 1
+      for (int panel = threadIdx.x % 2; panel < C::kPartPanels; panel += 2) {
+        int const column = part * C::kPartPanels + panel;
+        ptx::tma_load_4d(to + column * C::kPanelBytes, &kv_map_, full, ptx::kEvictNormal, column * C::kPanelCols, 0, y,
+                         u.b * p_.kv_coord_b);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_q(Unit const& u) {
+    q_round_ ^= 1;
+    barriers::mbarrier_wait(barriers_.q_empty, q_round_, "sparse_attention_bwd: room for Q");
+    if (threadIdx.x % 32 == 0) {
+      barriers::mbarrier_arrive_expect_bytes(barriers_.q_full, (C::kPanels + C::kValuePanels) * C::kPanelBytes);
+      int const head = u.group * C::kGroupHeads;
+#pragma unroll 1
+      for (int panel = 0; panel < C::kPanels; ++panel) {
+        ptx::tma_load_4d(ptx::shared_address(&shared_.q[0]) + panel * C::kPanelBytes, &q_map_, barriers_.q_full,
+                         ptx::kEvictFirst, panel * C::kPanelCols, head * p_.q_coord_h, u.s * p_.q_coord_s,
+                         u.b * p_.q_coord_b);
+      }
+#pragma unroll 1
+      for (int panel = 0; panel < C::kValuePanels; ++panel) {
+        ptx::tma_load_4d(ptx::shared_address(&shared_.dout[0]) + panel * C::kPanelBytes, &dout_map_, barriers_.q_full,
+                         ptx::kEvictFirst, panel * C::kPanelCols, head * p_.dout_coord_h, u.s * p_.dout_coord_s,
+                         u.b * p_.dout_coord_b);
+      }
+    }
+    __syncwarp();
+  }
+
+  KernelParams const& p_;
+  CUtensorMap const& kv_map_;
+  CUtensorMap const& q_map_;
+  CUtensorMap const& dout_map_;
+  typename C::SharedStorage& shared_;
+  Barriers<C> const barriers_;
+  int const warp_;
+  uint32_t keys_round_ = 0;
+  uint32_t q_round_ = 0;
+};
+
+}  // namespace htree_cuda::sm90::sparse_attention_bwd
