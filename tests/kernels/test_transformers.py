@@ -52,7 +52,7 @@ def judge(found, plain, exact) -> None:
     assert torch.isfinite(found).all() and 0 < error <= 2 * allowed < 0.5 * exact.norm(), (error, allowed, exact.norm())
 
 
-@pytest.mark.hardware
+@pytest.mark.emulated
 def test_a_small_model():
     """Forward, gradients, a cached prompt and steps behind it, in a size that the emulator can run."""
     kernels, plain, exact, _ = three(64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1)
