@@ -11,12 +11,16 @@ from . import checks, indexer, ops, varlen  # noqa: F401  (importing ops registe
 from .autocast import autocast as _autocast
 
 
+def _one_each(q_start: object) -> bool:
+    """Whether there is one start for every sequence: a list, or an array of NumPy."""
+    return (isinstance(q_start, Sequence) and not isinstance(q_start, str)) or getattr(q_start, "ndim", 0) == 1
+
+
 def _starts(op: str, q_start: int | Sequence[int] | None, B: int) -> list[int] | None:
     """One start for each batch element (one without a batch), as the ops take them."""
     if q_start is None:
         return None
-    one_each = isinstance(q_start, Sequence) or getattr(q_start, "ndim", 0) == 1  # a list, or an array of NumPy
-    return [checks.common.integer(op, "q_start", start) for start in (q_start if one_each else [q_start] * B)]
+    return [checks.common.integer(op, "q_start", start) for start in (q_start if _one_each(q_start) else [q_start] * B)]
 
 
 def forward(
@@ -158,7 +162,7 @@ def forward(
         checks.common.tensor(op, name, x)
     if selection is not None:
         checks.common.tensor(op, "selection", selection)
-    several = isinstance(q_start, (Tensor, Sequence)) or getattr(q_start, "ndim", 0) == 1
+    several = isinstance(q_start, Tensor) or _one_each(q_start)
     if not several:
         q_start = checks.common.integer(op, "q_start", q_start, optional=True)
     options = checks.tree.tree_option_types(op, options)

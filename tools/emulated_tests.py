@@ -65,7 +65,9 @@ FAMILIES = {
         ("csrc/sm90/htree_fwd/",),
     ),
     "htree_decode": Family(
-        ("csrc/sm90/htree_decode/", "csrc/tree/"), ("tests/kernels/test_decode*.py",), ("csrc/sm90/htree_fwd/",)
+        ("csrc/sm90/htree_decode/", "csrc/tree/"),
+        ("tests/kernels/test_decode*.py", "tests/kernels/test_transformers.py"),
+        ("csrc/sm90/htree_fwd/", "csrc/sm90/htree_bwd/"),
     ),
 }
 
