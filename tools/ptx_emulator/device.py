@@ -17,7 +17,8 @@ from . import make
 
 _LAUNCHERS = (
     "tree_pool", "forward", "forward_varlen", "backward", "attn_dist", "sparse_attention",
-    "sparse_attention_backward", "tree_append", "tree_decode",
+    "sparse_attention_backward", "tree_append", "tree_decode", "topk_indices", "indexer_logits",
+    "indexer_logits_listed", "indexer_topk",
 )  # fmt: skip
 _WORKSPACES = ("forward_workspace", "forward_varlen_workspace", "backward_workspace")
 _ALIGNMENT = 256  # of a CUDA allocation, which the launchers rely on for the workspace
@@ -52,7 +53,9 @@ def _load_library(path: Path) -> ctypes.CDLL:
 
 def _allow(values) -> None:
     for x in values:
-        if isinstance(x, torch.Tensor) and x.numel():
+        if isinstance(x, tuple):
+            _allow(x)
+        elif isinstance(x, torch.Tensor) and x.numel():
             storage = x.untyped_storage()
             library().emulator_allow(storage.data_ptr(), storage.nbytes())
 
