@@ -2,6 +2,7 @@
 
     python examples/train_bytes.py                                # both tasks, seed 0, minutes on 2 CPU cores
     python examples/train_bytes.py --preset gpu --seeds 0,1,2     # T = 32,768, one Hopper GPU
+    python examples/train_bytes.py --preset gpu --time-steps 32768,131072     # trains nothing: how long a step takes
     torchrun --nproc-per-node 2 examples/train_bytes.py --preset gpu --context-parallel     # T = 262,144, two of them
     python examples/train_bytes.py --packed                       # documents packed to T, each with a tree of its own
 
@@ -548,11 +549,13 @@ def train_together(preset: Preset, args: argparse.Namespace) -> None:
 # ------------------------------------------------------------------------------------------------------------- report
 
 
-def throughput(preset: Preset, lengths: list[int], device: torch.device, backend: str) -> list[dict]:
-    """Tokens per second of a training step of each arm on one sequence of text: the median of 5 after 2."""
+def throughput(
+    preset: Preset, lengths: list[int], device: torch.device, backend: str, arms: tuple[str, ...] = ARMS
+) -> list[dict]:
+    """A training step of each arm on one sequence of text: tokens per second, of the median of 5 steps after 2."""
     text, found = Text(), []
     for T in lengths:
-        for arm in ARMS:
+        for arm in arms:
             stages = Task((Stage(T, 1, 7),), preset.text.lr, 8, 1)
             run = Run(dataclasses.replace(preset, text=stages), "text", arm, 0, text, device, backend)
             seconds = []
@@ -560,9 +563,25 @@ def throughput(preset: Preset, lengths: list[int], device: torch.device, backend
                 started = time.perf_counter()
                 run.train_step()  # returns a number, so the device is done
                 seconds.append(time.perf_counter() - started)
-            found.append({"T": T, "arm": arm, "tokens_per_s": round(T / statistics.median(seconds[2:]))})
-            print(f"throughput: T {T}, {arm}: {found[-1]['tokens_per_s']:,} tokens/s", flush=True)
+            step = statistics.median(seconds[2:])
+            found.append({"T": T, "arm": arm, "tokens_per_s": round(T / step), "step_ms": round(1e3 * step, 2)})
+            print(
+                f"throughput: T {T}, {arm}: {found[-1]['tokens_per_s']:,} tokens/s, {1e3 * step:.1f} ms a step",
+                flush=True,
+            )
     return found
+
+
+def time_steps(preset: Preset, args: argparse.Namespace, device: torch.device) -> None:
+    """Steps with dense attention and with htree at each length of --time-steps, side by side; JSON in --out."""
+    log = args.out / f"train_steps_{preset.name}.json"
+    report = {**identity(device.type), "preset": dataclasses.asdict(preset), "throughput": []}
+    for T in args.time_steps:
+        found = throughput(preset, [T], device, args.backend, ("dense", "htree"))
+        report["throughput"] += found
+        dense, htree = (x["step_ms"] for x in found)
+        print(f"T {T:,}: a step of htree takes {htree / dense:.2f} of dense attention's", flush=True)
+        log.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def draw(report: dict, path: Path) -> None:
@@ -631,6 +650,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", help="default: cuda for the gpu preset, else cpu")
     parser.add_argument("--backend", choices=("auto", "torch"), default="auto", help="of the htree arm")
     parser.add_argument("--throughput", type=numbers, metavar="T,T", help="also tokens per second at these lengths")
+    parser.add_argument("--time-steps", type=numbers, metavar="T,T", help="only time steps of these lengths, two arms")
     parser.add_argument("--context-parallel", action="store_true", help="long sequences over the ranks of torchrun")
     parser.add_argument("--length", type=int, default=262144, help="with --context-parallel: T")
     parser.add_argument("--steps", type=int, default=40, help="with --context-parallel: optimizer steps")
@@ -645,6 +665,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     device = torch.device(args.device or ("cuda" if args.preset == "gpu" else "cpu"))
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.time_steps:
+        time_steps(preset, args, device)
+        return 0
     log = args.out / f"train_{preset.name}{'_packed' if args.packed else ''}.json"
     report = {**identity(device.type), "preset": dataclasses.asdict(preset), "tasks": {}}
     kept = logged(log, report)

@@ -19,25 +19,6 @@ LIMIT_S = 420
 
 SHAPES = ["--inputs", "iid,local", "--lengths", "16384,65536,131072,262144", "--dense-up-to", "65536"]
 
-# Groups and budgets that models use, for the tables of README.md and docs/performance.md: `--only budget`. Two are
-# measured elsewhere too: a group of 16 with top_k 512 by forward_gpu and backward_gpu.
-GROUPS = {
-    "g16": ["--heads", "16"],
-    "g8": ["--heads", "64", "--kv-heads", "8"],
-    "g4": ["--heads", "32", "--kv-heads", "8"],
-}
-BUDGETS = {"forward": (64, 128, 512), "backward": (64, 128, 512)}
-BUDGET_LENGTHS = {"forward": "8192,16384,32768,65536,131072", "backward": "16384,65536"}
-BUDGET_ROWS = {
-    f"{op}_budget_{group}_k{top_k}": [
-        op, *heads, "--top-k", str(top_k), "--inputs", "iid,local", "--lengths", BUDGET_LENGTHS[op],
-    ]
-    for op, budgets in BUDGETS.items()
-    for group, heads in GROUPS.items()
-    for top_k in budgets
-    if (group, top_k) != ("g16", 512)
-}  # fmt: skip
-
 # Calls of `python -m htree_cuda bench`, each writing benchmarks/results/<name>.json.
 PYTHON_BENCHMARKS = {
     "forward_gpu": [
@@ -65,7 +46,8 @@ PYTHON_BENCHMARKS = {
     "sparse_attention_gpu": ["sparse_attention"],
     "backward_gpu": ["backward"],
     "decode_gpu": ["decode", "--quick", "--plot", str(RESULTS / "decode_gpu.png")],
-    **BUDGET_ROWS,
+    # Groups and budgets that models use, for the tables of README.md and docs/performance.md.
+    "budgets_gpu": ["budgets"],
 }
 
 

@@ -1,5 +1,5 @@
-"""The one Python benchmark program: `python -m htree_cuda bench COMMAND ...`, COMMAND being forward, backward, decode,
-attn_dist, sparse_attention, dsa or, started by torchrun, context_parallel.
+"""The one Python benchmark program: `python -m htree_cuda bench COMMAND ...`, COMMAND being forward, backward, budgets,
+decode, packed, attn_dist, sparse_attention, dsa, indexer or, started by torchrun, context_parallel.
 
 Protocol. On a GPU: 0.5 s of warm-up, then back-to-back calls for at least 1 s (at least 5 calls), CUDA events around
 each; median and 90th percentile; SM clock and power are read while the calls run. Beyond --dense-up-to dense attention
@@ -9,6 +9,9 @@ on the same data. Inputs have unit variance and are never zeros.
 
 sparse_attention and its peer are interleaved, three rounds of both, over which median and percentile are taken. Then
 again with a pause before each call, as long as the call: back to back the power cap sets the clock, with pauses not.
+
+budgets has hundreds of rows and a shorter protocol (`protocol.Short`): 0.05 s of warm-up, then calls for at least
+0.12 s, and one call where a call takes 0.3 s or more. The JSON holds these numbers.
 
 Every figure carries the FLOPs and bytes it counts; the JSON names the sources (content hash), machine and torch. The
 tables and plots of the README are made from these files by tools/update_docs.py.

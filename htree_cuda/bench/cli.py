@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 
 from .. import checks
-from . import attn_dist, backward, context_parallel, decode, dsa, forward, indexer, packed, sparse_attention
-from .inputs import DTYPES, KINDS
+from . import attn_dist, backward, budgets, context_parallel, decode, dsa, forward, indexer, packed, sparse_attention
+from .inputs import DTYPES, KINDS, RANDOM
 from .plots import plot
-from .protocol import identity
+from .protocol import Short, identity
 from .tables import break_even, table
 
 COMMANDS = {
     "forward": forward, "backward": backward, "decode": decode, "attn_dist": attn_dist,
     "sparse_attention": sparse_attention, "dsa": dsa, "indexer": indexer, "context_parallel": context_parallel,
-    "packed": packed,
+    "packed": packed, "budgets": budgets,
 }  # fmt: skip
 
 
@@ -117,11 +117,33 @@ def _context_parallel(cuda: bool) -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="heads 16/1 and 32/8, top_k 512 and 64, in place of --heads and --top-k")
     add("--lengths", type=_ints, default="131072,1048576" if cuda else "2048", help="each T of all ranks to measure")
     add("--layouts", type=_layouts, default="zigzag,contiguous", help="which tokens a rank has: one or both")
-    add("--inputs", choices=KINDS, default="iid", help="kind of input")
+    add("--inputs", choices=RANDOM, default="iid", help="kind of input")
     add("--top-k", type=int, default=512 if cuda else 16, help="nodes expanded per layer")
     add("--no-single", action="store_true", help="leave out one rank alone, which needs the memory for it")
     add("--weak-up-to", type=int, default=131072, help="longest T whose share of a rank is also measured alone")
     add("--plot", type=Path, help="write a PNG of the speedup over T")
+    return parser
+
+
+def _budgets(cuda: bool) -> argparse.ArgumentParser:
+    """Options of budgets, whose every combination is measured."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument
+    add("--heads", type=decode.heads, default="16/1,64/8,32/8,16/16" if cuda else "8/2", help="pairs of H and H_kv")
+    add("--top-k", type=_ints, default="64,128,512" if cuda else "16", help="nodes expanded per layer, each")
+    lengths = "8192,16384,32768,65536,131072,262144" if cuda else "1024,2048"
+    add("--lengths", type=_ints, default=lengths, help="each T, tokens, to measure")
+    add("--inputs", type=_kinds, default="iid,local,trained" if cuda else "iid", help="of iid, local, trained")
+    add("--dim", type=int, default=128 if cuda else 64, help="K = V, head dimension of keys and of values")
+    add("--compression-rate", type=int, default=16, help="children per node")
+    add("--dense-up-to", type=int, default=262144, help="longest T at which dense attention runs")
+    add("--phases-at", type=_ints, default="65536", help="each T whose kernels are also timed one by one")
+    add(
+        "--limit-s", type=float, default=0.0, help="begin no row after so many seconds and name those left; 0: no limit"
+    )
+    add("--warm-up-s", type=float, default=Short.warm_up_s, help="seconds of calls before those that count")
+    add("--timed-s", type=float, default=Short.timed_s, help="seconds of calls that count, at least")
+    add("--long-s", type=float, default=Short.long_s, help="a call that takes so many seconds is made once")
     return parser
 
 
@@ -150,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command("forward", tree, "htree attention against dense attention over T")
     add("--lengths", type=_ints, default="8192,16384,32768,65536,131072", help="each T, tokens of context, to measure")
     add("--queries", type=int, default=0, help="measure the last N queries; 0: all of them")
-    add("--inputs", type=_kinds, default="iid", help="kinds of input: iid, local or iid,local")
+    add("--inputs", type=_kinds, default="iid", help="kinds of input, of iid, local, trained")
     add("--seeds", type=int, default=1, help="inputs to time: that of --seed, and as many less one after it")
     add("--top-k", type=int, default=512 if cuda else 64, help="nodes expanded per layer")
     add("--dense-up-to", type=int, default=262144 if cuda else 131072, help="longest T at which dense attention runs")
@@ -158,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--plot", type=Path, help="write a PNG of time per query over T")
     add = command("backward", tree, "gradients of htree attention against dense attention's over T")
     add("--lengths", type=_ints, default="16384,65536,131072" if cuda else "2048,4096", help="each T to measure")
-    add("--inputs", type=_kinds, default="iid,local", help="kinds of input: iid, local or iid,local")
+    add("--inputs", type=_kinds, default="iid,local", help="kinds of input, of iid, local, trained")
     add("--top-k", type=int, default=512 if cuda else 16, help="nodes expanded per layer")
     add("--dense-up-to", type=int, default=131072, help="longest T at which dense attention runs")
     add = command("decode", _decode(cuda), "a step of decoding from a cached tree against dense attention over T")
@@ -167,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False, parents=[_context_parallel(cuda), tree], conflict_handler="resolve"
     )
     command("context_parallel", parent, "one sequence over several ranks, started by torchrun")
+    command("budgets", _budgets(cuda), "forward, backward and both by group, budget and length, beside dense attention")
     command("packed", _packed(cuda), "packed sequences beside batches, their documents and PyTorch's own")
     add = command("attn_dist", lists, "attn_dist over numbers of heads and keys, beside cuDNN frontend's operation")
     add("--lengths", type=_ints, default="4096,16384,65536,131072" if cuda else "4096", help="each s_kv, keys")
@@ -192,7 +215,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     print(table(figures, command.COLUMNS))
     report = {"program": f"bench {args.command}", **identity(args.device), "figures": figures}
-    if any("speedup_over_dense" in f for f in figures):
+    if args.command == "budgets":
+        report["protocol"] = vars(args.short)
+    if args.command in ("forward", "backward") and any("dense" in f for f in figures):  # rows of one shape
         report["break_even"] = T = break_even(figures)
         print(f"break-even: T = {T:,}" if T else "break-even: none, dense attention is faster at the longest T")
     if args.out:

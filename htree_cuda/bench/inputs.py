@@ -7,14 +7,21 @@ import math
 import torch
 
 from ..definition import layer_sizes
+from . import trained
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-KINDS = ("iid", "local")
+RANDOM = ("iid", "local")
+KINDS = (*RANDOM, "trained")
 LOCAL_RHO = 0.99
 
 
 def tree_inputs(kind: str, B: int, T: int, T_q: int, H: int, H_kv: int, K: int, V: int, dtype, device, seed: int):
-    """iid: Gaussian q, k, v. local: q_t = rho q_{t-1} + sqrt(1 - rho^2) e, independent over heads and dimensions."""
+    """iid: Gaussian q, k, v. local: q_t = rho q_{t-1} + sqrt(1 - rho^2) e, independent over heads and dimensions.
+    trained: what trained decoders compute of text (`trained`)."""
+    if kind == "trained":
+        if B != 1 or K != V:
+            raise ValueError(f"inputs trained: B must be 1 and K must equal V, got B = {B}, K = {K}, V = {V}")
+        return trained.tree_inputs(T, T_q, H, H_kv, K, dtype, device, seed)
     g = torch.Generator(device=device).manual_seed(seed)
     q = torch.randn(B, T_q, H, K, generator=g, device=device)
     if kind == "local":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import json
 import math
 import os
 import platform
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -49,6 +51,14 @@ def identity(device: str) -> dict:
     return about
 
 
+def write_report(path: Path, program: str, about: dict, figures: list[dict]) -> None:
+    """What was measured so far, whole or not at all: a run that is cut off leaves the file of its last call."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"program": program, **about, "figures": figures}, indent=1) + "\n")
+    part.replace(path)
+
+
 def _this_gpu() -> str:
     """The option of nvidia-smi that picks the current device."""
     uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
@@ -68,7 +78,8 @@ def _quantile(times: list[float], q: float) -> float:
     return times[min(len(times) - 1, math.ceil(q * len(times)) - 1)]
 
 
-def _summary(times: list[float], **extra) -> dict:
+def summary(times: list[float], **extra) -> dict:
+    """Median, 90th percentile and number of the milliseconds of calls."""
     median, p90 = (round(_quantile(times, q), 4) for q in (0.5, 0.9))
     return {"ms": median, "p90_ms": p90, "calls": len(times), **extra}
 
@@ -144,6 +155,61 @@ def sample(
     return [a.elapsed_time(b) / repeats for a, b in pairs], about
 
 
+@dataclass(frozen=True)
+class Short:
+    """A protocol for tables of many rows: a first call, then calls for warm_up_s, then for timed_s and at least `least`
+    of them. Where the first call takes long_s or more, it is the only one."""
+
+    warm_up_s: float = 0.05
+    timed_s: float = 0.12
+    long_s: float = 0.3
+    least: int = 2
+
+
+def laps(call: Callable[[Callable[[], None]], object], device: str, short: Short) -> list[list[float]]:
+    """Milliseconds of the parts of each call, call by call: from its beginning to the first time that it calls what it
+    is given, from there to the next time, and to its end."""
+    calls: list[list] = []
+
+    def one() -> None:
+        marks: list = []
+
+        def mark() -> None:
+            if device == "cpu":
+                marks.append(time.perf_counter())
+            else:
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record()
+
+        mark()
+        call(mark)
+        mark()
+        calls.append(marks)
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    def parts(marks: list) -> list[float]:
+        if device == "cpu":
+            return [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+
+    wait()
+    one()
+    wait()
+    if sum(parts(calls[0])) < 1e3 * short.long_s:
+        for seconds, least in ((short.warm_up_s, 0), (short.timed_s, short.least)):
+            calls.clear()
+            start = time.perf_counter()
+            while len(calls) < least or time.perf_counter() - start < seconds:
+                one()
+                if device == "cuda" and len(calls) > 4:  # keeps the queue short, never empty
+                    calls[-4][-1].synchronize()
+        wait()
+    return [parts(marks) for marks in calls]
+
+
 def _clocks_per_ms() -> float:
     """Of the kernel that torch.cuda._sleep launches: it counts clocks, and their rate follows power."""
     clocks = 1_000_000
@@ -160,7 +226,7 @@ def _pooled(samples: list[tuple[list[float], dict]]) -> dict:
     """One summary of a call's samples: over all calls; of what was read beside them, the median of the samples."""
     known = {key: [about[key] for _, about in samples if about[key] is not None] for key in samples[0][1]}
     read = {key: _quantile(values, 0.5) if values else None for key, values in known.items()}
-    return _summary([ms for times, _ in samples for ms in times], **read)
+    return summary([ms for times, _ in samples for ms in times], **read)
 
 
 def measure(call: Callable[[], object], device: str, **options) -> dict:
@@ -193,4 +259,4 @@ def measure_once(call: Callable[[], object], device: str) -> dict:
     call()
     if device == "cuda":
         torch.cuda.synchronize()
-    return _summary([1e3 * (time.perf_counter() - start)])
+    return summary([1e3 * (time.perf_counter() - start)])

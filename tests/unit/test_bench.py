@@ -14,7 +14,7 @@ import torch
 
 from htree_cuda import attn_dist, definition, forward_cached, sparse_attention
 from htree_cuda.bench import attn_dist as bench_attn_dist
-from htree_cuda.bench import backward, cli, inputs, peers, phases, protocol, tables
+from htree_cuda.bench import backward, budgets, cli, forward, inputs, peers, phases, protocol, tables, trained
 from htree_cuda.bench import decode as bench_decode
 from htree_cuda.bench import sparse_attention as bench_sparse_attention
 
@@ -143,8 +143,12 @@ def test_the_backward_is_timed_on_the_gradients_of_its_inputs(tmp_path, monkeypa
 
 
 def test_a_long_dense_peer_is_called_once(tmp_path, monkeypatch):
-    """Beyond --dense-up-to and up to --dense-once."""
+    """Beyond --dense-up-to and up to --dense-once. One point runs in a process of its own, as all do on a CPU; such a
+    process takes seconds to start."""
     monkeypatch.setattr(protocol, "TIMED_S", 0.0)
+    in_child = forward._in_child
+    here = lambda function, args, T, kind: (in_child if T == 40 else lambda f, *x: f(*x))(function, args, T, kind)  # noqa: E731
+    monkeypatch.setattr(forward, "_in_child", here)
     options = ["--lengths", "40,70,100", "--heads", "2", "--kv-heads", "1", "--dim", "4", "--top-k", "4"]
     options += ["--device", "cpu", "--dtype", "float32", "--dense-up-to", "40", "--dense-once", "70"]
     options += ["--out", str(tmp_path / "f.json")]
@@ -351,3 +355,127 @@ def test_quick_decode_measures_its_six_shapes():
     assert [(B, T // 1024, H, H_kv) for B, T, H, H_kv in bench_decode.points(args)] == [
         (1, 32, 32, 8), (1, 128, 32, 8), (1, 1024, 16, 1), (16, 32, 32, 8), (8, 128, 32, 8), (64, 32, 32, 8),
     ]  # fmt: skip
+
+
+def test_short_protocol_times_the_parts_of_a_call(monkeypatch):
+    """A long call counts although it is the first; a short one is warm before it counts."""
+    now, seen = [0.0], []
+    monkeypatch.setattr(protocol.time, "perf_counter", lambda: now[0])
+
+    def call(mark):
+        now[0] += seconds
+        mark()
+        now[0] += 2 * seconds
+        seen.append(now[0])
+
+    seconds = 0.2
+    short = protocol.Short(warm_up_s=1.0, timed_s=2.0, long_s=0.5, least=2)
+    assert protocol.laps(call, "cpu", short) == [pytest.approx([200.0, 400.0])] and len(seen) == 1
+    seconds = 0.1
+    found = protocol.laps(call, "cpu", short)
+    assert found == [pytest.approx([100.0, 200.0])] * 7, "the calls of two seconds"
+    assert len(seen) == 1 + 1 + 4 + 7, "the first one, a second of them, and those"
+
+
+TINY_TRAINING = ((64, 1, 2), (96, 1, 1))
+
+
+@pytest.fixture
+def tiny_decoders(monkeypatch, tmp_path):
+    monkeypatch.setattr(trained, "FOLDER", tmp_path / "trained")
+    monkeypatch.setattr(trained, "STAGES", TINY_TRAINING)
+    monkeypatch.setattr(trained, "_found", {})
+    return tmp_path / "trained"
+
+
+def test_trained_inputs_are_what_decoders_compute(tiny_decoders, monkeypatch):
+    """KV heads over blocks, then over the heads of a block, then over seeds; a shorter sequence is a longer one's
+    beginning; a kept checkpoint is used again."""
+    q, k, v = inputs.tree_inputs("trained", 1, 80, 80, 40, 10, 8, 8, torch.float32, "cpu", 3)
+    assert q.shape == (1, 80, 40, 8) and k.shape == v.shape == (1, 80, 10, 8)
+    assert sorted(path.name for path in tiny_decoders.iterdir()) == [
+        f"trained_g4_d8_text_htree_{seed}.pt" for seed in (3, 4)
+    ]
+    example = sys.modules["train_bytes"]
+    run = trained._decoder(4, 8, 3, torch.device("cpu"))
+    assert run.step == 3 and run.model.blocks[0].attention.options["top_k_per_layer"] == trained.TOP_K
+    x = run.model.embedding(run.data.parts["validation"][:80].long()[None])
+    for i, block in enumerate(run.model.blocks):
+        expected = block.attention.project(block.attention_norm(x))
+        for head in range(2):
+            at = 4 * head + i
+            for mine, theirs in zip((k, v), expected[1:]):
+                torch.testing.assert_close(mine[:, :, at], theirs[:, :, head])
+            torch.testing.assert_close(q[:, :, 4 * at : 4 * at + 4], expected[0][:, :, 4 * head : 4 * head + 4])
+        x = block(x)
+    monkeypatch.setattr(example.Run, "train", None)  # nothing is trained again
+    shorter = inputs.tree_inputs("trained", 1, 50, 20, 40, 10, 8, 8, torch.float32, "cpu", 3)
+    assert torch.equal(shorter[0], q[:, 30:50]) and torch.equal(shorter[1], k[:, :50])
+    monkeypatch.setattr(trained, "_found", {})
+    again = inputs.tree_inputs("trained", 1, 80, 80, 40, 10, 8, 8, torch.float32, "cpu", 3)
+    assert all(torch.equal(x, y) for x, y in zip(again, (q, k, v)))
+    for wrong in ((2, 80, 80, 40, 10, 8, 8), (1, 80, 80, 40, 10, 8, 4), (1, 10**9, 80, 40, 10, 8, 8)):
+        with pytest.raises(ValueError, match="inputs trained"):
+            inputs.tree_inputs("trained", *wrong, torch.float32, "cpu", 3)
+
+
+def test_budgets(tiny_decoders, tmp_path, monkeypatch, capsys):
+    """Every row has three ops beside dense attention, which is measured once a number of heads and length; the file is
+    whole after every row."""
+    written = []
+    original = budgets.write_report
+
+    def write(path, *arguments):
+        original(path, *arguments)
+        written.append(len(json.loads(path.read_text())["figures"]))
+
+    monkeypatch.setattr(budgets, "write_report", write)
+    monkeypatch.setattr(budgets, "ALONE_UP_TO", 64)
+    options = ["--heads", "8/2,2/2", "--top-k", "2,4", "--lengths", "64,130", "--inputs", "local,trained", "--dim", "8"]
+    options += ["--compression-rate", "4"]
+    short = ["--warm-up-s", "0", "--timed-s", "0", "--phases-at", "130", "--dense-up-to", "64"]
+    assert cli.main(["budgets", *options, *short, "--out", str(tmp_path / "budgets.json")]) == 0
+    report = json.loads((tmp_path / "budgets.json").read_text())
+    figures = report["figures"]
+    assert report["protocol"]["timed_s"] == 0 and "break_even" not in report
+    rows = [("local", 64, 8), ("trained", 64, 8), ("local", 64, 2), ("local", 130, 8), ("trained", 130, 8)]
+    found = [(f["inputs"], f["T"], f["H"], f["top_k"], f["op"]) for f in figures]
+    assert found == [(*row, top_k, op) for row in rows for top_k in (2, 4) for op in budgets.OPS]
+    assert written == [6, 12, 18, 24, 30]
+    for f in figures:
+        assert f["ms"] > 0 and f["calls"] >= 1 and ("dense" in f) == (f["T"] == 64)
+        assert ("shared_with_neighbour" in f) == (f["T"] == 130)
+        if "dense" in f:
+            assert f["dense"]["inputs"] == "local" and f["speedup_over_dense"] > 0
+    assert len({json.dumps(f["dense"]) for f in figures if "dense" in f}) == 2 * 3
+    assert "H 8 on 2, top_k 4: always faster than dense" in capsys.readouterr().out
+    assert cli.main(["budgets", *options, *short, "--limit-s", "1e-9", "--out", str(tmp_path / "none.json")]) == 0
+    assert "left out" in capsys.readouterr().err
+
+
+def test_the_share_that_neighbours_have_in_common():
+    """All of it where queries are alike; by sets, on rows of their own."""
+    q, k, v = inputs.tree_inputs("iid", 1, 300, 300, 4, 2, 8, 8, torch.float32, "cpu", 0)
+    options = {"compression_rate": 4, "top_k_per_layer": 4}
+    selection = definition.forward(q[:, -budgets.LAST :].double(), k.double(), v.double(), **options).selection[0, 0]
+    rows = [[set(x.tolist()) - {-1} for x in selection[:, head]] for head in range(2)]
+    common = sum(len(a & b) for head in rows for a, b in zip(head[1:], head))
+    total = sum(len(a) for head in rows for a in head[1:])
+    assert budgets.shared((q, k, v), options) == pytest.approx(common / total, abs=2e-4)
+    assert budgets.shared((q[:, :1].expand(-1, 300, -1, -1), k, v), options) > 0.85 > common / total
+    assert budgets.shared((q[:, :10], k[:, :10], v[:, :10]), options) is None
+
+
+def test_every_row_of_the_design_is_in_the_table(monkeypatch):
+    """As on a GPU: three groups, three budgets, 8K to 256K, three kinds; no groups as an extra row."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    args = cli._parser().parse_args(["budgets"])
+    rows = list(budgets.rows(args))
+    lengths = [1024 * n for n in (8, 16, 32, 64, 128, 256)]
+    expected = {
+        (T, H, H_kv, kind) for T in lengths for H, H_kv in ((16, 1), (64, 8), (32, 8)) for kind in inputs.RANDOM
+    }
+    expected |= {(T, H, 8, "trained") for T in lengths for H in (64, 32)}
+    expected |= {(T, 16, 16, kind) for T in lengths[:4] for kind in inputs.RANDOM}
+    assert set(rows) == expected and len(rows) == len(expected) and args.top_k == [64, 128, 512]
+    assert [T for T, *_ in rows] == sorted(T for T, *_ in rows), "the longest last, which a limit cuts off"

@@ -179,3 +179,15 @@ def test_calls_for_some_runs_share_a_log(monkeypatch, tmp_path):
     example.main(["--out", str(parts), "--task", "recall", "--arms", "htree"])
     report = json.loads((parts / log).read_text())
     assert list(report["tasks"]) == ["recall"] and len(report["tasks"]["recall"]["runs"]) == 1, "another preset's log"
+
+
+def test_steps_are_timed_without_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(PRESETS, "cpu", TINY)
+    assert example.main(["--out", str(tmp_path), "--time-steps", "24,40"]) == 0
+    report = json.loads((tmp_path / "train_steps_cpu.json").read_text())
+    assert [(t["T"], t["arm"]) for t in report["throughput"]] == [
+        (T, arm) for T in (24, 40) for arm in ("dense", "htree")
+    ]
+    assert all(t["step_ms"] > 0 for t in report["throughput"])
+    assert list(tmp_path.iterdir()) == [tmp_path / "train_steps_cpu.json"], "nothing was trained"
+    assert "T 40: a step of htree takes" in capsys.readouterr().out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tools.update_docs import __main__ as update
-from tools.update_docs import budgets, decode, dispatch
+from tools.update_docs import budgets, decode, dispatch, training
 
 
 def figure(T, ms, dense=None, inputs="iid", **shape):
@@ -95,3 +95,28 @@ def test_a_row_of_generation_has_both_arms(monkeypatch):
     found = {"gpu": "H100", "driver": "1", "torch": "2", "date": "2026-01-02", "top_k": 64, "figures": figures}
     monkeypatch.setattr(decode, "load", lambda name: found if name == "generate_gpu" else None)
     assert "| 32K | 1,234 | 800 |\n| 128K | 1,200 | 251 |\n" in decode.generate_gpu()
+
+
+def test_no_groups_are_one_sentence_at_the_longest_length(monkeypatch):
+    shape = {"H": 16, "H_kv": 16}
+    rows = [
+        figure(T, ms, 2.0, **shape, top_k=top_k)
+        for T, ms, top_k in ((8192, 1.0, 64), (65536, 9.0, 64), (65536, 5.0, 32))
+    ]
+    rows += [figure(65536, 12.0, 4.0, **shape, op="backward"), figure(65536, 1.0, 2.0)]
+    reports(monkeypatch, report(rows))
+    assert budgets.no_groups() == (
+        "Without groups (16 query heads on 16 KV heads, T 64K, iid; one H100, 2026-01-02): top_k 32, the forward 2.5 "
+        "times dense attention's time; top_k 64, the forward 4.5 times dense attention's time, the backward 3.0 times."
+    )
+    reports(monkeypatch, report([figure(65536, 1.0, 2.0)]))
+    assert "not measured yet" in budgets.no_groups()
+
+
+def test_training_steps_are_a_table(monkeypatch):
+    steps = [("dense", 50.0), ("htree", 40.0)]
+    found = {"gpu": "H100", "driver": "1", "torch": "2", "date": "2026-01-02"}
+    found["preset"] = {"n_heads": 8, "n_kv_heads": 2, "head_dim": 64, "top_k": 64}
+    found["throughput"] = [{"T": 32768, "arm": arm, "step_ms": ms} for arm, ms in steps]
+    monkeypatch.setattr(training, "load", lambda name: found if name == "train_steps_gpu" else None)
+    assert "| 32,768 | 50.0 | 40.0 | 0.80 |" in training.train_steps()

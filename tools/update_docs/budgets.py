@@ -16,7 +16,13 @@ KINDS = ("iid", "local", "trained")
 
 def figures_of(op: str) -> Figures:
     """The newest figure of each shape, inputs and length, over whole sequences, on the card that was measured last."""
-    reports = [r for r in load_all(f"{op}*") if "gpu" in r and any(f.get("op") == op for f in r.get("figures", []))]
+    reports = [
+        report
+        for pattern in (f"{op}*", "budgets*")
+        for report in load_all(pattern)
+        if "gpu" in report and any(f.get("op") == op for f in report.get("figures", []))
+    ]
+    reports.sort(key=lambda report: report["date"])
     found: Figures = {}
     for report in reports:
         if report["gpu"] != reports[-1]["gpu"]:
@@ -68,7 +74,33 @@ def table(op: str, show: Callable[[dict], str], crossover: bool) -> str:
         rows.append([*row, *([overtakes(figures, shape)] if crossover else [])])
     header = ["group", "H, H_kv, K", "top_k", *map(length, lengths), *(["always faster from"] if crossover else [])]
     cards = "; ".join(sorted({f["card"] for f in figures.values()}))
-    return f"{' / '.join(kinds)} inputs ({cards}):\n\n" + markdown(header, rows)
+    some = " (trained: groups of 4 and 8)" if "trained" in kinds else ""
+    return f"{' / '.join(kinds)} inputs{some} ({cards}):\n\n" + markdown(header, rows)
+
+
+def no_groups() -> str:
+    """What htree costs where every query head has its own KV head, at the longest length that was measured."""
+    found = {}
+    for op in ("forward", "backward"):
+        own = [(key, f) for key, f in figures_of(op).items() if key[0] == key[1] and "dense" in f and key[4] == "iid"]
+        found[op] = {(key[5], key[3]): f for key, f in own}
+    at = max((T for T, _ in found["forward"]), default=None)
+    if at is None:
+        return (
+            "Without groups: not measured yet, `python -m htree_cuda bench budgets --heads 16/16` on a Hopper machine."
+        )
+    parts = []
+    for (T, top_k), f in sorted(found["forward"].items()):
+        if at != T:
+            continue
+        back = found["backward"].get((T, top_k))
+        backward = f", the backward {back['ms'] / back['dense']['ms']:.1f} times" if back else ""
+        parts.append(
+            f"top_k {top_k}, the forward {f['ms'] / f['dense']['ms']:.1f} times dense attention's time{backward}"
+        )
+        card = f["card"]
+        heads = f["H"]
+    return f"Without groups ({heads} query heads on {heads} KV heads, T {length(at)}, iid; {card}): {'; '.join(parts)}."
 
 
 BLOCKS = {
@@ -78,4 +110,8 @@ BLOCKS = {
         "Time of dense attention's backward divided by this one's, " + table("backward", _speedup, True)
     ),
     "backward_budget_times": lambda: "Backward, median ms, " + table("backward", _ms, False),
+    "step_budgets": lambda: (
+        "Time of dense attention's forward and backward divided by this one's, " + table("both", _speedup, True)
+    ),
+    "no_groups": no_groups,
 }

@@ -105,7 +105,34 @@ def training_gpu() -> str:
     return "\n".join(parts)
 
 
+def train_steps() -> str:
+    """Step times of htree and dense attention side by side."""
+    report = load("train_steps_gpu")
+    if report is None:
+        return (
+            "Steps: not measured yet, `python examples/train_bytes.py --preset gpu --time-steps 32768,131072` on a "
+            "Hopper machine."
+        )
+    steps = {(found["T"], found["arm"]): found["step_ms"] for found in report["throughput"]}
+    rows = [
+        [
+            f"{T:,}",
+            f"{steps[T, 'dense']:.1f}",
+            f"{steps[T, 'htree']:.1f}",
+            f"{steps[T, 'htree'] / steps[T, 'dense']:.2f}",
+        ]
+        for T in sorted({T for T, _ in steps})
+    ]
+    preset = report["preset"]
+    return (
+        f"A training step on one sequence, {preset['n_heads']} query heads on {preset['n_kv_heads']} KV heads of "
+        f"{preset['head_dim']}, top_k {preset['top_k']} ({on_gpu(report)}):\n\n"
+        + markdown(["T", "dense, ms", "htree, ms", "htree / dense"], rows)
+    )
+
+
 BLOCKS = {
+    "train_steps": train_steps,
     "training": training,
     "training_short": training_short,
     "training_gpu": training_gpu,

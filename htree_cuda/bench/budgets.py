@@ -1,0 +1,236 @@
+"""`bench budgets`: the rows that every report has, by group, budget and length: forward, backward, and both in a step,
+beside dense attention.
+
+The table has hundreds of rows, so a row is measured by `protocol.Short` instead of the protocol of the other commands:
+long calls once, behind a shorter call of the same kernels. Dense attention is measured once for a number of heads and a
+length, on the first kind of inputs. Lengths grow from row to row, and the file is written after each row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from .. import forward
+from .inputs import DTYPES, tree_inputs, visited
+from .peers import dense_attention
+from .phases import GRADIENT_KERNELS, PHASES, kernels, phase_of
+from .protocol import Short, _this_gpu, identity, laps, summary, write_report
+from .tables import break_even
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+OPS = ("forward", "backward", "both")
+TRAINED_GROUPS = (4, 8)  # of the decoders that models have
+LAST = 2048  # queries whose selections are compared with their neighbours'
+ALONE_UP_TO = 65536  # without groups, and inputs of random kinds alone: a row that says what not to use
+
+
+def rows(args: argparse.Namespace) -> Iterator[tuple[int, int, int, str]]:
+    """T, H, H_kv and kind of inputs; each has a row for every top_k."""
+    for T in args.lengths:
+        for H, H_kv in args.heads:
+            for kind in args.inputs:
+                if H_kv == H and (ALONE_UP_TO < T or kind == "trained"):
+                    continue
+                if kind == "trained" and args.device == "cuda" and H // H_kv not in TRAINED_GROUPS:
+                    continue
+                yield T, H, H_kv, kind
+
+
+def _step(attention: Callable[..., Tensor], inputs: Inputs) -> Callable[[Callable[[], None]], object]:
+    """A call that marks the end of a forward with gradients and goes on with the backward."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    gradient: list[Tensor] = []
+
+    def call(mark: Callable[[], None]) -> object:
+        out = attention(*leaves)
+        if not gradient:  # in the layout of the output, which the first call shows
+            gradient.append(torch.randn_like(out))
+        mark()
+        return torch.autograd.grad(out, leaves, gradient)
+
+    return call
+
+
+def measured(
+    attention: Callable[..., Tensor], inputs: Inputs, device: str, short: Short, alone: bool = True
+) -> dict[str, dict]:
+    """Times of the forward, of the backward, and of both in a step. alone: the forward is also timed by itself, without
+    gradients, and that is its time; else it is the first part of the step."""
+
+    def peak() -> dict:
+        return {"peak_bytes": torch.cuda.max_memory_allocated() - allocated} if device == "cuda" else {}
+
+    def reset() -> int:
+        if device == "cpu":
+            return 0
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+    found = {}
+    if alone:
+        allocated = reset()
+        with torch.no_grad():
+            times = [ms for (ms,) in laps(lambda mark: attention(*inputs), device, short)]
+        found["forward"] = summary(times, **peak())
+    allocated = reset()
+    steps = laps(_step(attention, inputs), device, short)
+    if not alone:
+        found["forward"] = summary([first for first, _ in steps])
+    found["backward"] = summary([backward for _, backward in steps], **peak())
+    found["both"] = summary([sum(step) for step in steps], **peak())
+    return found
+
+
+def _profiled(attention: Callable[..., Tensor], inputs: Inputs) -> dict[str, dict]:
+    """What the kernels of each op take, by phase or by name, from the end of one to the end of the next."""
+    sums: dict[str, float] = {}
+    with torch.no_grad():
+        for name, ms, _ in kernels(lambda: attention(*inputs), 2):
+            sums[phase_of(name)] = sums.get(phase_of(name), 0.0) + ms
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attention(*leaves)
+    gradient = torch.randn_like(out)
+    found = kernels(lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True), 2)
+    of = {"all": "", **GRADIENT_KERNELS}
+    return {
+        "forward": {"phases_ms": {name: round(sums[name], 4) for name in (*PHASES, "other") if name in sums}},
+        "backward": {
+            "kernels_ms": {n: round(sum(ms for kernel, ms, _ in found if re.search(of[n], kernel)), 4) for n in of}
+        },
+        "both": {},
+    }
+
+
+@torch.no_grad()
+def shared(inputs: Inputs, options: dict) -> float | None:
+    """Share of a query's blocks of tokens that the query before it has too, over the last queries of the sequence; None
+    where nothing is selected."""
+    q, k, v = inputs
+    selection = forward(q[:, -LAST:], k, v, **options, return_selection=True)[-1]
+    if not selection.shape[0]:
+        return None
+    rows = selection[0, 0].transpose(0, 1)  # [H_kv, T_q, top_k], of layer 1
+    pairs = torch.cat((rows[:, 1:], rows[:, :-1]), 2).sort(2).values
+    both = ((pairs[..., 1:] == pairs[..., :-1]) & (pairs[..., 1:] >= 0)).sum()
+    return round((both / (rows[:, 1:] >= 0).sum()).item(), 4)
+
+
+class _Probe:
+    """SM clock and power, read once while the rows of a shape run."""
+
+    def __init__(self, device: str):
+        query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+        self.found: dict = {}
+        self.process = None
+        if device == "cuda":
+            command = [*query, _this_gpu()]
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+    def read(self) -> dict:
+        if self.process is not None and not self.found:
+            fields = self.process.communicate(timeout=60)[0].split(",")
+            if len(fields) == 2:
+                self.found = {"clock_mhz": float(fields[0]), "power_w": float(fields[1])}
+        return self.found
+
+
+def _figures(args, T: int, H: int, H_kv: int, kind: str, top_k: int, inputs: Inputs, dense: dict | None) -> list[dict]:
+    """One figure an op."""
+    options = {"compression_rate": args.compression_rate, "top_k_per_layer": top_k, "backend": args.backend}
+    attention = lambda *x: forward(*x, **options)  # noqa: E731
+    found = measured(attention, inputs, args.device, args.short)
+    if args.device == "cuda" and args.backend != "torch" and T in args.phases_at:
+        profiled = _profiled(attention, inputs)
+        found = {op: found[op] | profiled[op] for op in OPS}
+    candidates, _ = visited(T, 0, T, args.compression_rate, top_k, top_k * args.compression_rate)
+    common = shared(inputs, options) if T in args.phases_at else None
+    shape = {
+        "inputs": kind, "T": T, "T_q": T, "B": 1, "H": H, "H_kv": H_kv, "K": args.dim, "V": args.dim,
+        "dtype": args.dtype, "compression_rate": args.compression_rate, "top_k": top_k, "backend": args.backend,
+        "candidates_per_query": candidates / T,
+    }  # fmt: skip
+    figures = []
+    for op in OPS:
+        figure = {"op": op, **shape, **found[op]}
+        if common is not None:
+            figure["shared_with_neighbour"] = common
+        if dense is not None:
+            figure["dense"] = dense[op]
+            figure["speedup_over_dense"] = round(dense[op]["ms"] / figure["ms"], 4)
+        figures.append(figure)
+    return figures
+
+
+def run(args: argparse.Namespace) -> list[dict]:
+    args.short = Short(args.warm_up_s, args.timed_s, args.long_s)
+    about = identity(args.device) | {"protocol": vars(args.short)}
+    figures: list[dict] = []
+    dense: dict[tuple[int, int, int], dict] = {}
+    started = time.perf_counter()
+    points = list(rows(args))
+    longest = {(H, H_kv): T for T, H, H_kv, kind in points if kind == "trained"}
+    for (H, H_kv), T in longest.items():  # once for the longest sequence, which shorter ones are cut from
+        tree_inputs("trained", 1, T, T, H, H_kv, args.dim, args.dim, DTYPES[args.dtype], args.device, args.seed)
+        print(f"[{time.perf_counter() - started:.0f} s] inputs trained of H {H}/{H_kv}", file=sys.stderr, flush=True)
+    for i, (T, H, H_kv, kind) in enumerate(points, 1):
+        if args.limit_s and time.perf_counter() - started > args.limit_s:
+            left = sorted({f"T {T:,} H {H}/{H_kv} {kind}" for T, H, H_kv, kind in points[i - 1 :]})
+            print(f"left out, after {args.limit_s:g} s: {'; '.join(left)}", file=sys.stderr, flush=True)
+            break
+        shape = (1, T, T, H, H_kv, args.dim, args.dim)
+        inputs = tree_inputs(kind, *shape, DTYPES[args.dtype], args.device, args.seed)
+        if (T, H, H_kv) not in dense and args.dense_up_to >= T:
+            found = measured(dense_attention, inputs, args.device, args.short, alone=False)
+            dense[T, H, H_kv] = {op: {**x, "inputs": kind} for op, x in found.items()}
+        probe = _Probe(args.device)
+        mine = []
+        for top_k in args.top_k:
+            mine += _figures(args, T, H, H_kv, kind, top_k, inputs, dense.get((T, H, H_kv)))
+        figures += [f | probe.read() for f in mine]
+        del inputs
+        if args.out:
+            write_report(args.out, "bench budgets", about, figures)
+        times = "  ".join(f"{k}: " + " + ".join(f"{f['ms']:.2f}" for f in mine if f["top_k"] == k and f["op"] != "both")
+                          for k in args.top_k)  # fmt: skip
+        beside = dense.get((T, H, H_kv))
+        peer = " + ".join(f"{beside[op]['ms']:.2f}" for op in OPS[:2]) if beside else "-"
+        at = f"[{i}/{len(points)}, {time.perf_counter() - started:.0f} s]"
+        common = {f["top_k"]: f["shared_with_neighbour"] for f in mine if "shared_with_neighbour" in f}
+        end = f"  shared: {common}" if common else ""
+        print(f"{at} T {T:,} H {H}/{H_kv} {kind}: {times}  dense: {peer}{end}", file=sys.stderr, flush=True)
+    _print_crossovers(figures)
+    return figures
+
+
+def _print_crossovers(figures: list[dict]) -> None:
+    """From which length on each shape is always faster, with every kind of inputs."""
+    shapes = dict.fromkeys((f["op"], f["H"], f["H_kv"], f["top_k"]) for f in figures if "dense" in f)
+    for op, H, H_kv, top_k in shapes:
+        own = [f for f in figures if (f["op"], f["H"], f["H_kv"], f["top_k"]) == (op, H, H_kv, top_k)]
+        at = break_even(own)
+        words = f"from T = {at:,}" if at else f"not up to T = {max(f['T'] for f in own):,}"
+        print(f"{op}, H {H} on {H_kv}, top_k {top_k}: always faster than dense attention {words}")
+
+
+COLUMNS = {
+    "op": lambda f: f["op"],
+    "H": lambda f: f"{f['H']}/{f['H_kv']}",
+    "top_k": lambda f: str(f["top_k"]),
+    "T": lambda f: f"{f['T']:,}",
+    "inputs": lambda f: f["inputs"],
+    "ms": lambda f: f"{f['ms']:.2f}",
+    "p90": lambda f: f"{f['p90_ms']:.2f}",
+    "calls": lambda f: str(f["calls"]),
+    "dense ms": lambda f: f"{f['dense']['ms']:.2f}" if "dense" in f else "-",
+    "dense / this": lambda f: f"{f['speedup_over_dense']:.2f}" if "dense" in f else "-",
+    "peak MB": lambda f: f"{f['peak_bytes'] / 1e6:.0f}" if "peak_bytes" in f else "-",
+}
