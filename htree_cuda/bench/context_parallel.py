@@ -2,15 +2,16 @@
 
     torchrun --nproc-per-node 2 -m htree_cuda bench context_parallel --quick --out results.json
 
-Times are the largest of any rank. Exchange and compute are measured apart by leaving the other out: `pieces`, which
-computes, or the collectives, in whose place keys and values come that were gathered before.
+Times are the largest of any rank. Steps of at least LONG_S are made once. Whole sequences on one rank are measured on
+all ranks at the same time, each with shapes of its own. The first rank writes --out again after each row. Exchange and
+compute are measured apart by leaving the other out: `pieces`, which computes, or the collectives, in whose place keys
+and values come that were gathered before.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import time
@@ -26,12 +27,12 @@ from ..distributed import attention, pieces
 from ..distributed.exchange import Gathered
 from ..distributed.placement import Placement
 from .inputs import DTYPES, tree_inputs, visited
-from .protocol import identity
+from .protocol import identity, write_report
 
-SHAPES = [(16, 1, 64), (16, 1, 512), (32, 8, 64), (32, 8, 512)]  # H, H_kv, top_k of --quick
-APART_S = 4.0  # of a step that takes longer, compute apart and memory are not measured: it would run three times more
-LONG_S = 0.7  # a call that takes longer is timed as it comes, without a warm-up of its own
+SHAPES = [(16, 1, 64), (16, 1, 512), (32, 8, 64), (32, 8, 512)]  # H, H_kv, top_k of --quick, the longest last
+LONG_S = 1.5  # a step that takes longer is made once, and nothing is measured apart but the exchange
 TIMED_S = 0.3
+WARM_TOKENS = 4096  # of a first call, in which ranks agree and connect
 
 
 def shapes(args: argparse.Namespace) -> list[tuple[int, int, int]]:
@@ -62,28 +63,24 @@ def _of_all(seconds: float, device: str) -> list[float]:
     return [x.item() for x in found]
 
 
-def timed(call: Callable[[], object], device: str, together: bool) -> dict:
-    """Milliseconds of a call: back to back for about TIMED_S behind one that warms up. together: every rank
+def timed(call: Callable[[], object], device: str, together: bool, first: float) -> dict:
+    """Milliseconds of a call that took `first` seconds before: back to back for about TIMED_S. together: every rank
     makes it, and as many calls as the slowest one allows."""
+    if together:
+        first = max(_of_all(first, device))
+    calls = max(2, min(20, int(TIMED_S / first)))
 
-    def slowest(seconds: float) -> float:
-        return max(_of_all(seconds, device)) if together else seconds
+    def several() -> None:
+        for _ in range(calls):
+            call()
 
     if together:
         dist.barrier()
-    first = _once(call, device)
-    calls = 1
-    if slowest(first) < LONG_S:
-        calls = max(2, min(20, int(TIMED_S / slowest(first))))
+    return _times(_once(several, device) / calls, device, together, calls)
 
-        def several() -> None:
-            for _ in range(calls):
-                call()
 
-        if together:
-            dist.barrier()
-        first = _once(several, device) / calls
-    ranks = _of_all(first, device) if together else [first]
+def _times(seconds: float, device: str, together: bool, calls: int) -> dict:
+    ranks = _of_all(seconds, device) if together else [seconds]
     return {"ms": round(1e3 * max(ranks), 4), "calls": calls, "ranks_ms": [round(1e3 * x, 4) for x in ranks]}
 
 
@@ -143,31 +140,58 @@ def no_exchange():
 
 
 def _both(call: Callable[..., Tensor], inputs: tuple[Tensor, ...], device: str, together: bool) -> dict:
-    """A forward without gradients, and a backward of one that was computed before."""
+    """A forward and a backward. A long step counts although it is the first of its shape; else it is the warm-up of a
+    forward without gradients and of a backward of an output that was computed before."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    with torch.no_grad():
-        times = {"forward": timed(lambda: call(*leaves), device, together)}
-    out = call(*leaves)
+    found: list[Tensor] = []
+    if together:
+        dist.barrier()
+    forward_s = _once(lambda: found.append(call(*leaves)), device)
+    out = found.pop()
     gradient = torch.randn_like(out)
     gradients = lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)  # noqa: E731
-    times["backward"] = timed(gradients, device, together)
+    if together:
+        dist.barrier()
+    backward_s = _once(gradients, device)
+    step = forward_s + backward_s
+    if (max(_of_all(step, device)) if together else step) >= LONG_S:
+        times = {"forward": _times(forward_s, device, together, 1), "backward": _times(backward_s, device, together, 1)}
+    else:
+        times = {"backward": timed(gradients, device, together, backward_s)}
+        del out
+        with torch.no_grad():
+            times["forward"] = timed(lambda: call(*leaves), device, together, forward_s)
     times["ms"] = round(times["forward"]["ms"] + times["backward"]["ms"], 4)
     return times
 
 
-def _alone(shape: tuple, top_k: int, args: argparse.Namespace) -> dict | None:
-    """One rank's time of the whole sequence; the others wait."""
-    result = None
-    if dist.get_rank() == 0:
-        inputs = tree_inputs(args.inputs, *shape, DTYPES[args.dtype], args.device, args.seed)
-        result = _both(lambda *x: forward(*x, top_k_per_layer=top_k, backend=args.backend), inputs, args.device, False)
-        del inputs
+def _one(shape: tuple, top_k: int, args: argparse.Namespace) -> dict:
+    """This rank's time of a whole sequence."""
+    inputs = tree_inputs(args.inputs, *shape, DTYPES[args.dtype], args.device, args.seed)
+    return _both(lambda *x: forward(*x, top_k_per_layer=top_k, backend=args.backend), inputs, args.device, False)
+
+
+def _alone(T: int, args: argparse.Namespace) -> list[dict | None]:
+    """One rank's time of a whole sequence of each shape; None where it has not the memory. Ranks measure different
+    shapes at the same time, the longest ones first: they share nothing."""
+    mine: dict[int, dict | None] = {}
+    own = range(len(shapes(args)))[::-1]
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for i in own:
+        # The last shape takes as long as the others together: the first rank has it alone where there are two ranks.
+        if (0 if i == own[0] else 1 + (own[0] - i) % max(1, ranks - 1)) % ranks != rank:
+            continue
+        H, H_kv, top_k = shapes(args)[i]
+        try:
+            mine[i] = _one((args.batch, T, T, H, H_kv, args.dim, args.dim), top_k, args) | {"rank": rank}
+        except torch.OutOfMemoryError:
+            mine[i] = None
         if args.device == "cuda":
             torch.cuda.empty_cache()
-    dist.barrier()
-    box = [result]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    boxes: list[dict] = [{} for _ in range(ranks)]
+    dist.all_gather_object(boxes, mine)
+    found = {i: times for box in boxes for i, times in box.items()}
+    return [found[i] for i in range(len(found))]
 
 
 def _memory(own: tuple[Tensor, ...], call: Callable[..., Tensor], place: Placement, args, options: dict) -> dict:
@@ -223,13 +247,18 @@ def _figure(shape: tuple, top_k: int, layout: str, alone: dict | None, args: arg
     own = tree_inputs(args.inputs, B, n, n, H, H_kv, K, V, DTYPES[args.dtype], args.device, args.seed + place.rank)
     options = {"top_k_per_layer": top_k, "backend": args.backend}
     call = lambda *x: distributed.context_parallel_forward(*x, group=group, layout=layout, **options)  # noqa: E731
-    call(*own)  # agreement and connections are made once
+    if args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if args.device == "cuda" else 0
     result = {
         "op": "context_parallel", "inputs": args.inputs, "layout": layout, "ranks": place.ranks, "T": T, "B": B, "H": H,
         "H_kv": H_kv, "K": K, "V": V, "dtype": args.dtype, "top_k": top_k, "backend": args.backend,
         **_both(call, own, args.device, True),
     }  # fmt: skip
-    if result["ms"] < 1e3 * APART_S:
+    if args.device == "cuda":
+        peak = torch.cuda.max_memory_allocated() - before
+        result["step_peak_bytes"] = max(int(x) for x in _of_all(peak, args.device))
+    if result["ms"] < 1e3 * LONG_S:
         with no_exchange():
             result["compute"] = _both(call, own, args.device, True)
     with no_compute():
@@ -254,7 +283,7 @@ def _figure(shape: tuple, top_k: int, layout: str, alone: dict | None, args: arg
     if alone is not None:
         result["one"] = alone
         result["speedup"] = round(alone["ms"] / result["ms"], 3)
-    if result["ms"] < 1e3 * APART_S:
+    if result["ms"] < 1e3 * LONG_S:
         result["memory"] = _memory(own, call, place, args, options)
     return result
 
@@ -283,26 +312,41 @@ def _figures(args: argparse.Namespace) -> list[dict]:
     figures, world, first = [], dist.get_world_size(), dist.get_rank() == 0
     about = identity(args.device) if first else {}
     started = time.perf_counter()
+
+    def say(text: str) -> None:
+        if first:
+            print(f"[{time.perf_counter() - started:.0f} s] {text}", file=sys.stderr, flush=True)
+
+    _connect(args)
+    say(f"{world} ranks are connected")
     for T in args.lengths:
-        for H, H_kv, top_k in shapes(args):
-            shape = (args.batch, T, T, H, H_kv, args.dim, args.dim)
-            alone = None if args.no_single else _alone(shape, top_k, args)
-            weak = None
-            if args.weak_up_to >= T:
-                weak = _alone((args.batch, T // world, T // world, *shape[3:]), top_k, args)
+        alone = [None] * len(shapes(args)) if args.no_single else _alone(T, args)
+        weak = _alone(T // world, args) if args.weak_up_to >= T else [None] * len(shapes(args))
+        say(f"T {T:,} on one rank: {', '.join(_pair(x) if x else '-' for x in alone)} ms")
+        for i, (H, H_kv, top_k) in enumerate(shapes(args)):
             for layout in args.layouts:
-                figures.append(_figure(shape, top_k, layout, alone, args))
-                figures[-1]["weak"] = None if weak is None else {"T": T // world, **weak}
+                shape = (args.batch, T, T, H, H_kv, args.dim, args.dim)
+                figures.append(_figure(shape, top_k, layout, alone[i], args))
+                figures[-1]["weak"] = None if weak[i] is None else {"T": T // world, **weak[i]}
                 if args.device == "cuda":
                     torch.cuda.empty_cache()
-                if first and args.out:  # what a run that is cut off leaves behind
-                    args.out.parent.mkdir(parents=True, exist_ok=True)
-                    report = {"program": "bench context_parallel", **about, "figures": figures}
-                    args.out.write_text(json.dumps(report, indent=1) + "\n")
-                if first:
-                    row = "  ".join(f"{name} {cell(figures[-1])}" for name, cell in COLUMNS.items())
-                    print(f"[{time.perf_counter() - started:.0f} s] {row}", file=sys.stderr, flush=True)
+                if first and args.out:
+                    write_report(args.out, "bench context_parallel", about, figures)
+                say("  ".join(f"{name} {cell(figures[-1])}" for name, cell in COLUMNS.items()))
     return figures
+
+
+def _connect(args: argparse.Namespace) -> None:
+    """A short call with gradients in each layout."""
+    for layout in args.layouts:
+        n = min(WARM_TOKENS, *args.lengths) // dist.get_world_size()
+        H, H_kv, top_k = shapes(args)[0]
+        shape = (args.batch, n, n, H, H_kv, args.dim, args.dim)
+        own = tree_inputs(args.inputs, *shape, DTYPES[args.dtype], args.device, args.seed)
+        leaves = [x.requires_grad_() for x in own]
+        options = {"top_k_per_layer": top_k, "backend": args.backend, "layout": layout}
+        out = distributed.context_parallel_forward(*leaves, group=dist.group.WORLD, **options)
+        torch.autograd.grad(out.float().sum(), leaves)
 
 
 def _weak(f: dict) -> str:
@@ -342,7 +386,7 @@ COLUMNS = {
     "imbalance": lambda f: f"{f['imbalance'].get('measured', f['imbalance']['counted']):.3f}",
     "to model": lambda f: " ".join(str(f[n].get("to_model", "-")) for n in PARTS),
     "memory": lambda f: " ".join(_memory_share(f, n) for n in ("forward", "step")),
-    "peak GB": lambda f: f"{f['memory']['step']['peak_bytes'] / 1e9:.2f}" if "memory" in f else "-",
+    "peak GB": lambda f: f"{f['step_peak_bytes'] / 1e9:.2f}" if "step_peak_bytes" in f else "-",
 }
 
 

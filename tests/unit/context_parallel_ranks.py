@@ -391,6 +391,36 @@ def check_training_example():
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
 
 
+def check_benchmark():
+    """Every shape and layout has a row on each rank, every shape was measured alone by one rank, and the file is whole
+    after each row. A step that takes long is made once, and nothing of it is measured apart."""
+    from htree_cuda.bench import cli
+    from htree_cuda.bench import context_parallel as bench
+
+    bench.SHAPES, bench.TIMED_S, written = [(2, 1, 2), (4, 2, 4)], 0.0, []
+    original = bench.write_report
+    with tempfile.TemporaryDirectory() as folder:
+
+        def write(path, *arguments):
+            original(path, *arguments)
+            written.append(len(json.loads(path.read_text())["figures"]))
+
+        bench.write_report = write
+        options = ["--quick", "--device", "cpu", "--dtype", "float32", "--dim", "8", "--lengths", "64,128"]
+        args = cli._parser().parse_args(["context_parallel", *options, "--out", f"{folder}/out.json"])
+        figures = bench._figures(args)
+        bench.LONG_S = 0.0
+        long = bench._figures(args)
+    rows = [(T, H, layout) for T in (64, 128) for H in (2, 4) for layout in ("zigzag", "contiguous")]
+    for found in (figures, long):
+        assert [(f["T"], f["H"], f["layout"]) for f in found] == rows
+        assert all(f["speedup"] > 0 and f["exchange"]["ms"] > 0 and f["weak"]["ms"] > 0 for f in found)
+        assert [f["one"]["rank"] == 0 for f in found[:4]] == [False, False, True, True], "each measures its own"
+    assert all("compute" in f and "memory" in f and f["forward"]["calls"] > 1 for f in figures)
+    assert not any("compute" in f or "memory" in f or f["forward"]["calls"] > 1 for f in long)
+    assert written == (2 * list(range(1, 9)) if dist.get_rank() == 0 else [])
+
+
 def main() -> None:
     rank, world, rendezvous, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     torch.set_num_threads(1)
