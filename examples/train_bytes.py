@@ -565,10 +565,8 @@ def throughput(
                 seconds.append(time.perf_counter() - started)
             step = statistics.median(seconds[2:])
             found.append({"T": T, "arm": arm, "tokens_per_s": round(T / step), "step_ms": round(1e3 * step, 2)})
-            print(
-                f"throughput: T {T}, {arm}: {found[-1]['tokens_per_s']:,} tokens/s, {1e3 * step:.1f} ms a step",
-                flush=True,
-            )
+            speed = found[-1]["tokens_per_s"]
+            print(f"throughput: T {T}, {arm}: {speed:,} tokens/s, {1e3 * step:.1f} ms", flush=True)
     return found
 
 
