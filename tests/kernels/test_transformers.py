@@ -10,6 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from htree_cuda.integrations.transformers import convert  # noqa: E402
+from htree_cuda.integrations.transformers.attention import CACHE_NAMES  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -52,6 +53,12 @@ def judge(found, plain, exact) -> None:
     assert torch.isfinite(found).all() and 0 < error <= 2 * allowed < 0.5 * exact.norm(), (error, allowed, exact.norm())
 
 
+def the_cache(output) -> dict:
+    """An output's cache as the argument of the next call, by the name that this version of transformers has for it."""
+    name = next(name for name in CACHE_NAMES if name in output)
+    return {name: output[name]}
+
+
 @pytest.mark.emulated
 def test_a_small_model():
     """Forward, gradients, a cached prompt and steps behind it, in a size that the emulator can run."""
@@ -61,8 +68,8 @@ def test_a_small_model():
         logits = model(ids, use_cache=False).logits
         logits[:, 250:].float().square().mean().backward()
         with torch.no_grad():
-            cache = model(ids[:, :287]).cache
-            steps = [model(ids[:, t : t + 1], cache=cache).logits for t in (287, 288, 289)]
+            cache = the_cache(model(ids[:, :287]))
+            steps = [model(ids[:, t : t + 1], **cache).logits for t in (287, 288, 289)]
         gradient = torch.cat([p.grad.float().flatten() for p in model.model.layers.parameters()])
         results.append((logits[:, 250:].detach(), torch.cat(steps, 1), gradient))
     for found in zip(*results):
@@ -107,7 +114,8 @@ def test_cached_steps_equal_a_whole_forward(head_dim):
     written = kernels.generate(
         ids, attention_mask=mask, max_new_tokens=40, do_sample=False, return_dict_in_generate=True, output_logits=True
     )
-    assert written.cache.layers[0].tree.lengths.tolist() == [739, 406, 141]
+    (cache,) = the_cache(written).values()
+    assert cache.layers[0].tree.lengths.tolist() == [739, 406, 141]
     sequence = written.sequences[:, :-1]
     whole = torch.cat((mask, mask.new_ones(3, 39)), dim=1)
     inputs = {"input_ids": sequence, "attention_mask": whole, "use_cache": False}

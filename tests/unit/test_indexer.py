@@ -251,11 +251,12 @@ def hostile_rows(n=300, seed=0):
     """Rows that a selector loses winners on."""
     g = torch.Generator().manual_seed(seed)
     random = torch.randn(n, generator=g)
+    few = torch.randperm(n, generator=g)[:9]
     rows = {
         "random": random,
         "constant": torch.full((n,), 3.25),
         "all zero": torch.zeros(n),
-        "few positive": torch.zeros(n).index_put((torch.randperm(n, generator=g)[:9],), torch.rand(9, generator=g)),
+        "few positive": torch.zeros(n).index_put((few,), torch.rand(len(few), generator=g)),
         "upper bits equal": (torch.randint(0, 4, (n,), generator=g) + 0x3F800000).to(torch.int32).view(torch.float32),
         "rising": torch.arange(n).float(),
         "falling": -torch.arange(n).float(),
