@@ -70,7 +70,7 @@ using Strided = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int6
 ForwardParams forward_params(Strided const& q, Strided const& k, Strided const& v, std::int64_t B, std::int64_t T,
                              std::int64_t T_q, std::int64_t q_start, std::int64_t H_kv, std::int64_t G, std::int64_t K,
                              std::int64_t V, std::int64_t top_k, double scale, double rope_base, bool strict_causal,
-                             DType dtype) {
+                             DType dtype, std::uintptr_t inv_freq, std::uintptr_t attn_sink) {
   ForwardParams params{};
   std::tie(std::ignore, params.q_stride_b, params.q_stride_t, params.q_stride_h) = q;
   std::tie(std::ignore, params.k_stride_b, params.k_stride_t, params.k_stride_h) = k;
@@ -89,6 +89,8 @@ ForwardParams forward_params(Strided const& q, Strided const& k, Strided const& 
   params.top_k = top_k;
   params.scale = scale;
   params.rope_base = rope_base;
+  params.inv_freq = static_cast<double const*>(as_pointer(inv_freq));
+  params.attn_sink = static_cast<float const*>(as_pointer(attn_sink));
   params.strict_causal = strict_causal;
   params.dtype = dtype;
   return params;
@@ -123,7 +125,8 @@ void bind_forward(py::module_& module) {
   py::class_<ForwardParams>(module, "ForwardParams", py::module_local(), "q, k, v: (pointer, stride_b, stride_t, stride_h) in elements")
       .def(py::init(&forward_params), py::kw_only(), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("B"),
            py::arg("T"), py::arg("T_q"), py::arg("q_start"), py::arg("H_kv"), py::arg("G"), py::arg("K"), py::arg("V"),
-           py::arg("top_k"), py::arg("scale"), py::arg("rope_base"), py::arg("strict_causal"), py::arg("dtype"))
+           py::arg("top_k"), py::arg("scale"), py::arg("rope_base"), py::arg("strict_causal"), py::arg("dtype"),
+           py::arg("inv_freq") = 0, py::arg("attn_sink") = 0)
       .def(
           "with_sequences",
           [](ForwardParams params, std::int64_t count, std::uintptr_t cu_seqlens_q, std::uintptr_t cu_seqlens_k,
@@ -278,7 +281,8 @@ void bind_tree_cache(py::module_& module) {
       "tree_decode",
       [](TreeCacheParams const& cache, Strided const& q, std::uintptr_t seqused_q, std::uintptr_t rotations,
          std::uintptr_t out, std::uintptr_t lse, std::uintptr_t selection, std::int64_t selection_layers, std::int64_t T_q,
-         std::int64_t G, std::int64_t top_k, double scale, int device, std::uintptr_t stream) {
+         std::int64_t G, std::int64_t top_k, double scale, std::uintptr_t attn_sink, std::int64_t rope_dim, bool interleaved,
+         int device, std::uintptr_t stream) {
         TreeDecodeParams params{};
         params.cache = cache;
         std::tie(std::ignore, params.q_stride_b, params.q_stride_t, params.q_stride_h) = q;
@@ -293,12 +297,16 @@ void bind_tree_cache(py::module_& module) {
         params.G = G;
         params.top_k = top_k;
         params.scale = scale;
+        params.attn_sink = static_cast<float const*>(as_pointer(attn_sink));
+        params.rope_dim = rope_dim;
+        params.interleaved = interleaved;
         on_device(device, [&] { tree_decode(params, as_pointer(stream)); });
       },
       py::arg("cache"), py::kw_only(), py::arg("q"), py::arg("seqused_q"), py::arg("rotations"), py::arg("out"),
       py::arg("lse"), py::arg("selection"), py::arg("selection_layers"), py::arg("T_q"), py::arg("G"), py::arg("top_k"),
-      py::arg("scale"), py::arg("device"), py::arg("stream"),
-      "q: (pointer, stride_b, stride_t, stride_h) in elements; seqused_q, selection: 0 for none; see csrc/params.h");
+      py::arg("scale"), py::arg("attn_sink"), py::arg("rope_dim"), py::arg("interleaved"), py::arg("device"),
+      py::arg("stream"),
+      "q: (pointer, stride_b, stride_t, stride_h) in elements; seqused_q, selection, attn_sink: 0 for none; see csrc/params.h");
 }
 
 // (pointer, stride_b, stride_s) and (pointer, stride)

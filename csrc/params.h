@@ -121,7 +121,9 @@ struct ForwardParams {
   std::int64_t V;      // as K; the other of the two where has_mixed_dims()
   std::int64_t top_k;  // a power of two in 16 .. 512; compression_rate is 16, max_top_nodes 16 * top_k
   double scale;
-  double rope_base;
+  double rope_base;            // pair m is rotated by p * rope_base ** (-2 m / K)
+  double const* inv_freq;      // [K / 2], or null: pair m is rotated by p * inv_freq[m]
+  float const* attn_sink;      // [H_kv * G] natural, or null: exp(attn_sink) joins the denominator of out; of the forward
   bool strict_causal;
   DType dtype;         // bf16 or fp16
   // Sequences of different lengths: T and T_q bound the lengths, q_start is 0, and in a pack B is 1 and there are no
@@ -257,6 +259,11 @@ struct TreeDecodeParams {
   std::int64_t G;                    // 1 .. 16
   std::int64_t top_k;                // a power of two in 16 .. 512; compression_rate is 16, max_top_nodes 16 * top_k
   double scale;
+  float const* attn_sink;            // [H_kv * G] natural, or null
+  // Which elements of q and k are pairs: m and m + rope_dim / 2 of the first rope_dim, and likewise behind them; a multiple
+  // of 16. With `interleaved` 2 m and 2 m + 1.
+  std::int64_t rope_dim;
+  bool interleaved;
 };
 
 // htree attention of the last queries of every sequence over a cached tree, strictly causal: query j stands at position

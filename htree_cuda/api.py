@@ -139,7 +139,7 @@ def forward(
         Autocast: q, k, v are cast to the autocast dtype; attn_sink is not.
         Rotation: a float64 rope_inv_freq of ``rope_base ** (-2 * torch.arange(R // 2, dtype=torch.float64) / R)`` gives
         the bits of rope_base; a table on a GPU is not read by the host, so that what is not finite there gives NaN.
-        The kernels rotate all of K by rope_base and take no sinks; the PyTorch backend has every option.
+        With rope_interleaved, or rope_dim below K, the kernels work on a rearranged copy of q and k.
         A NaN or infinity reaches the output only where it is attended; later tokens never matter.
         Rows of different lengths are right-padded: seqused_k says how many keys exist. `forward_varlen` takes them
         packed. Neither depends on its neighbours.

@@ -211,7 +211,7 @@ class TreeCache:
     def _rope_table(
         self, top_k: int, max_top_nodes: int | None, rope_base: float | None, inv_freq: Tensor | None, rope_dim: int
     ) -> Tensor:
-        """cos and sin [positions, rope_dim / 2, 2] of every position in a candidate list, made once and kept."""
+        """cos and sin [positions, K / 2, 2] of every position in a candidate list, made once and kept."""
         r = self.compression_rate
         positions = top_k * r
         if positions > WHOLE_TABLE:
@@ -594,8 +594,7 @@ def forward_cached(
         in a CUDA graph once it has run before with its options (a table of rotations is made then and kept). More rows
         are a prefill: each sequence has the bits of a call of `forward` on its tokens. The kernels take the lengths of
         a contiguous cache on the device; with pages, and on the PyTorch backend, they are read on the host.
-        The kernels take rope_inv_freq and rope_base None up to 8 rows; rope_dim, rope_interleaved and attn_sink run on
-        the torch backend alone.
+        The decode kernel needs a rope_dim that is a multiple of 16, or rope_interleaved.
         Work of a call of up to 8 rows grows with the number of layers alone.
 
     Example:

@@ -15,6 +15,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from . import pairs
+
 _PACKAGE = Path(__file__).resolve().parent
 _LIBRARY = _PACKAGE / "libhtree_cuda.so"
 ALL_FAMILIES = ("htree", "decode", "dsa")
@@ -140,6 +142,10 @@ def _or_none(x: Tensor | None, dims: int) -> tuple[int, ...]:
     return (0,) * (dims + 1) if x is None else (x.data_ptr(), *x.stride())
 
 
+def _pointer(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
 def _forward_params(q: Tensor, k: Tensor, v: Tensor, params, maxima: tuple[int, int] | None = None):
     """maxima: T and T_q where they are not those of k and q."""
     B, T_q, H, K = q.shape
@@ -147,6 +153,7 @@ def _forward_params(q: Tensor, k: Tensor, v: Tensor, params, maxima: tuple[int, 
     if maxima is not None:
         T, T_q = maxima
     H_kv = k.shape[2]
+    pairs.check_arranged(params, K)
     return load().ForwardParams(
         q=_strided(q),
         k=_strided(k),
@@ -161,9 +168,11 @@ def _forward_params(q: Tensor, k: Tensor, v: Tensor, params, maxima: tuple[int, 
         V=v.shape[3],
         top_k=params.top_k,
         scale=params.scale,
-        rope_base=params.rope_base,
+        rope_base=10000.0 if params.rope_base is None else params.rope_base,
         strict_causal=params.strict_causal,
         dtype=_dtype(q),
+        inv_freq=_pointer(params.rope_inv_freq),
+        attn_sink=_pointer(params.attn_sink),
     )
 
 
@@ -491,6 +500,9 @@ def tree_decode(
         G=q.shape[2] // k.shape[1],
         top_k=params.top_k,
         scale=params.scale,
+        attn_sink=_pointer(params.attn_sink),
+        rope_dim=q.shape[3] if params.rope_interleaved else params.rope_dim,
+        interleaved=params.rope_interleaved,
         **_place(q),
     )
 

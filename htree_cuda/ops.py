@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, pairs
 from .definition import accumulation_dtype, layer_sizes
 from .params import ListParams
 from .torch_backend import lists as torch_lists
@@ -155,6 +155,7 @@ def forward(
     checks.support.given_selection("forward", given)
     out, lse, selection = _empty_results(q, k, v, params, need_selection)
     if out.numel():
+        q, k, params = pairs.arranged(q, k, params)
         workspace = q.new_empty(kernels.forward_workspace(q, k, v, params), dtype=torch.uint8)
         replayed = given if given is not None and given.numel() else None
         kernels.forward(q, k, v, out, lse, selection if selection.numel() else None, workspace, params, given=replayed)
@@ -200,11 +201,12 @@ def backward(
     checks.support.backward(q, k, v, out, lse, selection, params)
     dq, dk, dv = _empty_gradients(q, k, v)
     if dk.numel():
-        workspace = q.new_empty(kernels.backward_workspace(q, k, v, params), dtype=torch.uint8)
+        q, k, own = pairs.arranged(q, k, params)
+        workspace = q.new_empty(kernels.backward_workspace(q, k, v, own), dtype=torch.uint8)
         if attn_sink is not None:
             lse, dlse = sinks.folded(lse, dlse, attn_sink)
-        kernels.backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, workspace, params)
-    return dq, dk, dv
+        kernels.backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, workspace, own)
+    return pairs.from_halves(dq, params), pairs.from_halves(dk, params), dv
 
 
 @backward.register_fake

@@ -98,7 +98,7 @@ def forward_cached(
     **tree,
 ):  # fmt: skip
     """(out, lse, selection) of the last T_q tokens of each sequence; selection has size 0 in its first dimension
-    unless needed. rope_table [positions, R/2, 2] holds cos and sin of each position in a candidate list, in float32
+    unless needed. rope_table [positions, K/2, 2] holds cos and sin of each position in a candidate list, in float32
     (float64 for float64), as `rope_table` makes it of rope_base, rope_inv_freq and rope_dim. See
     `cache.forward_cached`."""
     cache = CacheTensors(lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved)
@@ -244,23 +244,26 @@ def _prefill_by_lengths(
 def rope_table(
     like: Tensor, inv_freq: Tensor | None, *, positions: int, rope_dim: int, rope_base: float | None
 ) -> Tensor:
-    """[positions, rope_dim / 2, 2]: cos and sin of p * inv_freq[m], or of p * rope_base ** (-2 m / rope_dim), or of 0
-    where both are None; from float64, in the accumulation dtype of `like` and on its device."""
+    """[positions, K / 2, 2], K being the last dimension of `like`: cos and sin of p * inv_freq[m], or of
+    p * rope_base ** (-2 m / rope_dim), and of 0 behind rope_dim / 2 or where both are None; from float64, in the
+    accumulation dtype of `like` and on its device."""
     if like.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "forward_cached: the table of rotations of these options is made in their first call, which cannot be "
             "captured in a CUDA graph; call forward_cached once before the capture"
         )
     place = {"dtype": accumulation_dtype(like.dtype), "device": like.device}
-    if rope_base is None and inv_freq is None:
-        inv_freq = torch.zeros(rope_dim // 2)
     if inv_freq is not None:
         inv_freq = inv_freq.cpu()
         checks.rotation.finite("forward_cached", inv_freq)
         inv_freq = inv_freq.to(like.device)
-    return torch.stack(rope_tables(positions, rope_dim, rope_base, **place, inv_freq=inv_freq), dim=2)
+    table = torch.zeros(positions, like.shape[-1] // 2, 2, **place)
+    table[..., 0] = 1.0
+    for i, x in enumerate(rope_tables(positions, rope_dim, rope_base, **place, inv_freq=inv_freq)):
+        table[:, : x.shape[1], i] = x
+    return table
 
 
 @rope_table.register_fake
 def _(like, inv_freq, *, positions, rope_dim, rope_base):
-    return like.new_empty(positions, rope_dim // 2, 2, dtype=accumulation_dtype(like.dtype))
+    return like.new_empty(positions, like.shape[-1] // 2, 2, dtype=accumulation_dtype(like.dtype))

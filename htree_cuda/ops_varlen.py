@@ -3,10 +3,12 @@ given, else batched, with what the rows of the batch hold."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
-from . import checks, ops
+from . import checks, ops, pairs
 from .definition import accumulation_dtype, layer_sizes
 from .ops import (
     _ROTATION_SCHEMA,
@@ -60,6 +62,8 @@ def launch(
     if params.sequences == 0 or k.shape[-3] == 0:
         out.zero_(), lse.fill_(-torch.inf), selection.fill_(-1)
     elif out.numel():
+        q, k, tree = pairs.arranged(q, k, params.tree)
+        params = dataclasses.replace(params, tree=tree)
         size = kernels.forward_varlen_workspace(q, k, v, *lengths, params)
         workspace = q.new_empty(size, dtype=torch.uint8)
         chosen, replayed = (x if x is not None and x.numel() else None for x in (selection, given))

@@ -27,6 +27,11 @@ from htree_cuda import indexer_logits as torch_indexer_logits
 FACTOR = 2.0
 
 
+def _rotation(options: dict) -> dict:
+    """Those of the options that `definition.rope` takes."""
+    return {name: options[name] for name in ("rope_inv_freq", "rope_dim", "rope_interleaved") if name in options}
+
+
 @dataclass
 class Baseline:
     out: Tensor  # [B, T_q, H, V] in the dtype
@@ -40,7 +45,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, selection: Tensor, **options) -> Ba
     r = options.get("compression_rate", 16)
     top_k = options.get("top_k_per_layer", 512)
     max_top_nodes = top_k * r if options.get("max_top_nodes") is None else options["max_top_nodes"]
-    base = options.get("rope_base", 10000.0)
+    base, rotation = options.get("rope_base", 10000.0), _rotation(options)
     B, T_q, H, K = q.shape
     T, H_kv, V = k.shape[1], k.shape[2], v.shape[3]
     G, dtype = H // H_kv, q.dtype
@@ -60,11 +65,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, selection: Tensor, **options) -> Ba
                     n = c.shape[0]
                     last, places = torch.tensor([n - 1]), torch.arange(n)
                     q_row, k_row = q[b, i, heads].float(), tree_k[layer][b, c, h_kv].float()
-                    q_rot = definition.rope(q_row[:, None], last, base)[:, 0]
-                    k_rot = definition.rope(k_row, places, base)
+                    q_rot = definition.rope(q_row[:, None], last, base, **rotation)[:, 0]
+                    k_rot = definition.rope(k_row, places, base, **rotation)
                     s = (q_rot.to(dtype).float() @ k_rot.to(dtype).float().T) * scale
-                    exact_q = definition.rope(q_row.double()[:, None], last, base)[:, 0]
-                    exact = exact_q @ definition.rope(k_row.double(), places, base).T * scale
+                    exact_q = definition.rope(q_row.double()[:, None], last, base, **rotation)[:, 0]
+                    exact = exact_q @ definition.rope(k_row.double(), places, base, **rotation).T * scale
                     considered = slice(0, n - 1) if layer > 0 else slice(0, n)
                     error = (s - exact)[:, considered].abs()
                     if error.numel():
@@ -80,7 +85,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, selection: Tensor, **options) -> Ba
                 row_max = s.amax(1, keepdim=True)
                 p = torch.exp(s - row_max)
                 row_sum = p.sum(1, keepdim=True)
-                out[b, i, heads] = ((p.to(dtype).float() @ values) / row_sum).to(dtype)
+                sink = options.get("attn_sink")
+                denominator = row_sum if sink is None else row_sum + torch.exp(sink[heads, None] - row_max)
+                out[b, i, heads] = ((p.to(dtype).float() @ values) / denominator).to(dtype)
                 lse[b, i, heads] = (row_max + row_sum.log())[:, 0]
     return Baseline(out, lse, score_error)
 
@@ -93,7 +100,7 @@ def backward(
     r = options.get("compression_rate", 16)
     top_k = options.get("top_k_per_layer", 512)
     max_top_nodes = top_k * r if options.get("max_top_nodes") is None else options["max_top_nodes"]
-    base = options.get("rope_base", 10000.0)
+    base, rotation = options.get("rope_base", 10000.0), _rotation(options)
     B, T_q, H, K = q.shape
     T, H_kv = k.shape[1], k.shape[2]
     G, dtype = H // H_kv, q.dtype
@@ -107,7 +114,10 @@ def backward(
             for h_kv in range(H_kv):
                 heads = slice(h_kv * G, (h_kv + 1) * G)
                 do, parents = dout[b, i, heads].float(), None
-                offset = (dlse[b, i, heads] - (do * out[b, i, heads].float()).sum(1))[:, None]
+                delta, of_lse = (do * out[b, i, heads].float()).sum(1)[:, None], dlse[b, i, heads, None]
+                below = lse[b, i, heads, None]
+                sink = options.get("attn_sink")
+                denominator = below if sink is None else torch.logaddexp(below, sink[heads, None])
                 for layer in reversed(range(len(tree_k))):
                     c = definition.candidate_list(parents, (q_start + i) // r**layer, r, q.device)
                     last, leaves = torch.tensor([c.shape[0] - 1]), torch.arange(c.shape[0])
@@ -116,14 +126,23 @@ def backward(
                         parents = row[row >= 0].to(torch.int64)
                         leaves = leaves[~torch.isin(c, parents)]
                     node = c[leaves]
-                    q_rot = definition.rope(q[b, i, heads].float()[:, None], last, base)[:, 0].to(dtype).float()
-                    k_rot = definition.rope(tree_k[layer][b, node, h_kv].float(), leaves, base).to(dtype).float()
-                    P = torch.exp(q_rot @ k_rot.T * scale - lse[b, i, heads, None])
-                    dS = P * (do @ tree_v[layer][b, node, h_kv].float().T + offset)
+                    q_rot = (
+                        definition.rope(q[b, i, heads].float()[:, None], last, base, **rotation)[:, 0].to(dtype).float()
+                    )
+                    k_rot = (
+                        definition.rope(tree_k[layer][b, node, h_kv].float(), leaves, base, **rotation)
+                        .to(dtype)
+                        .float()
+                    )
+                    score = q_rot @ k_rot.T * scale
+                    P = torch.exp(score - denominator)
+                    dS = P * (do @ tree_v[layer][b, node, h_kv].float().T - delta) + torch.exp(score - below) * of_lse
                     P, dS = P.to(dtype).float(), dS.to(dtype).float()
                     dq_rot = (dS @ k_rot)[:, None]
-                    dq[b, i, heads] += scale * definition.rope(dq_rot, last, base, inverse=True)[:, 0]
-                    dtree_k[layer][b, node, h_kv] += scale * definition.rope(dS.T @ q_rot, leaves, base, inverse=True)
+                    dq[b, i, heads] += scale * definition.rope(dq_rot, last, base, inverse=True, **rotation)[:, 0]
+                    dtree_k[layer][b, node, h_kv] += scale * definition.rope(
+                        dS.T @ q_rot, leaves, base, inverse=True, **rotation
+                    )
                     dtree_v[layer][b, node, h_kv] += P.T @ do
     for dtree in (dtree_k, dtree_v):
         for above, below in zip(reversed(dtree[1:]), reversed(dtree[:-1])):

@@ -84,7 +84,7 @@ struct QueryRotations {
 // Writes cos and sin of every position to `rotations` [positions, K / 2] and, where they are not null, to
 // `fragment_rotations` [positions, K / 32, 4] and the tables of queries. `zero`, if not null, becomes 0.
 void make_rotations(float2* rotations, rope::FragmentRotations* fragment_rotations,
-                    QueryRotations const& query_rotations, std::int64_t positions, int K, double base, int* zero,
-                    cudaStream_t stream);
+                    QueryRotations const& query_rotations, std::int64_t positions, int K, rope::Frequencies frequencies,
+                    int* zero, cudaStream_t stream);
 
 }  // namespace htree_cuda::tree::pack

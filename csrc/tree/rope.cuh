@@ -15,8 +15,16 @@
 
 namespace htree_cuda::tree::rope {
 
+// The angles of a call: base ** (-2 m / K), or a table.
+struct Frequencies {
+  double base;
+  double const* table;  // [K / 2], or null
+};
+
 // Angle of pair m from one position to the next, in float64.
-__device__ inline double frequency(int m, int K, double base) { return pow(base, -2.0 * m / K); }
+__device__ inline double frequency(int m, int K, Frequencies const& of) {
+  return of.table != nullptr ? of.table[m] : pow(of.base, -2.0 * m / K);
+}
 
 // cos and sin of a position.
 __device__ inline double2 rotation(std::int64_t position, double frequency) {

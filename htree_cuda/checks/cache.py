@@ -198,9 +198,9 @@ def forward_cached(
         max_top_nodes=max_top_nodes, scale=scale, rope_base=rope_base,
     )  # fmt: skip
     rope_dim = rotation.rotation(op, K, None, rope_base, rope_inv_freq, rope_dim)
-    dimensions(op, "rope_table", rope_table, ("positions", "R/2", "2"))
+    dimensions(op, "rope_table", rope_table, ("positions", "K/2", "2"))
     same_device(op, "q", q, rope_table=rope_table)
-    equal(op, "dimension 1 of rope_table", rope_table.shape[1], "rope_dim / 2", rope_dim // 2)
+    equal(op, "dimension 1 of rope_table", rope_table.shape[1], "K / 2", K // 2)
     rotation.sink(op, q, attn_sink)
     top = -(-layout.max_tokens // layout.compression_rate ** (layout.num_layers - 1))
     if top > max_top_nodes:
@@ -215,11 +215,11 @@ def forward_cached(
 
 
 def forward_cached_kernel(q: Tensor, cache, params: CachedParams) -> None:
-    """What the decoding kernels support of a valid call: what the forward's do, and any table of K / 2 pairs of halves
-    for up to 8 queries."""
+    """What the decoding kernels support of a valid call: what the forward's do, but for some rope_dim."""
     op = "forward_cached"
-    support.tree_shapes(op, q, cache.k.transpose(1, 2), cache.v.transpose(1, 2), params)
-    support.tree_options(op, params, q.shape[3], any_table=q.shape[1] <= FEW_QUERIES)
+    support.forward(q, cache.k.transpose(1, 2), cache.v.transpose(1, 2), params, op)
+    if params.rope_dim % 16 and not params.rope_interleaved and q.shape[1] <= FEW_QUERIES:
+        support._way_out(op, f"the decode kernel needs rope_dim to be a multiple of 16, got {params.rope_dim}")
 
 
 def module_cache(cache: Any, past: Any, return_kv: bool, *, compression_rate: int, strict_causal: bool) -> None:

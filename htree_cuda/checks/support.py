@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ..params import CachedParams, TreeParams
+from ..params import TreeParams
 from .common import UnsupportedError
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
@@ -63,25 +63,6 @@ KERNEL_COMPRESSION_RATE = 16
 
 def forward(q: Tensor, k: Tensor, v: Tensor, params: TreeParams, op: str = "forward") -> None:
     """What the htree kernels, forward and backward, support of a valid call."""
-    tree_shapes(op, q, k, v, params)
-    tree_options(op, params, q.shape[3])
-
-
-def tree_options(op: str, params: TreeParams | CachedParams, head_dim: int, any_table: bool = False) -> None:
-    """What the kernels support of the options of the rotation and of attention sinks."""
-    if params.attn_sink is not None:
-        _way_out(op, "the kernels take no attn_sink")
-    if params.rope_interleaved:
-        _way_out(op, "the kernels rotate halves, not neighbours (rope_interleaved)")
-    if params.rope_dim not in (None, head_dim):
-        _way_out(op, f"the kernels need rope_dim = K ({head_dim}), got {params.rope_dim}")
-    if params.rope_base is None and not any_table:
-        what = "no rotation (rope_base=None)" if params.rope_inv_freq is None else "rope_inv_freq"
-        _way_out(op, f"the kernels of this call rotate by rope_base alone, got {what}")
-
-
-def tree_shapes(op: str, q: Tensor, k: Tensor, v: Tensor, params: TreeParams | CachedParams) -> None:
-    """What the htree kernels support of dtypes, shapes, strides and the numbers of the tree."""
     from .. import kernels
 
     _kernel_dtype(op, "q", q)

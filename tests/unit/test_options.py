@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import htree_cuda
-from htree_cuda import definition
-from htree_cuda.torch_backend import sinks
+from htree_cuda import definition, pairs
+from htree_cuda.params import TreeParams
+from htree_cuda.torch_backend import sinks, tree
 
 from ..inputs import Config, configs, examples
 from .calls import SMALL, TREE, qkv
@@ -194,6 +195,35 @@ def test_a_cached_call_equals_forward(rotation, rows):
     for x, y in zip(mine[:2], expected[:2]):
         torch.testing.assert_close(x, y, rtol=0, atol=0 if rows > 8 else 1e-12)
     assert torch.equal(mine[2][: expected[2].shape[0]], expected[2])
+
+
+# ------------------------------------------------------------------------------------- what the kernels are given
+
+
+@pytest.mark.parametrize(
+    "rotation",
+    [
+        {"rope_interleaved": True},
+        {"rope_dim": 6},
+        {"rope_interleaved": True, "rope_dim": 6},
+        {"rope_base": None},
+        {"rope_dim": 4, "rope_inv_freq": torch.tensor([0.7, 0.2]), "rope_base": None},
+    ],
+    ids=lambda rotation: "-".join(rotation),
+)
+def test_arranged_calls_are_the_same_function_on_halves(rotation):
+    """q, k and a table as the kernels take them, and gradients back; what is not arranged is no call of a kernel."""
+    q, k, v = qkv()
+    params = TreeParams(58, 4, 4, 16, 0.25, **{"rope_base": 50.0, "strict_causal": True, **rotation})
+    mine, keys, own = pairs.arranged(q, k, params)
+    assert not own.rope_interleaved and own.rope_dim == 8
+    assert own.rope_base == 50.0 if own.rope_inv_freq is None else own.rope_inv_freq.shape == (4,)
+    for x, y in zip(tree.forward(mine, keys, v, own), tree.forward(q, k, v, params)):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+    assert torch.equal(pairs.from_halves(mine, params), q)
+    pairs.check_arranged(own, 8)
+    with pytest.raises(RuntimeError, match=r"that pairs\.arranged has not seen"):
+        pairs.check_arranged(params, 8)
 
 
 # ------------------------------------------------------------------------------------------------- ops, compile, errors

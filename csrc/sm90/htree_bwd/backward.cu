@@ -37,8 +37,8 @@ struct Launcher {
   cudaStream_t stream;
 
   void make_rotations() {
-    tree::pack::make_rotations(w.rotations, w.fragment_rotations, {}, w.positions, static_cast<int>(p.K), p.rope_base,
-                               nullptr, stream);
+    tree::pack::make_rotations(w.rotations, w.fragment_rotations, {}, w.positions, static_cast<int>(p.K),
+                               {p.rope_base, p.inv_freq}, nullptr, stream);
   }
 
   void pool() {

@@ -15,6 +15,31 @@ using namespace host;
 using namespace device;
 using namespace tree;
 
+// Which elements of a row are rotated pairs, in chunks of 8 elements. Chunk c of the first ones and chunk c of the second
+// ones make 8 pairs. In halves the first `halves` chunks of both come from the first 2 * halves chunks of a row, the others
+// from behind them; interleaved, both come from chunks 2 c and 2 c + 1.
+struct Pairing {
+  int halves;
+  bool interleaved;
+};
+
+// The two chunks of a row, of `chunks` in all, from which chunk c of first and of second elements come.
+__device__ __forceinline__ int2 pair_chunks(Pairing const& pairing, int c, int chunks) {
+  if (pairing.interleaved) return {2 * c, 2 * c + 1};
+  int const behind = pairing.halves;
+  return c < behind ? int2{c, c + behind} : int2{c + behind, c + chunks / 2};
+}
+
+// First and second elements of interleaved pairs, from the two chunks that hold them.
+__device__ __forceinline__ void separate_pairs(uint4& x, uint4& y) {
+  uint4 const a = x;
+  uint4 const b = y;
+  x = {__byte_perm(a.x, a.y, 0x5410), __byte_perm(a.z, a.w, 0x5410), __byte_perm(b.x, b.y, 0x5410),
+       __byte_perm(b.z, b.w, 0x5410)};
+  y = {__byte_perm(a.x, a.y, 0x7632), __byte_perm(a.z, a.w, 0x7632), __byte_perm(b.x, b.y, 0x7632),
+       __byte_perm(b.z, b.w, 0x7632)};
+}
+
 // A call attends `T_q` queries a sequence, the last of its tokens; one cluster of CTAs serves one query of one KV head.
 struct Args {
   tree::CacheView cache;
@@ -37,6 +62,8 @@ struct Args {
   int T_q;
   int G;
   int top_k;
+  Pairing pairing;
+  float const* attn_sink;  // [H_kv * G] natural, or null
 };
 
 }  // namespace htree_cuda::sm90::htree_decode

@@ -39,20 +39,23 @@ inline constexpr int kHeads = 16;  // at most
 // CTA does, which costs a call of one sequence little where two CTAs share an SM.
 __host__ __device__ constexpr int parts_of(int top_k, int G) { return top_k > 128 ? 16 : top_k > 64 || G > 8 ? 8 : 4; }
 
-template <class Element_, int kK_, int kV_, int kHeadTiles_>
+// kHalves_: rotated pairs are the halves of K, else what Args::pairing says.
+template <class Element_, int kK_, int kV_, int kHeadTiles_, bool kHalves_>
 struct Config {
   using Element = Element_;  // __nv_bfloat16 or __half
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
   static constexpr int kHeadTiles = kHeadTiles_;        // of 8 heads
+  static constexpr bool kHalves = kHalves_;
   static constexpr int kTileHeads = 8 * kHeadTiles;
   static constexpr int kPairs = kK / 8;                 // rotated pairs of a row that a lane holds
   static constexpr int kKeyChunks = kK / 32;            // 16-byte chunks of a row of keys that a lane holds
   static constexpr int kValueChunks = kV / 64;          // likewise of a row of values
   static constexpr int kDimTiles = kV / 16;             // tiles of 16 dimensions of O^T
   static constexpr int kQueryVectors = kHeadTiles * kPairs / 2;  // float4 of a lane's query in shared memory
-  // fp16 operands are rounded, which takes registers that eight warps do not have.
-  static constexpr int kWarps = kHeadTiles == 1 && kK == 128 && std::is_same_v<Element, __half> ? 6 : 8;
+  // fp16 operands are rounded, and other pairs are looked up, which takes registers that eight warps do not have.
+  static constexpr int kWarps =
+      kHeadTiles == 1 && kK == 128 && (std::is_same_v<Element, __half> || !kHalves) ? 6 : 8;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kBlocksPerSM = kHeadTiles == 1 ? 2 : 1;
   static constexpr int kRotationStride = kK / 2 + 8;    // float2 of a row in shared memory: two rows do not meet in a bank

@@ -12,7 +12,7 @@ using namespace sm90::htree_decode;
 namespace {
 
 // Which kernel runs for which call: by dtype and head dimensions here, and in launch.cuh by whether a group has more than 8
-// heads.
+// heads and by whether rotated pairs are the halves of K.
 template <class Element>
 void dispatch_dim(Args const& args, int K, unsigned units, cudaStream_t stream) {
   if (K == 128) return launch<Element, 128, 128>(args, units, stream);
@@ -43,6 +43,9 @@ void tree_decode(TreeDecodeParams const& params, void* stream) {
                     " tokens end above max_top_nodes = " + number(16 * params.top_k) + " nodes");
   }
   if (!host::cache_args::aligned(params.rotations, 16)) reject(kOp, "rotations must be 16-byte aligned");
+  if (params.rope_dim <= 0 || params.rope_dim > cache.K || params.rope_dim % 16 != 0) {
+    reject(kOp, "rope_dim must be a multiple of 16 in 16 .. K, got " + number(params.rope_dim));
+  }
   if (cache.B == 0 || params.T_q == 0) return;
   std::int64_t const units = cache.B * params.T_q * cache.H_kv;
   if (units > std::numeric_limits<int>::max() / kMaxParts) reject(kOp, "B * T_q * H_kv must be below 2^27, got " + number(units));
@@ -61,6 +64,8 @@ void tree_decode(TreeDecodeParams const& params, void* stream) {
   args.selection = params.selection;
   args.selection_layers = params.selection == nullptr ? 0 : static_cast<int>(params.selection_layers);
   args.rotations = reinterpret_cast<float2 const*>(params.rotations);
+  args.attn_sink = params.attn_sink;
+  args.pairing = {static_cast<int>(params.rope_dim / 16), params.interleaved};
   args.scale_log2 = static_cast<float>(params.scale * 1.4426950408889634074);
   args.B = static_cast<int>(cache.B);
   args.T_q = static_cast<int>(params.T_q);

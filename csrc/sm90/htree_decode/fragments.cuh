@@ -133,13 +133,19 @@ struct Keys {
     }
   };
 
-  // The two chunks of a row that hold eight pairs.
-  __device__ __forceinline__ void load(Source const& source, int octet) {
+  // The two chunks of a row that hold eight pairs; interleaved ones are separated when they are used.
+  __device__ __forceinline__ void load(Source const& source, int octet, Pairing const& pairing) {
+    int2 offset = {64 * octet, 64 * (octet + kOctets)};
+    if constexpr (!Cfg::kHalves) {
+      int const t = threadIdx.x % 4;
+      int2 const chunks = pair_chunks(pairing, t + 4 * octet, Cfg::kK / 8);
+      offset = {(chunks.x - t) * 16, (chunks.y - t) * 16};
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       bool const reads = static_cast<int>(threadIdx.x % 32) / 4 + 8 * i < source.count;
-      rows[i][octet] = ptx::load_global_once_if(reads, source.from[i] + 64 * octet);
-      rows[i][octet + kOctets] = ptx::load_global_once_if(reads, source.from[i] + 64 * (octet + kOctets));
+      rows[i][octet] = ptx::load_global_once_if(reads, source.from[i] + offset.x);
+      rows[i][octet + kOctets] = ptx::load_global_once_if(reads, source.from[i] + offset.y);
     }
   }
 
@@ -147,12 +153,18 @@ struct Keys {
   // by a step as it passes. `rotations`: the lane's part of the table's row g in shared memory, `step` of that of the step.
   // Chunks that are done make room for those of the `next` block, which are on their way while the rest is multiplied.
   __device__ __forceinline__ void multiply(Query<Cfg> const& q, float4 const* rotations, float4 const* step,
-                                           Source const& next, float (&s)[2][4]) {
+                                           Source const& next, Pairing const& pairing, float (&s)[2][4]) {
     using Element = typename Cfg::Element;
     float sums[2][2][4] = {};  // of even and odd pairs: shorter chains of products
 #pragma unroll
     for (int four = 0; four < Cfg::kPairs; four += 4) {
       __syncwarp();  // what the next four pairs need is loaded when the last four are done: registers are scarce
+      if constexpr (!Cfg::kHalves) {
+        if (four % 8 == 0 && pairing.interleaved) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) separate_pairs(rows[i][four / 8], rows[i][four / 8 + kOctets]);
+        }
+      }
       uint32_t a[4][4] = {};
       float4 const back[2] = {step[2 * four], step[2 * four + 4]};
 #pragma unroll
@@ -182,7 +194,7 @@ struct Keys {
           ptx::mma_tf32(sums[e % 2][tile], a[e], operand<Element>(low), operand<Element>(high));
         }
       }
-      if (four % 8 == 4) load(next, four / 8);
+      if (four % 8 == 4) load(next, four / 8, pairing);
     }
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {

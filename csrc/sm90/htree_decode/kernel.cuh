@@ -61,6 +61,19 @@ __device__ __forceinline__ void write_nothing(Args const& args, Smem<Cfg> const&
   for (int layer = 1; layer <= args.selection_layers; ++layer) write_whole_layer<Cfg>(args, smem, layer, 0);
 }
 
+// Chunk i of a head: of first elements of pairs, in the second half of second ones.
+template <class Cfg>
+__device__ __forceinline__ uint4 query_chunk(Args const& args, typename Cfg::Element const* head, int i) {
+  if constexpr (Cfg::kHalves) return load_query_chunk(head, i, args.q_vectors);
+  constexpr int kHalf = Cfg::kK / 16;
+  int2 const chunks = pair_chunks(args.pairing, i % kHalf, 2 * kHalf);
+  if (!args.pairing.interleaved) return load_query_chunk(head, i < kHalf ? chunks.x : chunks.y, args.q_vectors);
+  uint4 x = load_query_chunk(head, chunks.x, args.q_vectors);
+  uint4 y = load_query_chunk(head, chunks.y, args.q_vectors);
+  separate_pairs(x, y);
+  return i < kHalf ? x : y;
+}
+
 // What every layer needs: rotations by positions 0 .. 15 and by a warp's step, and the query's heads as they are.
 template <class Cfg>
 __device__ __forceinline__ void load_constants(Args const& args, Smem<Cfg>& smem, Unit const& unit) {
@@ -79,7 +92,7 @@ __device__ __forceinline__ void load_constants(Args const& args, Smem<Cfg>& smem
 #pragma unroll 1
   for (int i = threadIdx.x; i < Cfg::kTileHeads * (Cfg::kK / 8); i += Cfg::kThreads) {
     int const head = i / (Cfg::kK / 8);
-    smem.query[i] = head < args.G ? load_query_chunk(q + head * args.q_stride_h, i % (Cfg::kK / 8), args.q_vectors) : uint4{};
+    smem.query[i] = head < args.G ? query_chunk<Cfg>(args, q + head * args.q_stride_h, i % (Cfg::kK / 8)) : uint4{};
   }
 #pragma unroll
   for (int n = 0; n < kEach; ++n) {

@@ -57,7 +57,8 @@ __device__ __forceinline__ void prefetch_values(Args const& args, Layer const& l
 template <class Cfg>
 __device__ __forceinline__ void score_keys(Args const& args, Smem<Cfg> const& smem, Keys<Cfg>& keys, int readable,
                                            typename Keys<Cfg>::Source const& next, Query<Cfg> const& q, float (&s)[2][4]) {
-  keys.multiply(q, lane_rotations<Cfg>(smem, threadIdx.x % 32 / 4), lane_rotations<Cfg>(smem, kSiblings), next, s);
+  keys.multiply(q, lane_rotations<Cfg>(smem, threadIdx.x % 32 / 4), lane_rotations<Cfg>(smem, kSiblings), next, args.pairing,
+                s);
 #pragma unroll
   for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
@@ -95,7 +96,7 @@ __device__ __forceinline__ void score_part(Args const& args, Layer const& layer,
   {
     auto const first = source(layer.first + warp);
 #pragma unroll
-    for (int octet = 0; octet < Keys<Cfg>::kOctets; ++octet) keys.load(first, octet);
+    for (int octet = 0; octet < Keys<Cfg>::kOctets; ++octet) keys.load(first, octet, args.pairing);
   }
   begin_query<Cfg>(args, layer, smem, warp, q);
 #pragma unroll 1

@@ -97,6 +97,7 @@ struct Args {
 
   void* out;                                   // [B, T_q, H, V] contiguous, written at the bottom
   float* lse;                                  // [B, T_q, H]
+  float const* attn_sink;                      // [H] natural, or null
 };
 
 // The CTAs of a launch: first those of tiles in a selected layer, then half-selected, then entry. Later queries come

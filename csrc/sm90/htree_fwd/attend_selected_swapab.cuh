@@ -361,8 +361,8 @@ __device__ __forceinline__ void write_unit(State<Cfg>& s, int i) {
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     columns.sum[e] = column_sum(columns.sum[e]);
-    inverse[e] = 1.0f / columns.sum[e];
     int const head = head_of_column(s, e);
+    inverse[e] = 1.0f / (columns.sum[e] + sink_weight(s, head, columns.max[e], columns.unit[e]));
     ptx::store_global_if(
         works & (s.g == e) & (head < s.args.G), s.args.lse + first + head,
         infinite_to_nan(fmaf(columns.max[e], columns.unit[e] * kLogTwo, log2f(columns.sum[e]) * kLogTwo)));

@@ -138,12 +138,23 @@ __device__ __forceinline__ void write_state(State<Cfg>& s) {
   }
 }
 
+// What an attention sink adds to the sum of a head, whose exponentials are relative to exp2(largest * unit).
+template <class Cfg>
+__device__ __forceinline__ float sink_weight(State<Cfg> const& s, int head, float largest, float unit) {
+  constexpr float kLog2E = 1.44269504088896341f;
+  if (s.args.attn_sink == nullptr) return 0.0f;
+  // A head that does not exist, or is of no query, writes nothing, and reads one that does.
+  int const h_kv = max(static_cast<int>(own_tile(s).bh % s.args.H_kv), 0);
+  float const sink = __ldg(s.args.attn_sink + h_kv * s.args.G + min(head, s.args.G - 1));
+  return ptx::exp2_movable(fmaf(sink, kLog2E, -largest * unit));
+}
+
 template <class Cfg>
 __device__ __forceinline__ void write_tile(State<Cfg> const& s, std::int64_t first, int tile, float const (&o)[4]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (!has_head(s, i)) continue;
-    float const inverse = 1.0f / s.sum[i];
+    float const inverse = 1.0f / (s.sum[i] + sink_weight(s, head_of_row(s, i), s.max[i], s.unit[i]));
     uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<typename Cfg::Element*>(s.args.out) +
                                                       head_index(s, first, i) * Cfg::kV);
     out[4 * tile + s.tq] = Pairs<typename Cfg::Element>::pack(infinite_to_nan(o[2 * i] * inverse),

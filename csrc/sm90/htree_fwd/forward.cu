@@ -87,8 +87,8 @@ public:
     tree::pack::QueryRotations const of_queries{w_.restart_rotations,    w_.restarts,       w_.forward_rotations,
                                                 w_.forward_restarts,     w_.step_rotation,  w_.packed_restart_rotations,
                                                 w_.packed_step_rotation, restart_period(p_)};
-    tree::pack::make_rotations(w_.rotations, nullptr, of_queries, w_.positions, static_cast<int>(p_.K), p_.rope_base,
-                               w_.has_nonfinite_v, stream_);
+    tree::pack::make_rotations(w_.rotations, nullptr, of_queries, w_.positions, static_cast<int>(p_.K),
+                               {p_.rope_base, p_.inv_freq}, w_.has_nonfinite_v, stream_);
   }
 
   void pool() {
@@ -284,6 +284,7 @@ private:
     args.state_sum = w_.state_sum;
     args.out = p_.out;
     args.lse = p_.lse;
+    args.attn_sink = p_.attn_sink;
     return args;
   }
 

@@ -343,7 +343,7 @@ __device__ __forceinline__ double2 compensated(double2 rotation, double2 step, i
 // A thread computes four pairs, which are one entry of fragment_rotations.
 static __global__ void __launch_bounds__(kThreads)
     rotations_kernel(float2* rotations, rope::FragmentRotations* fragment_rotations, QueryRotations query_rotations,
-                     std::int64_t positions, int K, double base, int* zero) {
+                     std::int64_t positions, int K, rope::Frequencies of, int* zero) {
   wait_for_previous_grid();
   std::int64_t const i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   int const entries = K / 8;
@@ -355,7 +355,7 @@ static __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     int const m = entry / 4 * 16 + entry % 4 * 2 + half * 8;
-    double const frequencies[2] = {rope::frequency(m, K, base), rope::frequency(m + 1, K, base)};
+    double const frequencies[2] = {rope::frequency(m, K, of), rope::frequency(m + 1, K, of)};
     double2 const x = rope::rotation(position, frequencies[0]);
     double2 const y = rope::rotation(position, frequencies[1]);
     fragment.cos[half] = half2(__double2half(x.x), __double2half(y.x));

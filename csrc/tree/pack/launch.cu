@@ -21,11 +21,11 @@ void tree_pack(Args const& args, DType dtype, cudaStream_t stream) {
 }
 
 void make_rotations(float2* rotations, rope::FragmentRotations* fragment_rotations,
-                    QueryRotations const& query_rotations, std::int64_t positions, int K, double base, int* zero,
-                    cudaStream_t stream) {
+                    QueryRotations const& query_rotations, std::int64_t positions, int K, rope::Frequencies frequencies,
+                    int* zero, cudaStream_t stream) {
   unsigned const blocks = grid_blocks("forward", positions * (K / 8), kThreads);
   launch_overlapped(rotations_kernel, blocks, kThreads, 0, stream, rotations, fragment_rotations, query_rotations,
-                    positions, K, base, zero);
+                    positions, K, frequencies, zero);
 }
 
 }  // namespace htree_cuda::tree::pack

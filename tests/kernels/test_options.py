@@ -1,0 +1,176 @@
+"""The options of the rotation and attention sinks on the kernels: forward, backward and decoding, within twice the
+error of the baseline, as their own tests judge them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import htree_cuda
+from htree_cuda import definition, kernels
+
+from .. import baseline
+from . import test_decode as decoding
+from .forward_checks import DEVICE, check, inputs, run, same_bits
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_built():
+    """A Hopper GPU without kernels is a failure, not a skip."""
+    kernels.load()
+
+
+def table(R: int, factor: float = 1.0, base: float = 10000.0) -> torch.Tensor:
+    return base ** (-2.0 * torch.arange(R // 2, dtype=torch.float64) / R) / factor
+
+
+def yarn(R: int) -> torch.Tensor:
+    """Some pairs slowed by 4, some left, some between: what YaRN makes."""
+    ramp = torch.linspace(0, 1, R // 2, dtype=torch.float64).clamp(0.3, 0.7).sub(0.3).div(0.4)
+    return table(R, 4.0) * ramp + table(R) * (1 - ramp)
+
+
+def sinks(H: int) -> torch.Tensor:
+    sink = torch.randn(H, generator=torch.Generator().manual_seed(5)) * 2 + 4
+    sink[0], sink[-1] = -math.inf, 30.0
+    return sink
+
+
+OPTIONS = {
+    "plain": lambda K, H: {},  # the control
+    "none": lambda K, H: {"rope_base": None},
+    "yarn": lambda K, H: {"rope_inv_freq": yarn(K)},
+    "partial": lambda K, H: {"rope_dim": 32, "rope_base": 500.0},
+    "interleaved": lambda K, H: {"rope_interleaved": True},
+    "interleaved-partial": lambda K, H: {
+        "rope_interleaved": True,
+        "rope_dim": 48,
+        "rope_inv_freq": table(48, 2.0).float(),
+    },
+    "sink": lambda K, H: {"attn_sink": sinks(H)},
+    "all": lambda K, H: {"rope_dim": 48, "rope_inv_freq": yarn(48), "attn_sink": sinks(H)},
+}
+EVERY = pytest.mark.parametrize("name", list(OPTIONS))
+
+
+def on_device(options: dict) -> dict:
+    return {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+
+
+def judged(host, device, top_k, options, **others):
+    """`forward_checks.check`, whose oracle takes the options on the CPU and the call on the device."""
+    original = htree_cuda.forward
+    try:
+        htree_cuda.forward = lambda *args, **kwargs: original(*args, **{**kwargs, **on_device(options)})
+        return check(host, device, top_k, **options, **others)
+    finally:
+        htree_cuda.forward = original
+
+
+@EVERY
+@pytest.mark.parametrize(("G", "dtype", "D"), [(4, BF16, 64), (8, BF16, 128), (16, BF16, 128), (5, FP16, 64)])
+def test_forward(name, G, dtype, D):
+    """Three layers, a dense top, queries that share warps and queries that do not."""
+    options = OPTIONS[name](D, 2 * G)
+    host, device = inputs(4400, 120, H_kv=2, G=G, K=D, V=D, dtype=dtype, seed=G)
+    judged(host, device, 16, options, share=0.9)
+    host, device = inputs(300, 300, H_kv=2, G=G, K=D, V=D, dtype=dtype, seed=G)
+    judged(host, device, 16, options, picks=[0, 1, 100, 255, 256, 299], share=0.9)
+
+
+def check_backward(options, G, dtype, D, T=330, T_q=200):
+    g = torch.Generator().manual_seed(G)
+    q, k, v, dout = (torch.randn(1, T, n, D, generator=g).to(dtype) for n in (G, 1, 1, G))
+    dlse = torch.rand(1, T, G, generator=g) + 0.5
+    q, dout, dlse = q[:, -T_q:], dout[:, -T_q:], dlse[:, -T_q:]
+    tensors = [x.to(DEVICE).requires_grad_() for x in (q, k, v)]
+    call = on_device(options)
+    if "attn_sink" in call:
+        tensors.append(call["attn_sink"].requires_grad_())
+    results = run(tensors[:3], top_k_per_layer=16, **call)
+    grads = torch.autograd.grad(results[:2], tensors, (dout.to(DEVICE), dlse.to(DEVICE)))
+    results = [x.detach().cpu() for x in results]
+    options = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    allowed = baseline.backward(dout, dlse, q, k, v, *results, top_k_per_layer=16, **options)
+    exact = definition.backward(dout, dlse, q, k, v, results[2], top_k_per_layer=16, **options)
+    for what, x, base, truth in zip(("dq", "dk", "dv"), grads, allowed, exact):
+        baseline.assert_within(what, x.cpu(), base, truth)
+    if len(grads) > 3:
+        torch.testing.assert_close(grads[3].cpu().double(), exact[3], rtol=2e-2, atol=2e-2)
+
+
+@EVERY
+@pytest.mark.parametrize(("G", "dtype", "D"), [(4, BF16, 64), (16, BF16, 128), (5, FP16, 64)])
+def test_backward(name, G, dtype, D):
+    check_backward(OPTIONS[name](D, G), G, dtype, D)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("name", ["interleaved-partial", "all"])
+def test_all_kernels_small(name):
+    """K = V = 64, bf16, few queries: what the emulator runs."""
+    options = OPTIONS[name](64, 4)
+    host, device = inputs(290, 12, G=4, K=64, V=64)
+    judged(host, device, 16, options, share=0.9)
+    check_backward(options, 4, BF16, 64, T=290, T_q=12)
+    host = decoding.inputs(2, 290, 1, H_kv=1, G=4, D=64)
+    cache = decoding.filled(*host[1:], (290, 18))
+    decoding.check(host, (290, 18), decoding.run(host[0], cache, 16, **on_device(options)), 16, share=0.9, **options)
+
+
+def test_a_table_of_the_base_gives_its_bits():
+    """Made on the device, where the kernels make theirs."""
+    _, device = inputs(5000, 700, G=4, K=128, V=128)
+    expected = run(device, top_k_per_layer=16, rope_base=500.0)
+    frequencies = 500.0 ** (-2.0 * torch.arange(64, dtype=torch.float64, device=DEVICE) / 128)
+    same_bits(run(device, top_k_per_layer=16, rope_inv_freq=frequencies), expected)
+
+
+def test_a_sink_without_effect_gives_the_bits_of_none():
+    _, device = inputs(2000, 300, G=4, K=64, V=64)
+    none = torch.full((4,), -math.inf, device=DEVICE)
+    same_bits(run(device, top_k_per_layer=16, attn_sink=none), run(device, top_k_per_layer=16))
+    out, lse, _ = run(device, top_k_per_layer=16, attn_sink=-none)
+    assert not out.any()
+    same_bits([lse], [run(device, top_k_per_layer=16)[1]])
+    assert run(device, top_k_per_layer=16, attn_sink=none * math.nan)[0].isnan().all()
+
+
+# ---- decoding ---------------------------------------------------------------------------------------------------
+
+
+@EVERY
+@pytest.mark.parametrize("page_size", [None, 256])
+@pytest.mark.parametrize(("G", "dtype", "D"), [(4, BF16, 64), (8, BF16, 128), (16, FP16, 128)])
+def test_decode(name, G, dtype, D, page_size):
+    options = OPTIONS[name](D, 2 * G)
+    lengths = (1, 17, 300, 4097)
+    host = decoding.inputs(len(lengths), max(lengths), 2, H_kv=2, G=G, D=D, dtype=dtype)
+    cache = decoding.filled(*host[1:], lengths, page_size=page_size)
+    results = decoding.run(host[0], cache, 16, **on_device(options))
+    decoding.check(host, lengths, results, 16, share=0.9, **options)
+
+
+def test_a_prefill_is_a_call_of_forward():
+    host = decoding.inputs(1, 700, 40, H_kv=1, G=4, D=64)
+    options = on_device(OPTIONS["all"](64, 4))
+    cache = decoding.filled(*host[1:], (700,))
+    device = [x.to(DEVICE) for x in host]
+    mine = decoding.run(host[0], cache, 16, **options)
+    same_bits(mine[:2], run(device, top_k_per_layer=16, **options)[:2])
+
+
+def test_the_decode_kernel_refuses_some_partial_rotations():
+    host = decoding.inputs(1, 100, 1, H_kv=1, G=4, D=64)
+    cache = decoding.filled(*host[1:], (100,))
+    with pytest.raises(
+        htree_cuda.UnsupportedError, match="the decode kernel needs rope_dim to be a multiple of 16, got 24"
+    ):
+        decoding.run(host[0], cache, 16, rope_dim=24)
+    decoding.run(host[0], cache, 16, rope_dim=24, rope_interleaved=True)
