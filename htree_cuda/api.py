@@ -137,9 +137,9 @@ def forward(
         the kernels hold the tree, packed, and at most 384 MiB forward; backward see docs/kernels/htree_bwd.md.
         Support: what the kernels cover is the table in the README.
         Autocast: q, k, v are cast to the autocast dtype; attn_sink is not.
-        Rotation: a float64 rope_inv_freq of ``rope_base ** (-2 * torch.arange(R // 2, dtype=torch.float64) / R)`` gives
-        the bits of rope_base; a table on a GPU is not read by the host, so that what is not finite there gives NaN.
-        With rope_interleaved, or rope_dim below K, the kernels work on a rearranged copy of q and k.
+        Rotation: a float64 rope_inv_freq of ``rope_base ** (-2 * torch.arange(R // 2, dtype=torch.float64) / R)``, made
+        on q's device, gives the bits of rope_base; a table on a GPU is not read by the host, so that what is not finite
+        there gives NaN. With rope_interleaved, or rope_dim below K, the kernels work on a rearranged copy of q and k.
         A NaN or infinity reaches the output only where it is attended; later tokens never matter.
         Rows of different lengths are right-padded: seqused_k says how many keys exist. `forward_varlen` takes them
         packed. Neither depends on its neighbours.

@@ -19,8 +19,8 @@ def _partial(params: TreeParams, K: int) -> bool:
     return params.rope_dim not in (None, K)
 
 
-def _to_halves(x: Tensor, params: TreeParams) -> Tensor:
-    """[..., K] with the first elements of all pairs before the second ones."""
+def to_halves(x: Tensor, params: TreeParams) -> Tensor:
+    """[..., K] with the first elements of all pairs before the second ones: a copy, or `x` where it is so already."""
     K, R = x.shape[-1], params.rope_dim
     if params.rope_interleaved:
         return torch.cat((x[..., 0::2], x[..., 1::2]), -1)
@@ -63,7 +63,7 @@ def arranged(q: Tensor, k: Tensor, params: TreeParams) -> tuple[Tensor, Tensor, 
         params, rope_base=params.rope_base if table is None else None, rope_inv_freq=table, rope_dim=q.shape[-1],
         rope_interleaved=False, attn_sink=sink,
     )  # fmt: skip
-    return _to_halves(q, params), _to_halves(k, params), own
+    return to_halves(q, params), to_halves(k, params), own
 
 
 def check_arranged(params: TreeParams, K: int) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import checks, ops, ops_varlen
+from .. import checks, ops, ops_varlen, pairs
 from ..definition import layer_sizes
 from ..params import TreeParams
 from ..torch_backend import sinks
@@ -71,6 +71,7 @@ def forward(
         layers = len(layer_sizes(k.shape[1], params.compression_rate, params.max_top_nodes))
         shape = (layers - 1, *q.shape[:2], k.shape[2], params.top_k)
         selection = q.new_empty(shape, dtype=torch.int32)
+    q, k, params = pairs.arranged(q, k, params)
     workspace = q.new_empty(kernels.forward_workspace(q, k, v, params), dtype=torch.uint8)
     chosen, replayed = (x if x is not None and x.numel() else None for x in (selection, given))
     kernels.forward(q, k, v, out, lse, chosen, workspace, params, given=replayed)
@@ -107,10 +108,15 @@ def backward(
 def _launch_backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, params: TreeParams) -> None:
     from .. import kernels
 
-    workspace = q.new_empty(kernels.backward_workspace(q, k, v, params), dtype=torch.uint8)
+    q, k, own = pairs.arranged(q, k, params)
+    own_dq, own_dk = pairs.to_halves(dq, params), pairs.to_halves(dk, params)  # dk holds what the kernels add to
+    workspace = q.new_empty(kernels.backward_workspace(q, k, v, own), dtype=torch.uint8)
     if params.attn_sink is not None:
         lse, dlse = sinks.folded(lse, dlse, params.attn_sink)
-    kernels.backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, workspace, params)
+    kernels.backward(dout, dlse, q, k, v, out, lse, selection, own_dq, own_dk, dv, workspace, own)
+    for mine, x in ((own_dq, dq), (own_dk, dk)):
+        if mine is not x:
+            x.copy_(pairs.from_halves(mine, params))
 
 
 def _backward_batch(dout, dlse, q, k, v, out, lse, selection, params: TreeParams, *, deterministic: bool, add_to):

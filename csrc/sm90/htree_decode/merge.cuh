@@ -79,11 +79,10 @@ __device__ __forceinline__ void merge_warps(Args const& args, Smem<Cfg>& smem, i
   }
 }
 
-// What an attention sink adds to a sum that is relative to exp2(most). `head` is one of the outputs, whose last dimension
-// is H.
+// What an attention sink adds to the sum of a head, which is relative to exp2(most).
 __device__ __forceinline__ float sink_weight(Args const& args, std::int64_t head, float most) {
   if (args.attn_sink == nullptr) return 0.0f;
-  float const sink = __ldg(args.attn_sink + head % (static_cast<std::int64_t>(args.cache.H_kv) * args.G));
+  float const sink = __ldg(args.attn_sink + head);
   return ptx::exp2_movable(fmaf(sink, 1.44269504088896341f, -most));
 }
 
@@ -110,7 +109,7 @@ __device__ __forceinline__ void write_output(Args const& args, Smem<Cfg>& smem, 
       x += outs[p * Cfg::kTileHeads * share] * factor;
       sum += of_part.y * factor;
     }
-    x /= sum + sink_weight(args, first_head + head, most);
+    x /= sum + sink_weight(args, static_cast<std::int64_t>(smem.unit.h) * args.G + head, most);
     if (fabsf(x) == __builtin_huge_valf()) x = __int_as_float(0x7fffffff);  // an attended value that is not finite: NaN
     out[(first_head + head) * Cfg::kV + d] = static_cast<typename Cfg::Element>(x);
     if (part == 0 && i % share == 0) {

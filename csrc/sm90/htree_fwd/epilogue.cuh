@@ -149,16 +149,17 @@ __device__ __forceinline__ float sink_weight(State<Cfg> const& s, int head, floa
   return ptx::exp2_movable(fmaf(sink, kLog2E, -largest * unit));
 }
 
+// `inverse`: of the denominators of both heads.
 template <class Cfg>
-__device__ __forceinline__ void write_tile(State<Cfg> const& s, std::int64_t first, int tile, float const (&o)[4]) {
+__device__ __forceinline__ void write_tile(State<Cfg> const& s, std::int64_t first, int tile, float const (&inverse)[2],
+                                           float const (&o)[4]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (!has_head(s, i)) continue;
-    float const inverse = 1.0f / (s.sum[i] + sink_weight(s, head_of_row(s, i), s.max[i], s.unit[i]));
     uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<typename Cfg::Element*>(s.args.out) +
                                                       head_index(s, first, i) * Cfg::kV);
-    out[4 * tile + s.tq] = Pairs<typename Cfg::Element>::pack(infinite_to_nan(o[2 * i] * inverse),
-                                                              infinite_to_nan(o[2 * i + 1] * inverse));
+    out[4 * tile + s.tq] = Pairs<typename Cfg::Element>::pack(infinite_to_nan(o[2 * i] * inverse[i]),
+                                                              infinite_to_nan(o[2 * i + 1] * inverse[i]));
   }
 }
 
@@ -175,17 +176,16 @@ __device__ __forceinline__ void write_lse(State<Cfg> const& s, std::int64_t firs
 }
 
 template <class Cfg>
-__device__ __forceinline__ void write_result(State<Cfg> const& s) {
-  std::int64_t const first = first_head(s);
+__device__ __forceinline__ void write_result(State<Cfg> const& s, std::int64_t first, float const (&inverse)[2]) {
 #pragma unroll
-  for (int tile = 0; tile < Cfg::kValueTiles; ++tile) write_tile(s, first, tile, s.o[tile]);
-  write_lse(s, first);
+  for (int tile = 0; tile < Cfg::kValueTiles; ++tile) write_tile(s, first, tile, inverse, s.o[tile]);
 }
 
 // After merge_heads: O is summed over the consumers in the order of their ranks. Each consumer sums and writes some of
 // its columns.
 template <class Cfg>
-__device__ __forceinline__ void write_merged_result(State<Cfg> const& s, Ring<Cfg> const& ring) {
+__device__ __forceinline__ void write_merged_result(State<Cfg> const& s, Ring<Cfg> const& ring, std::int64_t first,
+                                                    float const (&inverse)[2]) {
   auto const at = [&](int consumer, int tile) {
     return ring.stage(consumer / Cfg::kMergePerStage) + Cfg::kMergeOutOffset +
            consumer % Cfg::kMergePerStage * Cfg::kMergeOutBytes + (tile * 32 + s.lane) * 16;
@@ -196,7 +196,6 @@ __device__ __forceinline__ void write_merged_result(State<Cfg> const& s, Ring<Cf
                                             __float_as_uint(s.o[tile][2]), __float_as_uint(s.o[tile][3])});
   }
   sync_consumers(s);
-  std::int64_t const first = first_head(s);
 #pragma unroll 1
   for (int tile = s.warp; tile < Cfg::kValueTiles; tile += Cfg::kConsumers) {
     float o[4] = {};
@@ -206,9 +205,8 @@ __device__ __forceinline__ void write_merged_result(State<Cfg> const& s, Ring<Cf
       o[0] += __uint_as_float(other.x), o[1] += __uint_as_float(other.y);
       o[2] += __uint_as_float(other.z), o[3] += __uint_as_float(other.w);
     }
-    write_tile(s, first, tile, o);
+    write_tile(s, first, tile, inverse, o);
   }
-  if (threadIdx.x < 32) write_lse(s, first);
 }
 
 template <class Cfg>
@@ -218,12 +216,18 @@ __device__ __forceinline__ void finish_attend(State<Cfg>& s, Ring<Cfg> const& ri
   s.sum[1] = quad_sum(s.sum[1]);
   if (s.args.layer > 0) {
     write_state(s);
-  } else if (split(s)) {
-    merge_heads(s, ring);
-    write_merged_result(s, ring);
-  } else {
-    write_result(s);
+    return;
   }
+  bool const merges = !Cfg::kSharesWarp && split(s);
+  if (merges) merge_heads(s, ring);
+  std::int64_t const first = first_head(s);
+  if (!merges || threadIdx.x < 32) write_lse(s, first);
+  float inverse[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    inverse[i] = 1.0f / (s.sum[i] + sink_weight(s, head_of_row(s, i), s.max[i], s.unit[i]));
+  }
+  merges ? write_merged_result(s, ring, first, inverse) : write_result(s, first, inverse);
 }
 
 }  // namespace htree_cuda::sm90::htree_fwd
