@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Iterator
@@ -55,6 +56,8 @@ def _allow(values) -> None:
     for x in values:
         if isinstance(x, tuple):
             _allow(x)
+        elif dataclasses.is_dataclass(x):  # params, which hold a table of angles and sinks
+            _allow(getattr(x, field.name) for field in dataclasses.fields(x))
         elif isinstance(x, torch.Tensor) and x.numel():
             storage = x.untyped_storage()
             library().emulator_allow(storage.data_ptr(), storage.nbytes())
