@@ -19,7 +19,7 @@ from torch import Tensor
 FOLDER = Path("demo_out") / "trained"
 KV_HEADS = 2  # of each block
 # T, batch, steps: most of the training is short, the rest is long enough for queries of three layers at top_k 64.
-STAGES = ((8192, 4, 250), (32768, 1, 150))
+STAGES = ((8192, 1, 350), (32768, 1, 50))
 TOP_K = 64
 
 # The longest sequence that was computed so far, by group, dimension, KV heads, first seed and device.

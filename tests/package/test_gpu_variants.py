@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import json
+import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import gpu_timeline
 import gpu_variants
@@ -85,12 +88,22 @@ def test_a_variant_is_timed_in_a_copy_of_the_package(tmp_path, monkeypatch, caps
     with pytest.raises(SystemExit, match="does not exist"):
         list(gpu_variants.time_variants(["a"], "forward", [], 1))
     for name in "ab":
-        (tmp_path / f"{name}.so.gz").write_bytes(gzip.compress(b"no library"))
+        (tmp_path / f"{name}.so.gz").write_bytes(gzip.compress(name.encode()))
     options = ["--device", "cpu", "--dtype", "float32", "--lengths", "40", "--heads", "2", "--kv-heads", "1"]
-    options += ["--dim", "4", "--top-k", "4", "--queries", "2"]
-    timed = list(gpu_variants.time_variants(["a", "b"], "forward", options, 2))
-    assert [(name, [f["T"] for f in figures]) for name, figures in timed] == [("a", [40]), ("b", [40])] * 2
-    assert all(f["ms"] > 0 for _, figures in timed for f in figures)
+    options += ["--inputs", "iid", "--dim", "4", "--top-k", "4"]
+    ((name, figures),) = gpu_variants.time_variants(["a"], "backward", options, 1)
+    assert name == "a" and [f["T"] for f in figures] == [40] and figures[0]["ms"] > 0
+    libraries = []
+
+    def run(command, limit_s):
+        folder = re.search(r"sys.path\[0\] = '(.*?)'", command[2])[1]
+        libraries.append((Path(folder) / "htree_cuda" / "libhtree_cuda.so").read_bytes())
+        Path(command[-1]).write_text(json.dumps({"figures": figures}))
+        return 0, ""
+
+    monkeypatch.setattr(gpu_variants, "run", run)
+    timed = list(gpu_variants.time_variants(["a", "b"], "backward", options, 2))
+    assert timed == [("a", figures), ("b", figures)] * 2 and libraries == [b"a", b"b"] * 2
     gpu_variants.print_table(timed, 1)
     head, *rows = capsys.readouterr().out.splitlines()
     assert "40 iid" in head and [row.split()[0] for row in rows] == ["a", "b"] * 2 and rows[0].count(" ms ") == 1
