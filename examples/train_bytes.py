@@ -284,11 +284,12 @@ class Text:
         }  # fmt: skip
 
     def batch(self, part: str, stage: Stage, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        """tokens and targets [batch, T] uint8, as they lie in the text: a step's time has no other work of the host."""
         data = self.parts[part]
         first = torch.randint(
             0, len(data) - stage.T, (stage.batch, 1), generator=generator(seed, step, part == "train")
         )
-        rows = data[first + torch.arange(stage.T + 1)].long()
+        rows = torch.stack([data[i : i + stage.T + 1] for (i,) in first.tolist()])
         return rows[:, :-1], rows[:, 1:]
 
 
@@ -378,6 +379,11 @@ def loss_of(
     return F.cross_entropy(logits, targets), (logits.argmax(1) == targets).float().mean()
 
 
+def _wide(x: Tensor) -> Tensor:
+    """Bytes as the integers that an embedding and a loss take; other numbers as they are."""
+    return x.long() if x.dtype == torch.uint8 else x
+
+
 class Run:
     """One (task, arm, seed): model, optimizer, step and log; saved and resumed as a whole."""
 
@@ -429,7 +435,7 @@ class Run:
 
     def batch(self, part: str, stage: Stage, seed: int, step: int) -> tuple[Tensor, ...]:
         """tokens, targets and, of packed documents, where each begins."""
-        return tuple(x.to(self.device) for x in self.data.batch(part, stage, seed, step))
+        return tuple(_wide(x.to(self.device)) for x in self.data.batch(part, stage, seed, step))
 
     def loss(self, tokens: Tensor, targets: Tensor, *lengths: Tensor) -> tuple[Tensor, Tensor]:
         return loss_of(self.model, tokens, targets, self.preset.autocast, *lengths)
@@ -500,7 +506,7 @@ class SharedRun(Run):
 
     def batch(self, part: str, stage: Stage, seed: int, step: int) -> tuple[Tensor, Tensor]:
         whole = self.data.batch(part, stage, seed, step)
-        return tuple(distributed.shard(x, 1, self.group).to(self.device) for x in whole)
+        return tuple(_wide(distributed.shard(x, 1, self.group).to(self.device)) for x in whole)
 
     def mean(self, x: float) -> float:
         """Over the ranks, which have as many tokens each."""

@@ -210,7 +210,7 @@ class Run:
 
     def batch(self, part: str, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
         batch = self.text.batch(part, Stage(self.preset.T, size, 1), seed, step)
-        return tuple(x.to(self.device) for x in batch)
+        return tuple(x.to(self.device).long() for x in batch)
 
     def losses(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """(of the text, of the indexers)."""

@@ -91,22 +91,23 @@ def measured(
 
 
 def _profiled(attention: Callable[..., Tensor], inputs: Inputs) -> dict[str, dict]:
-    """What the kernels of each op take, by phase or by name, from the end of one to the end of the next."""
+    """What the kernels of each op take, by phase or by name, from the end of one to the end of the next, in a step."""
+    step = _step(attention, inputs)
+    found = kernels(lambda: step(lambda: None), 2)
     sums: dict[str, float] = {}
-    with torch.no_grad():
-        for name, ms, _ in kernels(lambda: attention(*inputs), 2):
-            sums[phase_of(name)] = sums.get(phase_of(name), 0.0) + ms
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = attention(*leaves)
-    gradient = torch.randn_like(out)
-    found = kernels(lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True), 2)
-    of = {"all": "", **GRADIENT_KERNELS}
+    for name, ms, _ in found:
+        phase = phase_of(name)
+        sums[phase] = sums.get(phase, 0.0) + ms
     return {
-        "forward": {"phases_ms": {name: round(sums[name], 4) for name in (*PHASES, "other") if name in sums}},
-        "backward": {
-            "kernels_ms": {n: round(sum(ms for kernel, ms, _ in found if re.search(of[n], kernel)), 4) for n in of}
+        "forward": {},
+        "backward": {},
+        "both": {
+            "phases_ms": {name: round(sums[name], 4) for name in (*PHASES, "other") if name in sums},
+            "kernels_ms": {
+                name: round(sum(ms for kernel, ms, _ in found if re.search(text, kernel)), 4)
+                for name, text in GRADIENT_KERNELS.items()
+            },
         },
-        "both": {},
     }
 
 
@@ -148,7 +149,7 @@ def _figures(args, T: int, H: int, H_kv: int, kind: str, top_k: int, inputs: Inp
     options = {"compression_rate": args.compression_rate, "top_k_per_layer": top_k, "backend": args.backend}
     attention = lambda *x: forward(*x, **options)  # noqa: E731
     found = measured(attention, inputs, args.device, args.short)
-    if args.device == "cuda" and args.backend != "torch" and T in args.phases_at:
+    if args.device == "cuda" and args.backend != "torch" and T in args.phases_at and kind == "local":
         profiled = _profiled(attention, inputs)
         found = {op: found[op] | profiled[op] for op in OPS}
     candidates, _ = visited(T, 0, T, args.compression_rate, top_k, top_k * args.compression_rate)
@@ -194,11 +195,12 @@ def run(args: argparse.Namespace) -> list[dict]:
         probe = _Probe(args.device)
         mine = []
         for top_k in args.top_k:
-            mine += _figures(args, T, H, H_kv, kind, top_k, inputs, dense.get((T, H, H_kv)))
-        figures += [f | probe.read() for f in mine]
+            found = _figures(args, T, H, H_kv, kind, top_k, inputs, dense.get((T, H, H_kv)))
+            mine += [f | probe.read() for f in found]
+            if args.out:
+                write_report(args.out, "bench budgets", about, figures + mine)
+        figures += mine
         del inputs
-        if args.out:
-            write_report(args.out, "bench budgets", about, figures)
         times = "  ".join(f"{k}: " + " + ".join(f"{f['ms']:.2f}" for f in mine if f["top_k"] == k and f["op"] != "both")
                           for k in args.top_k)  # fmt: skip
         beside = dense.get((T, H, H_kv))
