@@ -19,7 +19,18 @@ VOCAB = 61
 SPARSE = {"top_k_per_layer": 16}  # everything up to 256 tokens
 
 
-def dense_model(head_dim: int, scaled: bool = False, **options):
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+OTHERS = {  # a part of the elements rotated, neighbours of a part, sinks with YaRN
+    "Phi3": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.75}},
+    "Glm4": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}},
+    "GptOss": {
+        "rope_parameters": YARN, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32,
+        "num_local_experts": 1, "num_experts_per_tok": 1,
+    },
+}  # fmt: skip
+
+
+def dense_model(head_dim: int, scaled: bool = False, kind: str = "Llama", **options):
     torch.manual_seed(0)
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     shape = {
@@ -30,8 +41,13 @@ def dense_model(head_dim: int, scaled: bool = False, **options):
     }  # fmt: skip
     if scaled:
         shape["rope_parameters"] = {"rope_theta": 1e4, "original_max_position_embeddings": 64, **scaling}
-    config = transformers.LlamaConfig(**shape | options)
-    return transformers.LlamaForCausalLM(config).to(DEVICE).eval()
+    config = getattr(transformers, f"{kind}Config")(**shape | OTHERS.get(kind, {}) | options)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():  # sinks that take a part of the weight
+        for name, p in model.named_parameters():
+            if "sinks" in name:
+                p.normal_(mean=3.0)
+    return model.to(DEVICE).eval()
 
 
 def three(head_dim: int, scaled: bool = False, **options):
@@ -100,6 +116,24 @@ def test_forward_and_gradients(head_dim, scaled):
     with torch.no_grad():  # and while everything is seen, what the dense model computes
         short = ids[:, :256]
         judge(kernels(short).logits, dense(short).logits, exact(short).logits)
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("kind", list(OTHERS))
+def test_partial_and_interleaved_rotations_and_sinks(kind):
+    """Forward, gradients, a cached prompt and steps behind it: the options of the rotation and sinks on the kernels."""
+    kernels, plain, exact, _ = three(64, kind=kind)
+    ids, results = tokens(2, 700), []
+    for model in (kernels, plain, exact):
+        logits = model(ids, use_cache=False).logits
+        logits[:, 300:].float().square().mean().backward()
+        with torch.no_grad():
+            cache = the_cache(model(ids[:, :690], use_cache=True))
+            steps = [model(ids[:, t : t + 1], **cache).logits for t in range(690, 700)]
+        gradient = torch.cat([p.grad.float().flatten() for p in model.model.layers[1].self_attn.parameters()])
+        results.append((logits[:, 300:].detach(), torch.cat(steps, 1), gradient))
+    for found in zip(*results):
+        judge(*found)
 
 
 @pytest.mark.hardware

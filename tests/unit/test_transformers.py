@@ -26,8 +26,10 @@ ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 61
 WHOLE = {"top_k_per_layer": 32, "compression_rate": 4}  # sees everything up to 128 tokens
 SPARSE = {"top_k_per_layer": 4, "compression_rate": 4}  # up to 16
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
+NAMES = {"gemma3": "Gemma3", "phi3": "Phi3", "glm": "Glm", "glm4": "Glm4", "gpt_oss": "GptOss"}
 
 
 def dense_model(kind: str, **options):
@@ -42,15 +44,23 @@ def dense_model(kind: str, **options):
         shape["sliding_window"] = None
     if kind == "qwen3":
         shape["head_dim"] = 12
+    if kind in ("phi3", "glm", "glm4"):  # a half or three quarters of the elements are rotated
+        part = 0.75 if kind == "phi3" else 0.5
+        shape["rope_parameters"] = {**PLAIN, "partial_rotary_factor": part}
+        shape |= {} if kind == "phi3" else {"head_dim": 8}
+    if kind == "gpt_oss":  # sinks, and YaRN
+        types = ["sliding_attention", "full_attention", "full_attention"]
+        shape |= {"layer_types": types, "num_hidden_layers": 3, "sliding_window": 8, "head_dim": 16}
+        shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if kind == "gemma3":
         types = ["sliding_attention", "full_attention", "full_attention"]
         shape |= {"layer_types": types, "num_hidden_layers": 3, "sliding_window": 8, "head_dim": 16}
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "gemma3": "Gemma3"}[kind]
+    name = NAMES.get(kind, kind.capitalize())
     config = getattr(transformers, f"{name}TextConfig" if kind == "gemma3" else f"{name}Config")
     model = getattr(transformers, f"{name}ForCausalLM")(config(**shape | options)).eval()
     with torch.no_grad():  # norms and biases begin as constants: as of a trained model
         for name, p in model.named_parameters():
-            if "norm" in name or "bias" in name:
+            if "norm" in name or "bias" in name or "sinks" in name:
                 p.add_(0.2 * torch.randn_like(p))
     return model
 
@@ -132,6 +142,32 @@ def test_generate_equals_the_dense_model(models):
         found, found_scores = generated(whole, ids, mask, use_cache=use_cache)
         assert torch.equal(found, expected)
         close(found_scores, scores)
+
+
+@pytest.mark.parametrize("kind", ["phi3", "glm", "glm4", "gpt_oss"])
+def test_partial_and_interleaved_rotations_and_sinks(kind):
+    """Phi rotates a part of the elements, GLM neighbours of a part; GPT-OSS has sinks, which learn, and YaRN."""
+    dense = dense_model(kind)
+    whole, sparse = (convert(copy.deepcopy(dense), **tree) for tree in (WHOLE, SPARSE))
+    ids, mask = padded([40, 27], "right")
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    expected, found = (gradients(model, **inputs) for model in (dense, whole))
+    for name, grad in found.items():
+        close(grad, expected[name])
+    assert kind != "gpt_oss" or all(found[f"model.layers.{i}.self_attn.sinks"].any() for i in (1, 2))
+    ids, mask = padded([40, 27])
+    with torch.no_grad():
+        logits = dense(ids).logits
+        close(whole(ids).logits, logits)
+        assert (sparse(ids).logits - logits).abs().max() > 0.05 * logits.abs().max()
+        steps, scores = generated(whole, ids, mask, max_new_tokens=4)
+        again, expected = generated(dense, ids, mask, max_new_tokens=4)
+        assert torch.equal(steps, again)
+        close(scores, expected)
+        steps, scores = generated(sparse, ids, mask, max_new_tokens=4)
+        again, expected = generated(sparse, ids, mask, max_new_tokens=4, use_cache=False)
+        assert torch.equal(steps, again)
+        close(scores, expected)
 
 
 @torch.no_grad()
@@ -582,6 +618,7 @@ def test_sliding_windows_stay():
         ({"config": {"attn_logit_softcapping": 50.0}, "kind": "gemma3"}, "no soft-cap; leave the model dense, got 50"),
         ({"config": {"use_bidirectional_attention": True}, "kind": "gemma3"}, "must be causal"),
         ({"config": {"rope_parameters": DYNAMIC}}, "rope_type must be"),
+        ({"config": {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.4}}, "kind": "phi3"}, "an even number of"),
         ({"layers": [0, 5]}, r"layers must be among the full-attention layers \[0, 1\], got \[0, 5\]"),
         ({"layers": [0], "kind": "gemma3"}, r"full-attention layers \[1, 2\]"),
         ({"layers": "all"}, "layers must be"),

@@ -78,6 +78,8 @@ def htree_attention(
             "htree attention: a layer that is called without its model takes no attention_mask" + DENSE_WAY_OUT
         )
     options = tree.options(module.head_dim**-0.5 if scaling is None else scaling, query.device)
+    if (sink := kwargs.get("s_aux")) is not None:  # one of each head, as GPT-OSS has them
+        options["attn_sink"] = sink.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if htree_layer is not None and htree_layer.seen > query.shape[2]:
         # The keys are in the tree.

@@ -19,7 +19,7 @@ from .attention import CACHE_NAMES, NAME, Tree, before_attention, before_model, 
 from .cache import UNSUPPORTED
 from .rotation import rotation
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "glm", "glm4", "gpt_oss")
 
 
 def convert(
@@ -38,7 +38,8 @@ def convert(
     computes what it computed before.
 
     Args:
-        model: a model of transformers of type llama, qwen2, qwen3, mistral or gemma3_text, with or without its head.
+        model: a model of transformers of type llama, qwen2, qwen3, mistral, gemma3_text, phi3, glm, glm4 or gpt_oss,
+            with or without its head.
         layers: "full_attention" (default) or a sequence of indices of full-attention layers. Layers with a sliding
             window stay as they are.
         top_k_per_layer: int, power of two, as in `htree_cuda.forward`; required, unless the configuration of the model
