@@ -67,7 +67,13 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "hardware: of the gpu tests, not for the emulator: streams, graphs, large sizes")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", default="1/1", help="i/n: every n-th test from the i-th on")
+
+
 def pytest_collection_modifyitems(config, items):
+    part, parts = map(int, config.getoption("--part").split("/"))
+    items[:] = items[part - 1 :: parts]
     reason = _no_hopper()
     for item in items:
         if reason and item.get_closest_marker("gpu") and not _emulated(item):

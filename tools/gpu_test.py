@@ -32,6 +32,17 @@ SANITIZER_LIMIT_S = 180
 SANITIZERS_AT_ONCE = 4
 ALONE = {"tests/kernels/test_tree_pool.py"}  # compares the device's free memory before and after a call
 SANITIZER_ERROR = 86  # exit status of compute-sanitizer where it has something to report
+# Files whose oracles take minutes, in parts that run side by side.
+PARTS = {
+    "tests/kernels/test_forward.py": 6,
+    "tests/kernels/test_backward.py": 4,
+    "tests/kernels/test_decode.py": 4,
+    "tests/kernels/test_forward_hostile.py": 2,
+    "tests/kernels/test_forward_surroundings.py": 2,
+    "tests/kernels/test_options.py": 3,
+    "tests/kernels/test_sparse_attention_bwd.py": 4,
+    "tests/kernels/test_varlen.py": 3,
+}
 # Reports that are known and wrong (docs/sanitizers.md). The tests themselves have to pass all the same.
 ONE_LANE = "racecheck does not count what a warp did before one of its lanes arrives at an mbarrier for it"
 HALF_STORES = "initcheck sees the first 32 bytes of what a bulk store writes"
@@ -51,9 +62,12 @@ def gpu_test_files() -> list[str]:
 
 
 def jobs(sanitizer: bool) -> list[tuple[str, ...]]:
-    """(kind, tool, target) of everything to run, dealt to the shards one by one."""
+    """(kind, tool or part, target) of everything to run, dealt to the shards one by one."""
     files = gpu_test_files()
-    found: list[tuple[str, ...]] = [("pytest", "", file) for file in files]
+    found: list[tuple[str, ...]] = []
+    for file in files:
+        parts = PARTS.get(file, 1)
+        found += [("pytest", "" if parts == 1 else f"{i}/{parts}", file) for i in range(1, parts + 1)]
     found += [("binary", "", name) for name in benchmark_names()]
     if sanitizer:
         with_shapes = [file for file in files if "def test_sanitizer" in (ROOT / file).read_text()]
@@ -63,7 +77,8 @@ def jobs(sanitizer: bool) -> list[tuple[str, ...]]:
 
 def job_name(job: tuple[str, ...]) -> str:
     kind, tool, target = job
-    return {"pytest": target, "binary": f"{target} --check-only", "sanitizer": f"{tool} {target}"}[kind]
+    part = f" part {tool}" if tool else ""
+    return {"pytest": target + part, "binary": f"{target} --check-only", "sanitizer": f"{tool} {target}"}[kind]
 
 
 def read_junit(path: Path) -> dict[str, str]:
@@ -85,10 +100,10 @@ def pytest_command(file: str, *options: str) -> list[str]:
     return [sys.executable, "-m", "pytest", file, "-m", "gpu", "-q", "-p", "no:cacheprovider", *options]
 
 
-def run_pytest(file: str) -> dict:
+def run_pytest(file: str, part: str = "") -> dict:
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
-        command = pytest_command(file, "--maxfail=20", f"--junitxml={junit}")
+        command = pytest_command(file, "--maxfail=20", f"--junitxml={junit}", f"--part={part or '1/1'}")
         status, output = run(command, TEST_LIMIT_S)
         tests = read_junit(junit) if junit.exists() else {}
     if status is None:
@@ -168,7 +183,7 @@ def run_jobs(mine: list[tuple[str, ...]], at_once: int) -> Iterator[tuple[tuple[
         os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // at_once, 1)))
         alone = [job for job in mine if job[0] == "pytest" and job[2] in ALONE]
         yield from map(run_job, alone)
-        mine = sorted(set(mine) - set(alone), key=lambda job: ("forward" not in job[2] or job[0] == "sanitizer", job))
+        mine = sorted(set(mine) - set(alone), key=lambda job: (job[0] == "sanitizer", -PARTS.get(job[2], 1), job))
         with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
             for finished in concurrent.futures.as_completed([pool.submit(run_job, job) for job in mine]):
                 yield finished.result()
@@ -182,7 +197,7 @@ def run_job(job: tuple[str, ...]) -> tuple[tuple[str, ...], dict]:
     kind, tool, target = job
     start = time.time()
     if kind == "pytest":
-        entry = run_pytest(target)
+        entry = run_pytest(target, tool)
     elif kind == "binary":
         entry = run_binary(target)
     else:

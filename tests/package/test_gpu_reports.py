@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+import subprocess
 import sys
 import warnings
 
@@ -51,7 +53,15 @@ def test_gpu_jobs_all_run(at_once, monkeypatch):
     assert sorted(job for job, _ in gpu_test.run_jobs(jobs, at_once)) == sorted(jobs) == sorted(begun)
     if at_once > 1:
         first = [gpu_test.job_name(job) for job in begun[: 2 * at_once]]  # threads may overtake each other
-        assert "tests/kernels/test_forward.py" in first
+        assert "tests/kernels/test_forward.py part 1/6" in first
+
+
+def test_parts_hold_every_test_once():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/package/test_gpu_reports.py"]
+    run = functools.partial(subprocess.run, capture_output=True, text=True, cwd=ROOT)
+    parts = [run([*command, f"--part={i}/3"]).stdout for i in (1, 2, 3)]
+    names = [line for part in parts for line in part.splitlines() if "::" in line]
+    assert len(names) == len(set(names)) > 9 and all("::" in part for part in parts)
 
 
 def test_gpu_jobs_that_failed_are_named_last(monkeypatch, capsys, tmp_path):
