@@ -90,8 +90,9 @@ def measured(
     return found
 
 
-def _profiled(attention: Callable[..., Tensor], inputs: Inputs) -> dict[str, dict]:
-    """What the kernels of each op take, by phase or by name, from the end of one to the end of the next, in a step."""
+def _profiled(attention: Callable[..., Tensor], inputs: Inputs) -> dict:
+    """What the kernels of a step take, from the end of one to the end of the next: those of the forward by phase, those
+    of the backward that multiply by name."""
     step = _step(attention, inputs)
     found = kernels(lambda: step(lambda: None), 2)
     sums: dict[str, float] = {}
@@ -99,14 +100,10 @@ def _profiled(attention: Callable[..., Tensor], inputs: Inputs) -> dict[str, dic
         phase = phase_of(name)
         sums[phase] = sums.get(phase, 0.0) + ms
     return {
-        "forward": {},
-        "backward": {},
-        "both": {
-            "phases_ms": {name: round(sums[name], 4) for name in (*PHASES, "other") if name in sums},
-            "kernels_ms": {
-                name: round(sum(ms for kernel, ms, _ in found if re.search(text, kernel)), 4)
-                for name, text in GRADIENT_KERNELS.items()
-            },
+        "phases_ms": {name: round(sums[name], 4) for name in (*PHASES, "other") if name in sums},
+        "kernels_ms": {
+            name: round(sum(ms for kernel, ms, _ in found if re.search(text, kernel)), 4)
+            for name, text in GRADIENT_KERNELS.items()
         },
     }
 
@@ -144,16 +141,16 @@ class _Probe:
         return self.found
 
 
+def _options(args: argparse.Namespace, top_k: int) -> dict:
+    return {"compression_rate": args.compression_rate, "top_k_per_layer": top_k, "backend": args.backend}
+
+
 def _figures(args, T: int, H: int, H_kv: int, kind: str, top_k: int, inputs: Inputs, dense: dict | None) -> list[dict]:
     """One figure an op."""
-    options = {"compression_rate": args.compression_rate, "top_k_per_layer": top_k, "backend": args.backend}
+    options = _options(args, top_k)
     attention = lambda *x: forward(*x, **options)  # noqa: E731
     found = measured(attention, inputs, args.device, args.short)
-    if args.device == "cuda" and args.backend != "torch" and T in args.phases_at and kind == "local":
-        profiled = _profiled(attention, inputs)
-        found = {op: found[op] | profiled[op] for op in OPS}
     candidates, _ = visited(T, 0, T, args.compression_rate, top_k, top_k * args.compression_rate)
-    common = shared(inputs, options) if T in args.phases_at else None
     shape = {
         "inputs": kind, "T": T, "T_q": T, "B": 1, "H": H, "H_kv": H_kv, "K": args.dim, "V": args.dim,
         "dtype": args.dtype, "compression_rate": args.compression_rate, "top_k": top_k, "backend": args.backend,
@@ -162,8 +159,6 @@ def _figures(args, T: int, H: int, H_kv: int, kind: str, top_k: int, inputs: Inp
     figures = []
     for op in OPS:
         figure = {"op": op, **shape, **found[op]}
-        if common is not None:
-            figure["shared_with_neighbour"] = common
         if dense is not None:
             figure["dense"] = dense[op]
             figure["speedup_over_dense"] = round(dense[op]["ms"] / figure["ms"], 4)
@@ -171,46 +166,88 @@ def _figures(args, T: int, H: int, H_kv: int, kind: str, top_k: int, inputs: Inp
     return figures
 
 
+class _Run:
+    """A run of the command: its figures, when it began, and what it says meanwhile."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.figures, self.dense = args, [], {}
+        self.about = identity(args.device) | {"protocol": vars(args.short)}
+        self.started = time.perf_counter()
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+    def say(self, text: str) -> None:
+        print(f"[{self.seconds():.0f} s] {text}", file=sys.stderr, flush=True)
+
+    def late(self, left: list) -> bool:
+        """Whether the time is over; says what is left out."""
+        if not self.args.limit_s or self.seconds() <= self.args.limit_s:
+            return False
+        self.say(f"left out, after {self.args.limit_s:g} s: {'; '.join(map(str, left))}")
+        return True
+
+    def write(self) -> None:
+        if self.args.out:
+            write_report(self.args.out, "bench budgets", self.about, self.figures)
+
+    def inputs(self, T: int, H: int, H_kv: int, kind: str) -> Inputs:
+        dim, dtype = self.args.dim, DTYPES[self.args.dtype]
+        return tree_inputs(kind, 1, T, T, H, H_kv, dim, dim, dtype, self.args.device, self.args.seed)
+
+    def rows(self, T: int, H: int, H_kv: int, kind: str) -> None:
+        """Measures every budget of a shape and kind of inputs."""
+        args, at = self.args, (T, H, H_kv)
+        inputs = self.inputs(T, H, H_kv, kind)
+        if at not in self.dense and args.dense_up_to >= T:
+            found = measured(dense_attention, inputs, args.device, args.short, alone=False)
+            self.dense[at] = {op: {**x, "inputs": kind} for op, x in found.items()}
+            self.say(f"T {T:,} H {H}/{H_kv} dense: " + " + ".join(f"{found[op]['ms']:.2f}" for op in OPS[:2]))
+        probe, words = _Probe(args.device), []
+        for top_k in args.top_k:
+            found = _figures(args, T, H, H_kv, kind, top_k, inputs, self.dense.get(at))
+            self.figures += [f | probe.read() for f in found]
+            words.append(f"{top_k}: " + " + ".join(f"{f['ms']:.2f}" for f in found[:2]))
+            self.write()
+        self.say(f"T {T:,} H {H}/{H_kv} {kind}: {'  '.join(words)}")
+
+    def kernels(self, T: int, H: int, H_kv: int, kind: str) -> None:
+        """Adds to the figures of both in a step what neighbours share and, for inputs that have neighbours, what
+        kernels take."""
+        inputs = self.inputs(T, H, H_kv, kind)
+        for figure in self.figures:
+            if (figure["op"], figure["T"], figure["H"], figure["H_kv"], figure["inputs"]) != ("both", T, H, H_kv, kind):
+                continue
+            options = _options(self.args, figure["top_k"])
+            figure["shared_with_neighbour"] = shared(inputs, options)
+            if self.args.device == "cuda" and self.args.backend != "torch" and kind == "local":
+                figure |= _profiled(lambda *x: forward(*x, **options), inputs)  # noqa: B023
+            self.say(
+                f"T {T:,} H {H}/{H_kv} {kind} top_k {figure['top_k']}: shared {figure['shared_with_neighbour']} "
+                f"{figure.get('phases_ms', '')} {figure.get('kernels_ms', '')}"
+            )
+        self.write()
+
+
 def run(args: argparse.Namespace) -> list[dict]:
     args.short = Short(args.warm_up_s, args.timed_s, args.long_s)
-    about = identity(args.device) | {"protocol": vars(args.short)}
-    figures: list[dict] = []
-    dense: dict[tuple[int, int, int], dict] = {}
-    started = time.perf_counter()
+    run = _Run(args)
     points = list(rows(args))
     longest = {(H, H_kv): T for T, H, H_kv, kind in points if kind == "trained"}
     for (H, H_kv), T in longest.items():  # once for the longest sequence, which shorter ones are cut from
-        tree_inputs("trained", 1, T, T, H, H_kv, args.dim, args.dim, DTYPES[args.dtype], args.device, args.seed)
-        print(f"[{time.perf_counter() - started:.0f} s] inputs trained of H {H}/{H_kv}", file=sys.stderr, flush=True)
-    for i, (T, H, H_kv, kind) in enumerate(points, 1):
-        if args.limit_s and time.perf_counter() - started > args.limit_s:
-            left = sorted({f"T {T:,} H {H}/{H_kv} {kind}" for T, H, H_kv, kind in points[i - 1 :]})
-            print(f"left out, after {args.limit_s:g} s: {'; '.join(left)}", file=sys.stderr, flush=True)
+        run.inputs(T, H, H_kv, "trained")
+        run.say(f"inputs trained of H {H}/{H_kv}")
+    for i, point in enumerate(points):
+        if run.late(points[i:]):
             break
-        shape = (1, T, T, H, H_kv, args.dim, args.dim)
-        inputs = tree_inputs(kind, *shape, DTYPES[args.dtype], args.device, args.seed)
-        if (T, H, H_kv) not in dense and args.dense_up_to >= T:
-            found = measured(dense_attention, inputs, args.device, args.short, alone=False)
-            dense[T, H, H_kv] = {op: {**x, "inputs": kind} for op, x in found.items()}
-        probe = _Probe(args.device)
-        mine = []
-        for top_k in args.top_k:
-            found = _figures(args, T, H, H_kv, kind, top_k, inputs, dense.get((T, H, H_kv)))
-            mine += [f | probe.read() for f in found]
-            if args.out:
-                write_report(args.out, "bench budgets", about, figures + mine)
-        figures += mine
-        del inputs
-        times = "  ".join(f"{k}: " + " + ".join(f"{f['ms']:.2f}" for f in mine if f["top_k"] == k and f["op"] != "both")
-                          for k in args.top_k)  # fmt: skip
-        beside = dense.get((T, H, H_kv))
-        peer = " + ".join(f"{beside[op]['ms']:.2f}" for op in OPS[:2]) if beside else "-"
-        at = f"[{i}/{len(points)}, {time.perf_counter() - started:.0f} s]"
-        common = {f["top_k"]: f["shared_with_neighbour"] for f in mine if "shared_with_neighbour" in f}
-        end = f"  shared: {common}" if common else ""
-        print(f"{at} T {T:,} H {H}/{H_kv} {kind}: {times}  dense: {peer}{end}", file=sys.stderr, flush=True)
-    _print_crossovers(figures)
-    return figures
+        run.rows(*point)
+    points = [point for point in points if point[0] in args.phases_at]
+    for i, point in enumerate(points):
+        if run.late([("kernels of", *left) for left in points[i:]]):
+            break
+        run.kernels(*point)
+    _print_crossovers(run.figures)
+    return run.figures
 
 
 def _print_crossovers(figures: list[dict]) -> None:
