@@ -71,9 +71,14 @@ def pytest_addoption(parser):
     parser.addoption("--part", default="1/1", help="i/n: every n-th test from the i-th on")
 
 
+def part_of(items: list, text: str) -> list:
+    """`i/n` of the items."""
+    part, parts = map(int, text.split("/"))
+    return items[part - 1 :: parts]
+
+
 def pytest_collection_modifyitems(config, items):
-    part, parts = map(int, config.getoption("--part").split("/"))
-    items[:] = items[part - 1 :: parts]
+    items[:] = part_of(items, config.getoption("--part"))
     reason = _no_hopper()
     for item in items:
         if reason and item.get_closest_marker("gpu") and not _emulated(item):
