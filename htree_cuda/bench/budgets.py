@@ -2,8 +2,8 @@
 beside dense attention.
 
 The table has hundreds of rows, so a row is measured by `protocol.Short` instead of the protocol of the other commands:
-long calls once, behind a shorter call of the same kernels. Dense attention is measured once for a number of heads and a
-length, on the first kind of inputs. Lengths grow from row to row, and the file is written after each row.
+long calls once. Dense attention is measured once for a number of heads and a length, on the first kind of inputs. The
+file is written after each row, and a limit of time cuts off the last lengths.
 """
 
 from __future__ import annotations

@@ -129,10 +129,10 @@ def _budgets(cuda: bool) -> argparse.ArgumentParser:
     """Options of budgets, whose every combination is measured."""
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
-    add("--heads", type=decode.heads, default="16/1,64/8,32/8,16/16" if cuda else "8/2", help="pairs of H and H_kv")
+    add("--heads", type=decode.heads, default="32/8,64/8,16/1,16/16" if cuda else "8/2", help="pairs of H and H_kv")
     add("--top-k", type=_ints, default="64,128,512" if cuda else "16", help="nodes expanded per layer, each")
-    lengths = "8192,16384,32768,65536,131072,262144" if cuda else "1024,2048"
-    add("--lengths", type=_ints, default=lengths, help="each T, tokens, to measure")
+    lengths = "32768,65536,16384,131072,8192,262144" if cuda else "1024,2048"
+    add("--lengths", type=_ints, default=lengths, help="each T, tokens, in the order in which a limit cuts them off")
     add("--inputs", type=_kinds, default="iid,local,trained" if cuda else "iid", help="of iid, local, trained")
     add("--dim", type=int, default=128 if cuda else 64, help="K = V, head dimension of keys and of values")
     add("--compression-rate", type=int, default=16, help="children per node")
