@@ -47,7 +47,7 @@ FAMILIES = {
     ),
     "sparse_attention_bwd": Family(
         ("csrc/sm90/sparse_attention_bwd/",),
-        ("tests/kernels/test_sparse_attention_bwd.py",),
+        ("tests/kernels/test_sparse_attention_bwd*.py",),
         ("csrc/sm90/sparse_attention/",),
     ),
     "indexer": Family(

@@ -44,6 +44,9 @@ PYTHON_BENCHMARKS = {
     "forward_gpu_torch": ["forward", "--backend", "torch", "--lengths", "8192,16384,32768"],
     "attn_dist_gpu": ["attn_dist"],
     "sparse_attention_gpu": ["sparse_attention"],
+    "sparse_attention_bwd": ["sparse_attention", "--backward"],
+    "indexer_gpu": ["indexer", "--types", "bfloat16,float8_e4m3fn"],
+    "dsa_gpu": ["dsa"],
     "backward_gpu": ["backward"],
     "decode_gpu": ["decode", "--quick", "--plot", str(RESULTS / "decode_gpu.png")],
     # Groups and budgets that models use, for the tables of README.md and docs/performance.md.

@@ -196,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command("sparse_attention", lists, "sparse_attention over numbers of heads and keys, beside FlashMLA")
     add("--lengths", type=_ints, default="16384,65536" if cuda else "4096", help="each s_kv, keys, to measure")
     add("--value-dim", type=int, default=512, help="d_v, columns of a key row that are its value")
+    add("--backward", action="store_true", help="the gradients in its place, atomic and deterministic, ascending lists")
     add = command("dsa", lists, "a decoder step of DeepSeek Sparse Attention: each piece and the whole")
     add("--lengths", type=_ints, default="16384,65536" if cuda else "1024", help="each s_kv, keys, to measure")
     add("--value-dim", type=int, default=512, help="d_v, columns of a key row that are its value")

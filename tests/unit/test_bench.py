@@ -203,6 +203,19 @@ class FlashMLA:
         return out.to(q.dtype), scores.amax(2), scores.logsumexp(2)
 
 
+def test_gradients_of_sparse_attention_are_measured_in_both_ways(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(protocol, "TIMED_S", 0.0)
+    options = ["--backward", "--lengths", "40", "--queries", "3", "--heads-list", "65,2", "--topk", "16", "--dim", "8"]
+    options += ["--value-dim", "4", "--device", "cpu", "--dtype", "float32", "--out", str(tmp_path / "s.json")]
+    assert cli.main(["sparse_attention", *options]) == 0
+    figures = json.loads((tmp_path / "s.json").read_text())["figures"]
+    assert [f["h_q"] for f in figures] == [65, 2]
+    for f in figures:
+        assert f["op"] == "sparse_attention_backward" and f["flops"] == 2 * 3 * 16 * f["h_q"] * (3 * 8 + 2 * 4)
+        assert f["ms"] > 0 and f["deterministic"]["of_atomic"] == round(f["deterministic"]["ms"] / f["ms"], 4)
+    assert "of atomic" in capsys.readouterr().out
+
+
 def test_sparse_attention_is_measured_without_a_peer(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(protocol, "TIMED_S", 0.0)
     monkeypatch.setitem(sys.modules, "flash_mla", FlashMLA)

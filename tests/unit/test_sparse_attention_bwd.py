@@ -88,6 +88,23 @@ def wrong_gradients(dkv, dq, args, options):
     shorter = {**options, "topk_length": torch.full((4,), 23, dtype=torch.int32)}
     yield "last slot left out", *baseline.sparse_attention_backward(dout, dlse, q, kv, indices, **shorter)[:2]
     yield "scale missing", dq * 40**0.5, dkv
+    yield "scale twice", dq * 40**-0.5, dkv
+    values = values_part(args, options)
+    yield "values' part of dkv from the last columns on", dq, dkv - values + values.roll(8, -1)
+    base_2 = dlse * math.log2(math.e)
+    yield "lse of base 2 for base e", *baseline.sparse_attention_backward(dout, base_2, *args[2:], **options)[:2]
+    # dscore = P (dP - delta) + S dlse, and P = S share: another delta is another dlse.
+    out, lse = definition.sparse_attention(q.double(), kv.double(), indices, **options)
+    lonely, _ = definition.sparse_attention(q.double(), kv.double(), indices, **without)
+    share = torch.sigmoid(lse - options["attn_sink"].double()).nan_to_num()
+    moved = ((out - lonely) * dout.double()).sum(-1)
+    other = (dlse + share * moved).float()
+    yield (
+        "delta of the output without the sink",
+        *baseline.sparse_attention_backward(dout, other, *args[2:], **options)[:2],
+    )
+    other = (dlse - moved).float()
+    yield "S for P", *baseline.sparse_attention_backward(dout, other, *args[2:], **without)[:2]
 
 
 def values_part(args, options):

@@ -80,6 +80,30 @@ def sparse_attention_peer() -> str:
     )
 
 
+def sparse_attention_bwd() -> str:
+    report = load("sparse_attention_bwd")
+    if report is None:
+        return NOT_MEASURED
+    figures = report["figures"]
+    rows = [
+        [
+            str(f["h_q"]),
+            f"{f['s_kv']:,}",
+            f"{f['ms']:.2f}",
+            f"{f['tflops']:.0f}",
+            f"{f['deterministic']['ms']:.2f}",
+            f"{f['deterministic']['of_atomic']:.2f}",
+        ]
+        for f in figures
+    ]
+    first = figures[0]
+    return (
+        f"s_q {first['s_q']:,}, topk {first['topk']:,}, d_qk {first['d_qk']}, {first['dtype']}, ascending lists, "
+        f"{on_gpu(report)}, medians:\n\n"
+        + markdown(["h_q", "s_kv", "atomic, ms", "TFLOP/s", "deterministic, ms", "of the atomic time"], rows)
+    )
+
+
 def indexer_distillation() -> str:
     report = load("indexer_distillation")
     settings, trained = report["settings"], report["trained"]
@@ -148,6 +172,7 @@ BLOCKS = {
     "attn_dist": attn_dist,
     "sparse_attention": sparse_attention,
     "sparse_attention_peer": sparse_attention_peer,
+    "sparse_attention_bwd": sparse_attention_bwd,
     "indexer_distillation": indexer_distillation,
     "train_dsa": train_dsa,
 }
