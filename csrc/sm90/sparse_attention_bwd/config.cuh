@@ -63,6 +63,7 @@ struct KernelParams {
   HeadTerms* terms;          // [B, s_q, h_q]
   float* to_sink;            // [B, s_q, h_q], with a sink: minus the gradient that a query gives it
   void* sums;                // [B, s_kv, d_qk] float or int64_t, columns in the order of order.cuh
+  int* begun;                // units that have begun, or null: CTAs do not wait for each other
   // Of kDeterministic alone:
   double2* query_bounds;     // [B, s_q]: a contribution is at most x |v| + y
   float* norms;              // [B, s_kv]: |v|, or NaN where the row is not finite
@@ -94,6 +95,9 @@ struct KernelParams {
   float dlse_scale;          // to the gradient of the natural lse
   bool causal;
 };
+
+// Named barriers; 0 is __syncthreads'.
+inline constexpr int kProducerBarrier = 1;
 
 template <class Element_, int kHeadDim_, Sums kSums_>
 struct Config {

@@ -33,6 +33,7 @@ void launch_sums(KernelParams const& p, CUtensorMap const& kv_map, CUtensorMap c
       HTREE_CUDA_CHECK(cudaGetLastError());
     }
   }
+  if (p.begun != nullptr) HTREE_CUDA_CHECK(cudaMemsetAsync(p.begun, 0, sizeof(int), stream));
   auto const kernel = sparse_attention_bwd_kernel<C>;
   // The attribute is per device and cheap to set; setting it each time keeps no state of the process.
   HTREE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes));

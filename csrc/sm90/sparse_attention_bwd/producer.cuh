@@ -26,6 +26,7 @@ public:
   __device__ __forceinline__ void run() {
     for (WorkList work(p_); !work.done(); work.next()) {
       Unit const u = work.unit();
+      if (p_.begun != nullptr) keep_pace();
 #pragma unroll 1
       for (int t = 0; t < u.tiles; ++t) {
         int const slot = t * C::kTileKeys + key();
@@ -43,6 +44,23 @@ public:
   }
 
 private:
+  // CTAs begin their units together, so that ascending lists have all of them in the same part of kv at the same time:
+  // what they read and add to is then in L2, however large dkv is. Nothing but time depends on it, and the wait is
+  // bounded: other work may hold SMs.
+  __device__ __forceinline__ void keep_pace() {
+    ++units_;
+    if (threadIdx.x % 128 == 0) {
+      int const all = min(units_ * static_cast<int>(gridDim.x), p_.rows * p_.groups);
+      int begun = atomicAdd(p_.begun, 1) + 1;
+      for (int tries = 0; begun < all && tries < kTries; ++tries) {
+        __nanosleep(100);
+        begun = atomicAdd(p_.begun, 0);
+      }
+    }
+    barriers::named_sync(kProducerBarrier, 128);
+  }
+  static constexpr int kTries = 200;
+
   // Two threads share a row.
   __device__ __forceinline__ static int key() { return threadIdx.x % 128 / 2; }
 
@@ -94,6 +112,7 @@ private:
   typename C::SharedStorage& shared_;
   Barriers<C> const barriers_;
   int const warp_;
+  int units_ = 0;
   uint32_t keys_round_ = 0;
   uint32_t q_round_ = 0;
 };
