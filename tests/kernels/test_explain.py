@@ -109,8 +109,8 @@ def test_steps_of_the_backward_come_in_the_order_of_a_call():
     told = explain(100000, top_k=64, backward=True)
     names = [row["kernel"].partition("<")[0] for row in told if row["phase"] not in ("pack", "rotations", "pool")]
     assert names == [
-        "reverse_index_kernel", "dkdv_entry_kernel", "dq_entry_kernel", "dq_selected_kernel", "dkdv_selected_kernel",
-        "distribute_kernel",
+        "reverse_index_kernel", "visit_lists_kernel", "dkdv_entry_kernel", "dq_entry_kernel", "dq_selected_kernel",
+        "dkdv_selected_kernel", "distribute_kernel",
     ]  # fmt: skip
     assert [row["phase"] for row in told[:3]] == ["rotations", "pool", "pack"]
     assert all(row["reason"] and row["launches"] > 0 for row in told)
@@ -126,4 +126,5 @@ def test_small_groups_in_bf16_hand_ds_over(G, dtype):
     expected = (
         ["dkdv_selected_kernel", "dq_gather_kernel"] if hands_over else ["dq_selected_kernel", "dkdv_selected_kernel"]
     )
-    assert names == expected
+    # A first chunk without selected layers launches dq_gather alone, so that its row may come first.
+    assert sorted(names) == sorted(expected)

@@ -50,6 +50,11 @@ struct Args {
   int items;
   int segments[kMaxLayers];
   int segment_rows[kMaxLayers];       // a multiple of 32
+  uint2* visits[kMaxLayers];          // lists of visits, see layout.h; an item's begins at a multiple of kListUnit
+  uint2* lists;                       // [items]: where the item's list begins, in units, and how many packs it has
+  int* listed_units;                  // [kMaxLayers]: units of a layer that lists have taken so far
+  int first_list_cta[kMaxLayers];     // of visit_lists, a CTA for each word of the index and segment of the rows
+  int list_ctas;
   int* next_item;                     // the first item that nobody has begun
   std::int64_t begin[kMaxLayers];     // first node row of each layer
   std::int64_t node_rows;             // of a head

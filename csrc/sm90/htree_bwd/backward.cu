@@ -126,6 +126,11 @@ struct Launcher {
     reverse_index::build(args, stream);
   }
 
+  void list_visits(Args args) {
+    args.G = static_cast<int>(p.G);
+    reverse_index::list_visits(args, stream);
+  }
+
   void multiply(Rule const& rule, Args args) {
     args.scale = static_cast<float>(p.scale);
     args.dq = params.dq;

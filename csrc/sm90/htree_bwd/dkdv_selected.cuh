@@ -11,7 +11,6 @@
 
 #include <cuda_runtime.h>
 
-#include <climits>
 #include <cstdint>
 
 #include "args.h"
@@ -32,8 +31,6 @@ struct WorkItem {
   int layer;
   int head;
   int block;
-  int first;            // the first row
-  int end;              // past the last row
   int segments_before;  // segments of the block that are added before this one; negative where no row visits the block
 
   static __device__ WorkItem at(Args const& args, int index) {
@@ -45,22 +42,28 @@ struct WorkItem {
     index /= args.tree.kv_blocks[layer];
     int const segment = index % args.segments[layer];
     int const head = index / args.segments[layer];
-    // No row visits a block of tokens after its own, nor is this a selected layer of rows before top_k parents exist.
-    std::int64_t const late =
-        (static_cast<std::int64_t>(max(block, args.tree.top_k)) << (kLog2Siblings * (layer + 1))) -
-        args.chunk.position(0);
-    int const reached =
-        static_cast<int>(min(max(late, std::int64_t(0)), static_cast<std::int64_t>(args.chunk.queries)));
+    int const reached = reverse_index::first_row_that_visits(args, layer, block);
     int const first = segment * args.segment_rows[layer];
     int const end = min(first + args.segment_rows[layer], args.chunk.queries);
     int const segments_before = max(first, reached) < end ? segment - reached / args.segment_rows[layer] : -1;
-    return {layer, head, block, max(first, reached / kRowStep * kRowStep), end, segments_before};
+    return {layer, head, block, segments_before};
   }
 };
 
-// A warp's own part of shared memory: slots, the values that registers do not hold, the list of visits, the progress of
-// a work item, an mbarrier a slot of q, and the inverse row scales of the keys. The warp arrives once at the barrier of a
-// slot, with the bytes of the copies; the barrier makes the queries of a pack and their rotations visible.
+// The visits of a work item, in whole packs: where they begin among those of the layer, in units, and how many packs.
+struct VisitList {
+  uint32_t first;
+  int packs;
+
+  static __device__ __forceinline__ VisitList of_item(Args const& args, int index) {
+    uint2 const list = __ldg(args.lists + index);
+    return {list.x, static_cast<int>(list.y)};
+  }
+};
+
+// A warp's own part of shared memory: slots, the values that registers do not hold, the next visits, the work item, an
+// mbarrier a slot of q, and the inverse row scales of the keys. The warp arrives once at the barrier of a slot, with the
+// bytes of the copies; the barrier makes the queries of a pack and their rotations visible.
 template <class Cfg>
 struct WarpStorage {
   uint32_t begin;
@@ -76,8 +79,8 @@ struct WarpStorage {
     return begin + Cfg::kQuerySlots * Cfg::kQuerySlotBytes + Cfg::kSlots * Cfg::kDoutSlotBytes;
   }
   __device__ uint32_t list() const { return values() + Cfg::kValuesBytes; }
-  __device__ uint32_t full(uint32_t i) const { return progress() + Cfg::kProgressBytes + 8 * i; }
-  __device__ uint32_t progress() const { return list() + Cfg::kListBytes; }
+  __device__ uint32_t full(uint32_t i) const { return item() + Cfg::kItemBytes + 8 * i; }
+  __device__ uint32_t item() const { return list() + Cfg::kListBytes; }
   __device__ uint32_t inverse() const { return full(Cfg::kQuerySlots); }
 };
 
@@ -101,25 +104,27 @@ struct PackPosition {
   }
 };
 
-// A work item and the row to look at next. They wait in shared memory, because the products need the registers.
-struct Progress {
+// A work item and its list wait in shared memory, because the products need the registers.
+struct StoredItem {
   WorkItem item;
-  int next;
+  VisitList list;
 
-  __device__ __forceinline__ static Progress loaded(uint32_t shared) {
+  __device__ __forceinline__ static StoredItem loaded(uint32_t shared) {
     uint4 const x = ptx::load_shared_16B(shared);
     uint4 const y = ptx::load_shared_16B(shared + 16);
-    return {WorkItem{static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z), static_cast<int>(y.x),
-                 static_cast<int>(x.w), static_cast<int>(y.y)},
-            static_cast<int>(y.x)};
+    return {WorkItem{static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z), static_cast<int>(x.w)},
+            VisitList{y.x, static_cast<int>(y.y)}};
   }
   __device__ __forceinline__ void store(uint32_t shared) const {
     ptx::store_shared_16B(shared, {static_cast<uint32_t>(item.layer), static_cast<uint32_t>(item.head),
-                                   static_cast<uint32_t>(item.block), static_cast<uint32_t>(item.end)});
-    ptx::store_shared_16B(shared + 16,
-                          {static_cast<uint32_t>(next), static_cast<uint32_t>(item.segments_before), 0u, 0u});
+                                   static_cast<uint32_t>(item.block), static_cast<uint32_t>(item.segments_before)});
+    ptx::store_shared_16B(shared + 16, {list.first, static_cast<uint32_t>(list.packs), 0u, 0u});
   }
 };
+
+__device__ __forceinline__ int* segments_added_of(Args const& args, WorkItem const& item) {
+  return args.segments_added + (item.head * args.node_rows + args.begin[item.layer]) / kSiblings + item.block;
+}
 
 // A warp and its KV block, for one work item.
 template <class Cfg>
@@ -134,119 +139,58 @@ class DkDvSelectedWarp {
   // Both are multiples of 64, or of 128 where an exclusive or makes addresses.
   static constexpr int kRowsOffset = Cfg::kKeysBegin + Cfg::kHeaderRoom;
   static constexpr int kDoutOffset = Cfg::kOneRing ? Cfg::kQuerySlotBytes : 0;
+  static constexpr int kBatch = Cfg::kListEntries / 2;  // visits that are copied at a time
+  static constexpr int kBatchPacks = kBatch / kQueries;
   static constexpr int kMasks = kQueries == 1 ? 1 : 2;  // of a thread's columns, by eights
 
 public:
   __device__ DkDvSelectedWarp(Args const& args, WarpStorage<Cfg> const& store, PackPosition<Cfg>& at,
-                              WorkItem const& item)
+                              StoredItem const& stored)
       : args_(args), store_(store), at_(at), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4) {
-    word_ = word_of(item, item.first + lane_);
-    load(item);
+    packs_ = stored.list.packs;
+    if (lane_ == 0) stored.store(store_.item());
+    fetch(stored, 0);
+    fetch(stored, 1);
+    load(stored.item);
 #pragma unroll
     for (int step = 0; step < kK / 16; ++step) clear(dk_[step]);
     clear(dv_);
   }
 
-  __device__ void run(WorkItem const& item) {
-    look_for_visits({item, item.first});
+  // There is one pack at least.
+  __device__ void run(int head) {
     waiting_ = store_.dout_slot(at_.dout_slot());
-    bool const any = found_ > 0;
-    while (done_ != found_ / kQueries) {
+    // All free slots: all but the one whose values wait.
+#pragma unroll 1
+    while (sent_ < min(packs_, Cfg::kSlots - 1)) send(head);
+#pragma unroll 1
+    while (done_ != packs_) {
       add_visits();
       ++done_;
       at_.advance();
-      if (done_ >= look_at_) look_for_visits(Progress::loaded(store_.progress()));
+      if (done_ % kBatchPacks == 0) fetch(StoredItem::loaded(store_.item()), done_ / kBatchPacks + 1);
     }
     StepAddresses const douts = rows<true, Cfg::kValueRowBytes, Cfg::kValueStride>(waiting_);
 #pragma unroll
     for (int step = 0; step < kV / 16; ++step) add_values(douts, step);
-    finish(Progress::loaded(store_.progress()).item, any);
+    finish(StoredItem::loaded(store_.item()).item);
   }
 
 private:
   // ---- the queries that visit the block ----------------------------------------------------------------------------
 
-  // The word of a row in the reverse index.
-  __device__ __forceinline__ uint32_t word_of(WorkItem const& item, int row) const {
-    if (row >= item.end) return 0;
-    return __ldg(reverse_index::word_at(args_, item.layer, item.head, item.block / kWordBlocks, row));
-  }
-
-  static __device__ __forceinline__ uint32_t own_bit(WorkItem const& item) { return 1u << (item.block % kWordBlocks); }
-
-  // Appends the visits of the next 32 rows to the list.
-  __device__ __forceinline__ void scan(Progress& progress) {
-    WorkItem const& item = progress.item;
-    int const row = progress.next + lane_;
-    uint32_t const word = word_;
-    progress.next += 32;
-    word_ = word_of(item, row + 32);
-    bool const visits = row < item.end && (word & own_bit(item)) != 0;
-    unsigned const visitors = __ballot_sync(kFullWarp, visits);
-    if (visits) {
-      int const rank = static_cast<int>(word >> kWordBlocks) + __popc(word & (own_bit(item) - 1u));
-      int const position =
-          candidates_in_selected(args_.chunk.position(row), item.layer, args_.tree.top_k) - 1 - kSiblings * rank;
-      uint32_t const masked =
-          reverse_index::Expanded(args_, item.layer, item.head).of_block(args_, item.block, row) |
-          reverse_index::causal_mask(position);
-      uint32_t const entry = entry_at(found_ + __popc(visitors & ((1u << lane_) - 1u)));
-      ptx::store_shared_4B(entry, row);
-      ptx::store_shared_4B(entry + 4, static_cast<uint32_t>(position) << 16 | (masked & 0xffffu));
+  // Copies the next 32 visits to the half of the ring whose visits have been multiplied.
+  __device__ __forceinline__ void fetch(StoredItem const& stored, int batch) {
+    int const i = batch * kBatch + 2 * lane_;
+    if (lane_ < kBatch / 2 && i < stored.list.packs * kQueries) {
+      uint2 const* const visits = args_.visits[stored.item.layer] + static_cast<std::int64_t>(stored.list.first) * kListUnit;
+      ptx::copy_async_16B(entry_at(i), visits + i, 0);
     }
-    found_ += __popc(visitors);
-  }
-
-  // Moves on to the first of the next eight times 32 rows in which some row visits the block.
-  __device__ __forceinline__ void skip(Progress& progress) {
-    WorkItem const& item = progress.item;
-    uint32_t words[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) words[i] = word_of(item, progress.next + 32 * i + lane_);
-    uint32_t empty = 0;
-#pragma unroll
-    for (int i = 7; i >= 0; --i) empty = (words[i] & own_bit(item)) != 0 ? 0 : empty + 1;
-    empty = __reduce_min_sync(kFullWarp, empty);
-    if (empty == 0) return;
-    progress.next += 32 * empty;
-    word_ = word_of(item, progress.next + lane_);
+    ptx::copy_async_commit();
   }
 
   __device__ __forceinline__ uint32_t entry_at(int i) const {
     return store_.list() + static_cast<uint32_t>(i) % Cfg::kListEntries * 8;
-  }
-
-  // Looks for visits until the list holds enough for all slots, and fills the free slots: all but the one whose values
-  // wait. The next look comes when half of the list has been used.
-  __device__ __forceinline__ void look_for_visits(Progress progress) {
-    bool first = true;
-    while (progress.next < progress.item.end && found_ - done_ * kQueries <= Cfg::kListEntries - 32) {
-      if (!first) skip(progress);
-      first = false;
-      scan(progress);
-      if (found_ / kQueries - done_ >= Cfg::kSlots) break;
-    }
-    __syncwarp();  // The list is written, and the progress that is overwritten here has been read.
-    if (lane_ == 0) progress.store(store_.progress());
-    bool const more = progress.next < progress.item.end;
-    if (kQueries > 1 && !more) fill_last_pack();
-    __syncwarp();
-    look_at_ = more ? (found_ - (Cfg::kListEntries - 32) + kQueries - 1) / kQueries : INT_MAX;
-#pragma unroll 1
-    while (sent_ < min(found_ / kQueries, done_ + Cfg::kSlots - 1)) send(progress.item.head);
-  }
-
-  // The last pack of an item repeats its last visit, with all children masked, until it is whole.
-  static constexpr uint32_t kRepeated = 1u << 31;
-  __device__ __forceinline__ void fill_last_pack() {
-    int const missing = (kQueries - found_ % kQueries) % kQueries;
-    if (missing == 0) return;
-    uint2 const last = load_entry(found_ - 1);
-    if (lane_ < missing) {
-      ptx::store_shared_4B(entry_at(found_ + lane_), last.x);
-      ptx::store_shared_4B(entry_at(found_ + lane_) + 4, last.y | kRepeated | 0xffffu);
-    }
-    found_ += missing;
   }
 
   __device__ __forceinline__ uint2 load_entry(int i) const {
@@ -256,6 +200,10 @@ private:
 
   // Copies the queries of the next pack, and their rotations, to their slots.
   __device__ __forceinline__ void send(int head) {
+    if (sent_ % kBatchPacks == 0) {  // The first pack of a batch, which was copied long before, save the first two.
+      ptx::copy_async_wait<0>();
+      __syncwarp();
+    }
     uint32_t const i = at_.query_slot(sent_ - done_);
     uint32_t const full = store_.full(i);
     constexpr int kBytes = static_cast<int>(query_bytes(kK, kV, kHeads));
@@ -402,7 +350,7 @@ private:
     bool const overflow = overflows(scaled[0][0], scaled[0][1], scaled[1][0], scaled[1][1]);
     if (__any_sync(kFullWarp, overflow)) recompute(ds, masked, scaled);
     __syncwarp();  // The slots of this q and of the dO that waited before have been read and are free.
-    if (sent_ < found_ / kQueries) send(ptx::load_shared_4B(store_.progress() + 4));
+    if (sent_ < packs_) send(ptx::load_shared_4B(store_.item() + 4));
     // dk has columns of K as rows: the weights of a thread for a child are then a B fragment, and transposed q is an A
     // fragment, without a move between registers.
 #pragma unroll
@@ -415,8 +363,8 @@ private:
   // Hands dS of the eight columns of a tile over to dq_gather. Transposed, a thread has four children of one head.
   __device__ __forceinline__ void store_ds(int tile, uint32_t const (&ds)[2]) const {
     uint2 const words = {ptx::transpose_matrix(ds[0]), ptx::transpose_matrix(ds[1])};
-    uint32_t const layer = ptx::load_shared_4B(store_.progress());
-    uint32_t const head = ptx::load_shared_4B(store_.progress() + 4);
+    uint32_t const layer = ptx::load_shared_4B(store_.item());
+    uint32_t const head = ptx::load_shared_4B(store_.item() + 4);
     uint2 const entry = load_entry(done_ * kQueries + query_of_row(tile));
     // Rows of a chunk and their places are fewer than 2^32.
     uint32_t const place = (head * args_.chunk.rows + entry.x) * args_.tree.top_k + (entry.y >> (16 + kLog2Siblings));
@@ -531,11 +479,10 @@ private:
   }
 
   // Adds the sums of this item to those of the block, in the order of the segments.
-  __device__ __forceinline__ void finish(WorkItem const& item, bool any) {
-    int* const segments_added =
-        args_.segments_added + (item.head * args_.node_rows + args_.begin[item.layer]) / kSiblings + item.block;
+  __device__ __forceinline__ void finish(WorkItem const& item) {
+    int* const segments_added = segments_added_of(args_, item);
     wait_for_segments(segments_added, item.segments_before, lane_);
-    if (any) add_sums(item);
+    add_sums(item);
     count_segment(segments_added, lane_);
   }
 
@@ -581,19 +528,16 @@ private:
   int const lane_;
   int const g_;
   int const tq_;
-  uint32_t word_;  // of the row that this lane looks at next
   float weight_scale_[2] = {kInitialScale, kInitialScale};
   uint32_t keys_[kK / 16][4];
   uint32_t values_[kHeld][4];
   float dk_[kK / 16][2][4];  // [steps of 16 columns of K][eights of children]; rows are columns of K
   float dv_[kV / 8][4];
-  // Counts of visits found and put on the list, and of packs copied to their slots and done. look_at_ is the count of
-  // done packs at which the list has room again. dO of the last pack done waits in its slot, at waiting_, for the products
-  // of the next pack.
-  int found_ = 0;
+  // Packs of the item, packs copied to their slots and packs done. dO of the last pack done waits in its slot, at
+  // waiting_, for the products of the next pack.
+  int packs_;
   int sent_ = 0;
   int done_ = 0;
-  int look_at_ = 0;
   uint32_t waiting_;
   uint32_t p_[4] = {};
 };
@@ -617,7 +561,14 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) dkdv_selected_kernel(const _
     next = __shfl_sync(kFullWarp, next, 0);
     if (next >= args.items) return;
     WorkItem const item = WorkItem::at(args, next);
-    if (item.segments_before >= 0) DkDvSelectedWarp<Cfg>(args, store, at, item).run(item);
+    if (item.segments_before < 0) continue;
+    VisitList const list = VisitList::of_item(args, next);
+    if (list.packs > 0) {
+      DkDvSelectedWarp<Cfg>(args, store, at, {item, list}).run(item.head);
+    } else {
+      wait_for_segments(segments_added_of(args, item), item.segments_before, lane);
+      count_segment(segments_added_of(args, item), lane);
+    }
   }
 }
 

@@ -67,6 +67,13 @@ public:
     if (w_.max_entry > 0) count_rows("index", "reverse_index_kernel", "the queries that visit a KV block", chunk);
   }
 
+  void list_visits(Args const& args) {
+    Row& row = at("index", -1, "", "visit_lists_kernel", "8 KV blocks and a segment of the rows",
+                  "for each KV block the list of the queries that visit it");
+    row.launches += 1;
+    row.ctas += args.list_ctas;
+  }
+
   void multiply(Rule const& rule, Args const& args) {
     bool const entry = rule.kernel == Kernel::kDqEntry || rule.kernel == Kernel::kDkDvEntry;
     bool const dq = rule.kernel != Kernel::kDkDvEntry && rule.kernel != Kernel::kDkDvSelected;

@@ -75,6 +75,20 @@ private:
   }
 };
 
+// ---- lists of visits -----------------------------------------------------------------------------------------------
+
+// The rows of a segment that visit a KV block, ascending, eight bytes each: the row; the position n - 1 - 16 rank of the
+// row as the block sees it in the upper half of the second word, and in the lower half the children that the row does not
+// attend, because it expanded them or because they lie past it. The list of a work item is filled to whole packs: the
+// last visit is repeated with all children masked, and kRepeated is set.
+inline constexpr std::uint32_t kRepeated = 1u << 31;
+inline constexpr int kListUnit = 4;  // lists begin at multiples of so many visits: 32 bytes
+
+// Visits that the lists of a layer have room for: all that there are, and what fills the last unit of each list.
+constexpr std::int64_t list_capacity(std::int64_t visits, std::int64_t items) {
+  return visits + items * (kListUnit - 1);
+}
+
 // ---- operands of selected layers ---------------------------------------------------------------------------------
 
 // A KV block, and the heads of a query, as operands of matrix products: a header of float32, 16 rows of K in fp16 and

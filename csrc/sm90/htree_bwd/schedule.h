@@ -24,6 +24,8 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
   std::copy(std::begin(w.begin), std::end(w.begin), args.begin);
   args.dk = w.dk;
   args.dv = w.dv;
+  args.lists = w.lists;
+  args.listed_units = w.listed_units;
   args.next_item = w.next_item;
   args.segments_added = w.segments_added;
   args.tile_segments_added = w.tile_segments_added;
@@ -46,6 +48,10 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
     args.ds[l] = w.ds[l];
     args.segments[l] = w.segments[l];
     args.segment_rows[l] = w.segment_rows[l];
+    args.visits[l] = w.visits[l];
+    args.first_list_cta[l] = args.list_ctas;
+    std::int64_t const lists = std::int64_t(chunk.heads) * w.tree.words[l] * w.segments[l];
+    args.list_ctas = static_cast<int>(grid_blocks("backward", args.list_ctas + lists));
     args.first_item[l] = args.items;
     std::int64_t const items = std::int64_t(chunk.heads) * w.tree.kv_blocks[l] * w.segments[l];
     args.items = static_cast<int>(grid_blocks("backward", args.items + items));
@@ -54,12 +60,13 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
 }
 
 // Sink: make_rotations(), pool(), pack_kv(layer, in_tiles, first_head, heads), clear_sums(heads), pack_queries(chunk),
-// build_index(chunk), multiply(rule, args), distribute(first_head, heads).
+// build_index(chunk), list_visits(args), multiply(rule, args), distribute(first_head, heads).
 template <class Sink>
 void schedule_chunk(Workspace const& w, Chunk const& chunk, Sink& sink) {
   sink.pack_queries(chunk);
   sink.build_index(chunk);
   Args const args = chunk_args(w, chunk);
+  if (args.items > 0) sink.list_visits(args);
   for (Rule const& rule : kRules) {
     if (rule.runs_for(w.hands_over_ds) && (!rule.only_selected || args.items > 0)) sink.multiply(rule, args);
   }

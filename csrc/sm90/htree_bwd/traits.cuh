@@ -135,7 +135,7 @@ struct DkDvSelectedTraits {
   static constexpr int kSharedValues = kHeldValues == kV / 16 ? 0 : kHeldValues == kV / 32 ? 128 : kValueRowBytes;
   static constexpr int kValuesBytes = 16 * kSharedValues;
 
-  // The list of visits, two words each: the row; the position in the upper half and the masked children in the lower.
+  // The next visits of the list, a ring of two halves.
   static constexpr int kListEntries = 64;
   static constexpr int kListBytes = 8 * kListEntries;
   static constexpr int kSlots = kK + kV == 256 ? 3 : 4;
@@ -143,9 +143,9 @@ struct DkDvSelectedTraits {
   // power of two, at least kSlots - 1.
   static constexpr bool kOneRing = kQueries == 1;
   static constexpr int kQuerySlots = kOneRing ? kSlots : kSlots == 3 ? 2 : 4;
-  static constexpr int kProgressBytes = 32;
+  static constexpr int kItemBytes = 32;
   static constexpr int kAlignment = 256;
-  static constexpr int kControlBytes = kListBytes + kProgressBytes + 8 * kQuerySlots + kBlockHeader;
+  static constexpr int kControlBytes = kListBytes + kItemBytes + 8 * kQuerySlots + kBlockHeader;
   static constexpr int kWarpBytes =
       (kQuerySlots * kQuerySlotBytes + kSlots * kDoutSlotBytes + kValuesBytes + kControlBytes + 255) / 256 * 256;
   static constexpr int kSharedBytes = kAlignment + kConsumers * kWarpBytes;

@@ -20,6 +20,7 @@ constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
 // Rows that the dq kernels compute at once on 132 SMs, eight in a CTA: 3.3 rounds of CTAs take the time of four. The
 // number is the same on any device, since sums are cut where a chunk ends.
 constexpr std::int64_t kRoundRows = 132 * 8;
+constexpr std::int64_t kGatherRoundWarps = 132 * 10;  // the same of dq_gather: warps with two or four rows each
 // In selected layers the rows are split until a layer has so many work items: sixteen for each warp of a large GPU.
 constexpr std::int64_t kBlockItems = 16384;
 constexpr std::int64_t kMinSegmentRows = 256;
@@ -29,8 +30,8 @@ constexpr std::int64_t kMaxSegmentRows = 1024;
 constexpr std::int64_t kTileItems = 1056;
 // Small groups multiply with two or four queries at a time, so that a work item needs more rows before its sums pay:
 // items of about so many packs in selected layers, but at least four for each warp of a large GPU.
-constexpr std::int64_t kItemPacks = 64;
-constexpr std::int64_t kMaxSmallGroupRows = 4096;
+constexpr std::int64_t kItemPacks = 32;
+constexpr std::int64_t kMaxSmallGroupRows = 2048;
 constexpr std::int64_t kSmallGroupItems = 4224;
 
 inline std::int64_t round_up(std::int64_t x, std::int64_t step) { return ceil_div(x, step) * step; }
@@ -63,6 +64,9 @@ struct Workspace {
   char* kv_blocks[kMaxLayers] = {};
   char* keys[kMaxLayers] = {};               // null where dS is not handed over; ds likewise
   char* ds[kMaxLayers] = {};
+  uint2* visits[kMaxLayers] = {};
+  uint2* lists = nullptr;
+  int* listed_units = nullptr;
   float* dk = nullptr;
   float* dv = nullptr;
   char* queries = nullptr;
@@ -85,7 +89,7 @@ struct Workspace {
     int const unit = unit_heads(static_cast<int>(p.G));
     hands_over_ds = unit < kMaxGroupHeads && p.dtype == DType::kBFloat16;
     std::int64_t const row_ds = hands_over_ds ? p.top_k * ds_bytes(unit) : 0;
-    for (int l = 0; l < max_entry; ++l) row_bytes += 4 * tree.words[l] + row_ds;
+    for (int l = 0; l < max_entry; ++l) row_bytes += 4 * tree.words[l] + row_ds + p.top_k * sizeof(uint2);
     std::int64_t const input_bytes = 2 * all_heads * p.T_q * p.G * (p.K + p.V);
     std::int64_t const chunk_bytes = std::clamp(input_bytes / 2, kMinChunkBytes, kMaxChunkBytes);
     std::int64_t const key_bytes = hands_over_ds ? kSiblings * 2 * p.K : 0;
@@ -96,6 +100,9 @@ struct Workspace {
     if (heads < 1) {
       heads = 1;
       rows = std::min(rows, round_up(chunk_bytes / row_bytes + 1, kRoundRows));
+      // A last round of dq_gather that is less than half full takes as long as a full one.
+      std::int64_t const round = kGatherRoundWarps * kMaxGroupHeads / unit;
+      if (hands_over_ds && rows > round && rows % round < round / 2) rows = (rows - rows % round) / kRowStep * kRowStep;
     }
     std::int64_t const pack = kMaxGroupHeads / unit;  // queries
     for (int l = 0; l < tree.layers; ++l) {
@@ -121,6 +128,13 @@ struct Workspace {
       place(keys[l], base, heads * tree.kv_blocks[l] * key_bytes);
       place(ds[l], base, heads * rows * row_ds);
     }
+    std::int64_t items = 0;
+    for (int l = 0; l < max_entry; ++l) {
+      std::int64_t const of_layer = heads * tree.kv_blocks[l] * segments[l];
+      place(visits[l], base, list_capacity(heads * rows * p.top_k, of_layer));
+      items += of_layer;
+    }
+    place(lists, base, items);
     place(dk, base, heads * node_rows * p.K);
     place(dv, base, heads * node_rows * p.V);
     place(queries, base, heads * rows * query_bytes);
@@ -128,6 +142,7 @@ struct Workspace {
     std::int64_t const before = bytes;
     place(next_item, base, 1);
     place(next_tile_item, base, 1);
+    place(listed_units, base, kMaxLayers);
     place(segments_added, base, heads * node_rows / kSiblings);
     place(tile_segments_added, base, heads * node_rows / kSiblings);
     for (int l = 0; l < max_entry; ++l) place(index.layer[l], base, heads * rows * tree.words[l]);

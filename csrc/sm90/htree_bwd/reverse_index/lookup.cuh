@@ -15,6 +15,15 @@ __device__ __forceinline__ std::uint32_t const* word_at(Args const& args, int la
          (static_cast<std::int64_t>(head) * args.tree.words[layer] + word) * args.chunk.rows + row;
 }
 
+// The first row that visits a KV block of a layer, or a later block: no row visits a block of tokens after its own, nor
+// is this a selected layer of rows before top_k parents exist. The number of rows where there is none.
+__device__ __forceinline__ int first_row_that_visits(Args const& args, int layer, int block) {
+  std::int64_t const late =
+      (static_cast<std::int64_t>(max(block, args.tree.top_k)) << (kLog2Siblings * (layer + 1))) -
+      args.chunk.position(0);
+  return static_cast<int>(min(max(late, std::int64_t(0)), static_cast<std::int64_t>(args.chunk.queries)));
+}
+
 // The children of a KV block that a row expanded, a bit each: children that the row visits as blocks of the layer
 // below. Bits from 16 on mean nothing, nor do bits of children that do not exist, which the causal mask of every row
 // hides.

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "sm90/htree_bwd/layout.h"
+#include "sm90/htree_bwd/args.h"
 
 namespace htree_cuda::sm90::htree_bwd::reverse_index {
 
@@ -23,5 +23,8 @@ struct BuildArgs {
 // Writes which row visits which KV block, as which rank. Whatever the lists hold, only blocks that exist are written,
 // in ascending order.
 void build(BuildArgs const& args, cudaStream_t stream);
+
+// Lists the visits of every work item of the chunk, from the index. `listed_units` of the arguments are zeros before.
+void list_visits(Args const& args, cudaStream_t stream);
 
 }  // namespace htree_cuda::sm90::htree_bwd::reverse_index
