@@ -61,10 +61,22 @@ def test_the_group_and_the_dtype_choose_the_kernel_of_the_bottom(G, dtype, name)
     assert {row["kernel"] for row in rows(told, "attend", 0)} == {f"htree_fwd_kernel<{one_query}>"}
 
 
+@pytest.mark.parametrize(("G", "dtype", "name"), [
+    (16, "bfloat16", "64, score, 1, 1"), (8, "bfloat16", "64, score, 2, 2"), (3, "bfloat16", "64, score, 4, 4"),
+    (16, "float16", "64, score, 1, 1"), (8, "float16", "64, score, 1, 2"), (3, "float16", "64, score, 1, 4"),
+])  # fmt: skip
+def test_the_group_and_the_dtype_choose_the_kernel_of_score_passes(G, dtype, name):
+    """The same in selected layers, which a query of three layers has above the bottom, and in entry layers."""
+    told = explain(9000, G=G, dtype=dtype)
+    assert {row["kind"] for row in rows(told, "score", 1)} >= {"entry", "selected"}
+    assert {row["kernel"] for row in rows(told, "score")} == {f"htree_fwd_kernel<{name}>"}
+
+
 def test_layers_that_are_half_selected_are_those_of_bf16_above_the_bottom():
     kinds = {row["kind"] for row in rows(explain(100000), "attend", 1)}
     assert kinds == {"entry", "half-selected", "selected"}
     assert {row["kind"] for row in rows(explain(100000, dtype="float16"), "attend", 1)} == {"entry", "selected"}
+    assert {row["kind"] for row in rows(explain(100000, G=8), "attend", 1)} == {"entry", "selected"}
     assert {row["kind"] for row in rows(explain(100000), "attend", 0)} == {"entry", "selected"}
 
 

@@ -151,6 +151,18 @@ def test_one_query_repeats_and_agrees_with_prefill(G):
     check_one_query(one, expected, (host[0][:, 1:], *host[1:]), (q[:, 1:], k, v), 16, G)
 
 
+@pytest.mark.emulated
+@pytest.mark.parametrize(("G", "strict_causal"), [(3, True), (4, False), (7, True), (8, False)])
+def test_queries_that_share_a_warp_in_a_selected_layer_that_selects(G, strict_causal):
+    """Three layers; neighbours that agree, others that do not, and the first query whose layer 1 is selected."""
+    T, T_q, top_k = 4700, 31, 16
+    (q, k, v), _ = inputs(T, T_q, G=G, K=64, V=64, seed=G)
+    q[:, 8:20] = (q[:, 8:9].float() + 0.1 * q[:, 8:20].float()).to(q.dtype)
+    for q_start in (4080, T - T_q):
+        check((q, k, v), tuple(x.to(DEVICE, copy=True) for x in (q, k, v)), top_k, q_start=q_start, share=0.9,
+              strict_causal=strict_causal)  # fmt: skip
+
+
 # Below the entry layer a call of few queries packs the parents that its lists name, one of many packs the layer. With
 # top_k 16 up to 24 queries (two blocks) are few for the 388 parents of the bottom layer, one for the 25 of the next.
 FEW = 6200

@@ -79,7 +79,7 @@ def test_every_rule_of_the_dispatch_is_a_row():
 def test_a_rule_that_is_not_understood_is_an_error(tmp_path, monkeypatch):
     folder = tmp_path / "csrc" / "sm90" / "htree_fwd"
     folder.mkdir(parents=True)
-    row = '    {Pass::kScore, Reads::kNoValues, Place::kAbove, 4, {1, 4}, {1, 4}, "why"},\n'
+    row = '    {Pass::kScore, DType::kBFloat16, 4, {1, 4}, "why"},\n'
     (folder / "dispatch.h").write_text(f"Rule kRules[] = {{\n{row}    {{Pass::kNew, 4}},\n}};\n")
     monkeypatch.setattr(dispatch, "ROOT", tmp_path)
     with pytest.raises(SystemExit, match="1 rows"):

@@ -7,15 +7,15 @@ import re
 from .common import ROOT, markdown
 
 FORWARD = re.compile(
-    r"\{Pass::k(\w+),\s*Reads::k(\w+),\s*Place::k(\w+),\s*(\d+),\s*"
-    r"\{(\d), \d\},\s*\{\d, (\d)\},\s*\"([^\"]*)\"\}"
+    r"\{Pass::k(\w+),\s*DType::k(\w+),\s*(\d+),\s*"
+    r"\{(\d), (\d)\},\s*\"([^\"]*)\"\}"
 )
 BACKWARD = re.compile(
     r"\{Kernel::k\w+,\s*\"(\w+)\",\s*Ctas::k(\w+),\s*(\w+),\s*Calls::k(\w+),\s*"
     r"\"([^\"]*)\",\s*\"([^\"]*)\"\}"
 )
 CALLS = {"All": "all", "HandingOver": "bf16, groups up to 8", "Others": "others"}
-DTYPES = {"NoValues": "both", "BFloat16": "bfloat16", "Float16": "float16"}
+DTYPES = {"BFloat16": "bfloat16", "Float16": "float16"}
 
 
 def rules(op: str, pattern: re.Pattern) -> list[tuple[str, ...]]:
@@ -31,11 +31,10 @@ def rules(op: str, pattern: re.Pattern) -> list[tuple[str, ...]]:
 def forward_rules() -> str:
     """One row a rule of the forward; the first that matches holds."""
     rows = []
-    for which, reads, place, group, selected, entry, reason in rules("htree_fwd", FORWARD):
-        layer = "above the bottom" if place == "Above" else "bottom"
+    for which, dtype, group, selected, entry, reason in rules("htree_fwd", FORWARD):
         swap = ", swap A/B" if selected != "1" else ""
-        rows.append([which.lower(), DTYPES[reads], layer, group, f"{selected}{swap}", entry, reason])
-    header = ["pass", "dtype", "layer", "group up to", "queries a warp, selected", "queries a warp, entry", "why"]
+        rows.append([which.lower(), DTYPES[dtype], group, f"{selected}{swap}", entry, reason])
+    header = ["pass", "dtype", "group up to", "queries a warp, selected", "queries a warp, entry", "why"]
     return markdown(header, rows)
 
 

@@ -92,7 +92,7 @@ struct Args {
   float* importance;                           // [rows, width]
 
   // Running softmax between layers: O as float32 fragments, and two numbers for each head.
-  float4* state_out;                           // [rows, V / 8, 32]
+  float4* state_out;                           // [rows, V / 8, 32]; swap A/B: [rows, V / 8, heads, 8] floats (traits.cuh)
   float2* state_sum;                           // [rows, 16]: running maximum (raw) and sum
 
   void* out;                                   // [B, T_q, H, V] contiguous, written at the bottom

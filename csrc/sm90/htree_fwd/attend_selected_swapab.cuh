@@ -1,104 +1,26 @@
-// Attend passes at the bottom for groups of 8 heads or fewer, in bf16: two or four neighbouring queries share a warp
-// (swap A/B).
+// Attend passes of selected layers for groups of 8 heads or fewer, in bf16: two or four neighbouring queries share a
+// warp (swapab.cuh). Scores are S^T = K q^T, and O^T = V^T P^T, both m16n8k16; movmatrix brings P into operand order. P
+// of a query that does not take a block is zero.
 //
-// The children of a block are the rows of its products and heads are columns: scores are S^T = K q^T, and O^T = V^T
-// P^T, both m16n8k16. The 8 columns of a product are a unit, of one query or of two with 4 heads or fewer; a warp has
-// two units, which share what the warp reads of shared memory. A unit multiplies where one of its queries takes the
-// block; P of a query that does not take it is zero, and that query does not rotate. In fragments of products lane 4 g
-// + t has children g and g + 8 of columns 2 t and 2 t + 1, and movmatrix brings P into operand order. In fragments of
-// queries the lane has column g, so a lane may hold one query of a unit there and the other one here. At the bottom no
-// candidate is expanded.
-//
-// A query rotates from rank to rank by packed fp16 arithmetic, two pairs of elements at a time, with a rotation in
-// shared memory that all queries read. It restarts from its unrotated self every `restart_period` ranks, as in
-// rope_inplace.cuh.
-//
-// Whatever is decided for a query follows from its own data: a vote for another query leads to the same bits.
+// A vote for another query leads to the same bits.
 #pragma once
 
 #include "epilogue.cuh"
-#include "load_query.cuh"
+#include "swapab.cuh"
 
 namespace htree_cuda::sm90::htree_fwd {
 
-// A set of units has bit i for unit i.
-inline constexpr int kBothUnits = 3;
-
-// The query of a unit that this thread's column in fragments of queries belongs to; of_columns() is that of its columns
-// of products.
+// Reads the state of a unit that the layer above left.
 template <class Cfg>
-__device__ __forceinline__ int of_rows(State<Cfg> const& s) { return Cfg::kPerUnit == 1 ? 0 : s.g / Cfg::kUnitHeads; }
-
-template <class Cfg>
-__device__ __forceinline__ int of_columns(State<Cfg> const& s) {
-  return Cfg::kPerUnit == 1 ? 0 : 2 * s.tq / Cfg::kUnitHeads;
-}
-
-template <class Cfg>
-__device__ __forceinline__ uint32_t query_of_columns(State<Cfg> const& s, int i) {
-  return first_query(s) + i * Cfg::kPerUnit + of_columns(s);
-}
-
-template <class Cfg>
-__device__ __forceinline__ bool query_works(State<Cfg> const& s, uint32_t query) {
-  QueryTile const block = own_tile(s);
-  return (tile_of_warp(s) >= 0) & block.has(query) & htree_fwd::works<Cfg>(s.args, block.t + query);
-}
-
-template <class Cfg>
-__device__ __forceinline__ int column_position(State<Cfg> const& s, int i) {
-  return Cfg::kPerUnit == 1 ? row_position(s, i) : s.columns[i].position;
-}
-
-template <class Cfg>
-__device__ __forceinline__ int head_of_column(State<Cfg> const& s, int e) { return (2 * s.tq + e) % Cfg::kUnitHeads; }
-
-// Whether a query of a unit takes the block. kAll: all queries of the warp do.
-template <class Cfg, bool kAll = false>
-__device__ __forceinline__ bool unit_takes(uint32_t unit, int query) {
-  return kAll || Cfg::kPerUnit == 1 || (unit >> query * Cfg::kQueryBits & 1u) != 0;
-}
-
-__device__ __forceinline__ constexpr bool has_unit(int units, int i) { return units >> i & 1; }
-
-template <class Cfg>
-__device__ __forceinline__ auto& out_tile(State<Cfg>& s, int i, int tile) {
-  return s.o[i * Cfg::kValueTileRows + tile];
-}
-
-__device__ __forceinline__ float column_max(float x) {
-#pragma unroll
-  for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, lanes));
-  return x;
-}
-
-__device__ __forceinline__ float column_sum(float x) {
-#pragma unroll
-  for (int lanes = 4; lanes < 32; lanes *= 2) x += __shfl_xor_sync(kFullWarp, x, lanes);
-  return x;
-}
-
-__device__ __forceinline__ void update_column_reference(Columns& columns, int e) {
-  float const exponent = columns.max[e] * columns.unit[e];
-  columns.reference[e] = fabsf(exponent) <= kNear ? exponent : not_a_number();
-}
-
-// Reads the state that the layer above left: its fragments of O hold the columns of O^T as rows.
-template <class Cfg>
-__device__ __forceinline__ void begin_columns(State<Cfg>& s, int i) {
+__device__ __forceinline__ void read_unit_state(State<Cfg>& s, int i) {
   Columns& columns = s.columns[i];
-  QueryTile const block = own_tile(s);
-  std::int64_t const t = block.t + query_of_columns(s, i);
-  bool const works = query_works(s, query_of_columns(s, i));
-  columns.position = works ? candidates_of<Cfg>(s.args, t) - 1 : -1;
-  std::int64_t const row = tile_of_warp(s) * kQueryTile + query_of_columns(s, i);
+  bool const works = begin_columns(s, i);
+  std::int64_t const row = row_of_columns(s, i);
   // One address serves all loads with constant offsets.
-  float const* const o = ptx::opaque(reinterpret_cast<float const*>(s.args.state_out + row * (Cfg::kV / 8) * 32) +
-                                     16 * head_of_column(s, 0) + 4 * (s.g / 2) + s.g % 2);
+  float const* const o = ptx::opaque(state_of_row<Cfg>(s.args, row) + 8 * head_of_column(s, 0) + s.g);
   float2 const* const sums = ptx::opaque(s.args.state_sum + row * 16 + head_of_column(s, 0));
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    columns.unit[e] = __shfl_sync(kFullWarp, s.unit[i], 4 * (2 * s.tq + e));
     float2 const state = works ? sums[e] : float2{kNoLeaf, 0.0f};
     columns.max[e] = state.x;
     columns.sum[e] = s.g == 0 ? state.y : 0.0f;
@@ -107,124 +29,10 @@ __device__ __forceinline__ void begin_columns(State<Cfg>& s, int i) {
     for (int tile = 0; tile < Cfg::kValueTileRows; ++tile) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        out_tile(s, i, tile)[2 * half + e] = works ? o[(2 * tile + half) * 128 + e * 16] : 0.0f;
+        out_tile(s, i, tile)[2 * half + e] = works ? o[(2 * tile + half) * 8 * Cfg::kUnitHeads + 8 * e] : 0.0f;
       }
     }
   }
-}
-
-template <class Cfg>
-__device__ __forceinline__ uint32_t saved_unit(State<Cfg> const& s, int i) {
-  return s.rope.shared + s.warp * (Cfg::kSteps * 512) + i * (Cfg::kSteps * 256) + ptx::lane_index() * 8;
-}
-
-// Where the rotations of the query of this thread's column are fetched to.
-template <class Cfg>
-__device__ __forceinline__ uint32_t fetched_unit_rotation(State<Cfg> const& s, int i) {
-  return s.rope.shared + Cfg::kRotationOffset + s.warp * Cfg::kRotationBytes +
-         (i * Cfg::kPerUnit + of_rows(s)) * Cfg::kPackedBytes;
-}
-
-// Fetches the rotations from which a query of unit i restarts that many ranks further on, while the ranks before that
-// pass. The lanes that have columns of the query copy them.
-template <class Cfg>
-__device__ __forceinline__ void fetch_unit_rotation(State<Cfg> const& s, int i, int ranks, bool wanted) {
-  int const from = row_position(s, i) - ranks * kSiblings;
-  int const lane = static_cast<int>(ptx::lane_index()) % (32 / Cfg::kPerUnit);
-  if (wanted && from >= 0 && lane < Cfg::kPackedBytes / 16) {
-    ptx::copy_async_16B(fetched_unit_rotation(s, i) + lane * 16,
-                        reinterpret_cast<char const*>(own<Cfg>(s.args).packed_restart_rotations) +
-                            static_cast<std::int64_t>(from) * Cfg::kPackedBytes + lane * 16, 0);
-  }
-  ptx::copy_async_commit();
-}
-
-// Rotates the elements x and y of two pairs by angles with cosines c and sines s.
-__device__ __forceinline__ void rotate_pairs(half2 c, half2 s, half2& x, half2& y) {
-  half2 const sx = __hmul2(s, x);
-  x = __hfma2(c, x, __hneg2(__hmul2(s, y)));
-  y = __hfma2(c, y, sx);
-}
-
-// Whether the query of this thread's column restarts at the block at hand: at its first block, and then once a period.
-// The period and top_k are powers of two, and the period is the smaller one (dispatch.h).
-template <class Cfg>
-__device__ __forceinline__ bool restarts(State<Cfg> const& s, int i) {
-  return (((row_position(s, i) >> kLog2Siblings) + 1) & (s.args.restart_period - 1)) == 0;
-}
-
-template <int i, class Cfg>
-__device__ __forceinline__ void restart_unit(State<Cfg>& s, bool restart) {
-  ptx::copy_async_wait<0>();
-  uint32_t const rotations = fetched_unit_rotation(s, i) + static_cast<uint32_t>(s.tq) * (Cfg::kSteps * 8);
-#pragma unroll
-  for (int step = 0; step < Cfg::kSteps; step += 2) {
-    if (step % 4 == 0) __syncwarp();  // keeps the loads of all steps from being issued at once: registers
-    uint4 const words = ptx::load_shared_16B(rotations + step * 8);
-    half2 const(&of)[4] = reinterpret_cast<half2 const(&)[4]>(words);
-#pragma unroll
-    for (int next = 0; next < 2; ++next) {
-      float2 const saved = ptx::load_shared_8B(saved_unit(s, i) + (step + next) * 256);
-      half2 x = reinterpret_cast<half2 const&>(saved.x);
-      half2 y = reinterpret_cast<half2 const&>(saved.y);
-      rotate_pairs(of[2 * next], of[2 * next + 1], x, y);
-      if (Cfg::kPerUnit > 1 && !restart) continue;
-      s.q[step + next][2 * i] = x;
-      s.q[step + next][2 * i + 1] = y;
-    }
-  }
-  __syncwarp();
-  fetch_unit_rotation(s, i, s.args.restart_period, restart);
-}
-
-// Restarts those queries that take the block at hand and restart there.
-template <class Cfg>
-__device__ __forceinline__ void rotate_units_to(State<Cfg>& s, uint32_t const (&units)[2]) {
-  if constexpr (Cfg::kPerUnit == 1) {
-    if (units[0] != 0 && restarts(s, 0)) restart_unit<0>(s, true);
-    if (units[1] != 0 && restarts(s, 1)) restart_unit<1>(s, true);
-  } else {
-    bool const restart[2] = {restarts(s, 0) && unit_takes<Cfg>(units[0], of_rows(s)),
-                             restarts(s, 1) && unit_takes<Cfg>(units[1], of_rows(s))};
-    if (!__any_sync(kFullWarp, restart[0] || restart[1])) return;
-    if (__any_sync(kFullWarp, restart[0])) restart_unit<0>(s, restart[0]);
-    if (__any_sync(kFullWarp, restart[1])) restart_unit<1>(s, restart[1]);
-  }
-}
-
-// Rotates the queries that take the block to their next rank, 16 positions back.
-template <int kUnits, bool kAll, class Cfg>
-__device__ __forceinline__ void rotate_on(State<Cfg>& s, uint32_t const (&query_masks)[2]) {
-  uint32_t const rotations = s.rope.shared + Cfg::kStepOffset + static_cast<uint32_t>(s.tq) * Cfg::kStepBytes;
-  bool const rotated[2] = {unit_takes<Cfg, kAll>(query_masks[0], of_rows(s)),
-                           unit_takes<Cfg, kAll>(query_masks[1], of_rows(s))};
-#pragma unroll
-  for (int step = 0; step < Cfg::kSteps; step += 2) {
-    uint4 const words = ptx::load_shared_16B(rotations + step * 8);
-    half2 const(&of)[4] = reinterpret_cast<half2 const(&)[4]>(words);
-#pragma unroll
-    for (int next = 0; next < 2; ++next) {
-      half2(&q)[4] = s.q[step + next];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (!has_unit(kUnits, i)) continue;
-        half2 x = q[2 * i], y = q[2 * i + 1];
-        rotate_pairs(of[2 * next], __hneg2(of[2 * next + 1]), x, y);
-        q[2 * i] = rotated[i] ? x : q[2 * i];
-        q[2 * i + 1] = rotated[i] ? y : q[2 * i + 1];
-      }
-    }
-  }
-}
-
-template <class Cfg>
-__device__ __forceinline__ void load_operand_a(State<Cfg> const& s, uint32_t (&a)[4], uint32_t address) {
-  uint4 const x = ptx::load_shared_16B(address + s.rope.fragment_lane);
-  a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
-}
-
-__device__ __forceinline__ bool column_overflows(float const (&x)[4]) {
-  return !(ptx::max_or_nan(ptx::max_or_nan(x[0], x[1]), ptx::max_or_nan(x[2], x[3])) <= kSlack);
 }
 
 // P of a block, rounded to the dtype, as operand B, and its sums.
@@ -239,19 +47,24 @@ __device__ __forceinline__ void exponentiate_columns(float const (&x)[4], uint32
   p[1] = ptx::transpose_matrix(Pairs<typename Cfg::Element>::pack(y[2], y[3]));
 }
 
+// Whether the child of element e of a fragment of products is expanded. `masked` is shifted to the thread's first child.
+__device__ __forceinline__ bool is_masked(uint32_t masked, int e) { return masked >> e / 2 * 8 & 1u; }
+
 // Computes exponents again, from raw scores, in which keys may have scales of their own. The bits are the same unless a
 // score of the query exceeds a maximum by more than kSlack; then the maximum is updated, and what was summed up to then
-// is rescaled. Children past the rightmost candidate take no part, nor do queries that do not take the block.
-template <class Cfg>
-__device__ __forceinline__ void recompute_unit(State<Cfg>& s, int i, bool taken, uint32_t scales, float (&raw)[4],
-                                               uint32_t (&p)[2], float (&sum)[2]) {
+// is rescaled. Children past the rightmost candidate take no part, nor do expanded ones, nor queries that do not take
+// the block.
+template <bool kBottom, class Cfg>
+__device__ __forceinline__ void recompute_unit(State<Cfg>& s, int i, bool taken, uint32_t masked, uint32_t scales,
+                                               float (&raw)[4], uint32_t (&p)[2], float (&sum)[2]) {
   Columns& columns = s.columns[i];
   float x[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     int const child = s.g + e / 2 * 8;
     raw[e] *= row_scale::own_scale(ptx::load_shared_float(scales + child * 4));
-    if (!taken || child > column_position(s, i)) raw[e] = -kInfinity;
+    bool const left_out = kBottom ? child > column_position(s, i) : is_masked(masked, e);
+    if (!taken || left_out) raw[e] = -kInfinity;
     x[e] = taken ? fmaf(raw[e], columns.unit[e % 2], -columns.reference[e % 2]) : -kInfinity;
   }
   // The lanes that have columns of the first query of the unit.
@@ -284,20 +97,19 @@ __device__ __forceinline__ void recompute_unit(State<Cfg>& s, int i, bool taken,
 }
 
 // Multiplies the units of kUnits with the block in `slot`, adds its values, and rotates the queries that took it.
-template <int kUnits, bool kAll = false, class Cfg>
+template <bool kBottom, int kUnits, bool kAll, class Cfg>
 __device__ __forceinline__ void attend_units(State<Cfg>& s, uint32_t slot, uint32_t const (&query_masks)[2]) {
-  float const scale = fabsf(ptx::load_shared_float(slot + Cfg::kScaleOffset));
-  float products[2][4] = {};
-#pragma unroll
-  for (int step = 0; step < Cfg::kSteps; ++step) {
-    uint32_t keys[4];
-    load_operand_a(s, keys, slot + Cfg::kKeyOffset + step * kFragmentBytes);
+  uint32_t masked[2] = {};
+  if constexpr (!kBottom) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      auto const& q = reinterpret_cast<uint32_t const(&)[4]>(s.q[step]);
-      if (has_unit(kUnits, i)) ptx::mma_fp16(products[i], keys, q[2 * i], q[2 * i + 1]);
+      if (!has_unit(kUnits, i) || !unit_takes<Cfg, kAll>(query_masks[i], of_columns(s))) continue;
+      masked[i] = static_cast<uint32_t>(s.args.expanded[block_of_columns(s, i)]) >> s.g;
     }
   }
+  float const scale = fabsf(ptx::load_shared_float(slot + Cfg::kScaleOffset));
+  float products[2][4] = {};
+  multiply_units<kUnits>(s, slot, products);
   uint32_t p[2][2];
   float sum[2][2];
   bool again = false;
@@ -311,9 +123,9 @@ __device__ __forceinline__ void attend_units(State<Cfg>& s, uint32_t slot, uint3
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       x[e] = fmaf(products[i][e], factor[e % 2], -columns.reference[e % 2]);
-      if (!taken) x[e] = -kInfinity;
+      if (!taken || (!kBottom && is_masked(masked[i], e))) x[e] = -kInfinity;
     }
-    again = again | column_overflows(x) | (taken & (column_position(s, i) < kSiblings));
+    again = again | column_overflows(x) | (kBottom & taken & (column_position(s, i) < kSiblings));
     exponentiate_columns<Cfg>(x, p[i], sum[i]);
   }
   rotate_on<kUnits, kAll>(s, query_masks);
@@ -321,8 +133,8 @@ __device__ __forceinline__ void attend_units(State<Cfg>& s, uint32_t slot, uint3
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (has_unit(kUnits, i)) {
-        recompute_unit(s, i, unit_takes<Cfg, kAll>(query_masks[i], of_columns(s)), slot + Cfg::kScaleOffset,
-                       products[i], p[i], sum[i]);
+        recompute_unit<kBottom>(s, i, unit_takes<Cfg, kAll>(query_masks[i], of_columns(s)), masked[i],
+                                slot + Cfg::kScaleOffset, products[i], p[i], sum[i]);
       }
     }
   }
@@ -340,11 +152,30 @@ __device__ __forceinline__ void attend_units(State<Cfg>& s, uint32_t slot, uint3
     if (!has_unit(kUnits, i)) continue;
     s.columns[i].sum[0] += sum[i][0];
     s.columns[i].sum[1] += sum[i][1];
-    if constexpr (Cfg::kPerUnit > 1) {
-      s.columns[i].position -= unit_takes<Cfg, kAll>(query_masks[i], of_columns(s)) ? kSiblings : 0;
+  }
+  advance_units<kUnits, kAll>(s, query_masks);
+}
+
+// The state of a unit for the layer below. No branches, as in write_unit.
+template <class Cfg>
+__device__ __forceinline__ void write_unit_state(State<Cfg>& s, int i) {
+  Columns& columns = s.columns[i];
+  bool const works = query_works(s, ptx::opaque(query_of_columns(s, i)));
+  std::int64_t const row = row_of_columns(s, i);
+  float* const o = state_of_row<Cfg>(s.args, row) + 8 * head_of_column(s, 0) + s.g;
+  float* const sums = reinterpret_cast<float*>(s.args.state_sum + row * 16 + head_of_column(s, 0));
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    columns.sum[e] = column_sum(columns.sum[e]);
+    ptx::store_global_if(works & (s.g == 0), sums + 2 * e, columns.max[e]);
+    ptx::store_global_if(works & (s.g == 0), sums + 2 * e + 1, columns.sum[e]);
+#pragma unroll
+    for (int tile = 0; tile < Cfg::kValueTileRows; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ptx::store_global_if(works, o + (2 * tile + half) * 8 * Cfg::kUnitHeads + 8 * e, out_tile(s, i, tile)[2 * half + e]);
+      }
     }
-    (i == 0 ? s.position : s.second_position.value) -=
-        unit_takes<Cfg, kAll>(query_masks[i], of_rows(s)) ? kSiblings : 0;
   }
 }
 
@@ -394,15 +225,18 @@ __device__ __forceinline__ void propagate_nan_swapab(State<Cfg>& s, int query, i
   std::int64_t const in_block = first_query(s) + query;
   std::int64_t const parent = s.args.parents[(tile_of_warp(s) * kQueryTile + in_block) * s.args.top_k + rank];
   int const last = candidates_of<Cfg>(s.args, block.t + in_block) - 1;
-  int const children = rank == last / kSiblings ? last % kSiblings + 1 : kSiblings;
+  uint32_t masked = rank == last / kSiblings ? causal_mask(last % kSiblings) : 0u;
+  if (s.args.layer > 0) {
+    masked = s.args.expanded[(tile_of_warp(s) * kQueryTile + in_block) * (s.args.width / kSiblings) + rank];
+  }
   tree::pack::Source const& values = s.args.values;
   typename Cfg::Element const* const rows =
       static_cast<typename Cfg::Element const*>(values.in) + block.bh / s.args.H_kv * values.stride_b +
       (first_row(s) + parent * kSiblings) * values.stride_n + block.bh % s.args.H_kv * values.stride_h + s.g;
   bool const own = of_columns(s) == query % Cfg::kPerUnit;
 #pragma unroll 1
-  for (int child = 0; child < children; ++child) {
-    typename Cfg::Element const* const row = rows + child * values.stride_n;
+  for (uint32_t open = 0xffffu & ~masked; open != 0; open &= open - 1) {
+    typename Cfg::Element const* const row = rows + (__ffs(open) - 1) * values.stride_n;
 #pragma unroll
     for (int tile = 0; tile < Cfg::kValueTileRows; ++tile) {
 #pragma unroll
@@ -440,28 +274,8 @@ __device__ __forceinline__ void propagate_nan_swapab(State<Cfg>& s) {
   }
 }
 
-template <class Cfg>
-__device__ __forceinline__ void begin_units(State<Cfg>& s, Ring<Cfg> const& ring) {
-  s.rope.shared = ring.stages - Cfg::kRingOffset;
-  s.rope.fragment_lane = ptx::opaque(s.lane * 16);
-  if (!s.active) return;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int step = 0; step < Cfg::kSteps; ++step) {
-      auto const& x = reinterpret_cast<uint32_t const(&)[4]>(s.q[step]);
-      ptx::store_shared_8B(saved_unit(s, i) + step * 256, {x[2 * i], x[2 * i + 1]});
-    }
-    fetch_unit_rotation(s, i, 0, true);
-  }
-  begin_columns(s, 0);
-  begin_columns(s, 1);
-}
-
-// The consumer's loop.
-template <class Cfg>
-__device__ __forceinline__ void attend_selected_swapab(State<Cfg>& s, Ring<Cfg> const& ring) {
-  begin_units(s, ring);
+template <bool kBottom, class Cfg>
+__device__ __forceinline__ void attend_units_stream(State<Cfg>& s, Ring<Cfg> const& ring) {
   RingPosition<Cfg::kStages> at;
   Ring<Cfg> const own(ptx::opaque(ring.stages));
   uint32_t next_query_mask = 0;  // of the stage behind the one at hand, which holds it, too
@@ -473,36 +287,40 @@ __device__ __forceinline__ void attend_selected_swapab(State<Cfg>& s, Ring<Cfg> 
   for (int groups = s.groups; groups > 0; --groups) {
     own.barriers.wait_full(at, "htree_fwd consumer: full");
     uint32_t const stage = own.stage(at.slot);
-    uint32_t query_mask = next_query_mask;
+    uint32_t const query_mask = next_query_mask;
     if (s.active) next_query_mask = ptx::load_shared_4B(own.next_mask(stage, s.warp));
-#pragma unroll 1
-    while (query_mask != 0) {
-      uint32_t slots = query_mask | query_mask >> Cfg::kQueryBits;
-      if constexpr (Cfg::kQueriesPerWarp == 4) slots |= slots >> 2 * Cfg::kQueryBits;
-      int const slot = __ffs(slots & ((1u << Cfg::kQueryBits) - 1)) - 1;
-      uint32_t const query_masks = query_mask >> slot & Cfg::kOfSlot;
-      query_mask &= ~(Cfg::kOfSlot << slot);
-      uint32_t const units[2] = {query_masks & Cfg::kOfUnit, query_masks >> Cfg::kUnitBits};
-      rotate_units_to(s, units);
-      uint32_t const address = stage + slot * Cfg::kSlotBytes;
-      if (Cfg::kPerUnit > 1 && query_masks == Cfg::kOfSlot) {
-        attend_units<kBothUnits, true>(s, address, units);
-      } else if (units[0] != 0 && units[1] != 0) {
-        attend_units<kBothUnits>(s, address, units);
-      } else if (units[0] != 0) {
-        attend_units<1>(s, address, units);
-      } else {
-        attend_units<2>(s, address, units);
-      }
-    }
+    each_block(s, stage, query_mask, [&](auto units, auto all, uint32_t slot, uint32_t const (&query_masks)[2]) {
+      attend_units<kBottom, decltype(units)::value, decltype(all)::value>(s, slot, query_masks);
+    });
     __syncwarp();
     if (s.lane == 0) barriers::mbarrier_arrive(stage + Cfg::kEmptyOffset);
     at = at.ahead(1);
   }
   if (!s.active) return;
   if (*s.args.has_nonfinite_v != 0) propagate_nan_swapab(s);
-  write_unit(s, 0);
-  write_unit(s, 1);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if constexpr (kBottom) {
+      write_unit(s, i);
+    } else {
+      write_unit_state(s, i);
+    }
+  }
+}
+
+// The consumer's loop.
+template <class Cfg>
+__device__ __forceinline__ void attend_selected_swapab(State<Cfg>& s, Ring<Cfg> const& ring) {
+  save_units(s, ring);
+  if (s.active) {
+    read_unit_state(s, 0);
+    read_unit_state(s, 1);
+  }
+  if (s.args.layer == 0) {
+    attend_units_stream<true>(s, ring);
+  } else {
+    attend_units_stream<false>(s, ring);
+  }
 }
 
 }  // namespace htree_cuda::sm90::htree_fwd

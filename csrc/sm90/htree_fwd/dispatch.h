@@ -22,53 +22,42 @@ struct Variant {
   }
 };
 
-enum class Reads { kNoValues, kBFloat16, kFloat16 };  // score passes read no values and serve both dtypes
-enum class Place { kBottom, kAbove };
-
 struct Rule {
   Pass pass;
-  Reads reads;
-  Place place;       // of the layer
-  int max_group;     // query heads of a KV head
-  Variant selected;  // the kernel for queries in a selected layer
-  Variant entry;     // the kernel for queries in their entry layer: one launch for both where it is the same
+  DType dtype;    // of the call
+  int max_group;  // query heads of a KV head
+  Variant variant;
   char const* reason;
 };
 
 // The first rule that matches holds. Groups of 8 and 4 heads leave half and three quarters of a product's 16 rows
-// empty, unless two or four neighbouring queries share a warp. In their entry layer all queries read the same blocks,
-// so they can. In a selected layer they gain where neighbours selected the same blocks and no candidate is expanded,
-// which is the bottom; fp16 queries restart at every rank, which the packed rotations of swap A/B have no room for.
+// empty, unless two or four neighbouring queries share a warp. In their entry layer all queries read the same blocks.
+// In a selected layer what a warp reads serves those of its queries that selected the block. fp16 queries restart at
+// every rank, which the packed rotations of swap A/B have no room for. Both passes over a layer read the same blocks,
+// so that they have the same kind of kernel.
 inline constexpr Rule kRules[] = {
-    {Pass::kScore, Reads::kNoValues, Place::kAbove, 4, {1, 4}, {1, 4}, "4 queries fill 16 rows in their entry layer"},
-    {Pass::kScore, Reads::kNoValues, Place::kAbove, 8, {1, 2}, {1, 2}, "2 queries fill 16 rows in their entry layer"},
-    {Pass::kScore, Reads::kNoValues, Place::kAbove, 16, {1, 1}, {1, 1}, "one query fills the rows"},
-    {Pass::kAttend, Reads::kBFloat16, Place::kBottom, 4, {4, 4}, {4, 4}, "4 queries share what a warp reads of a block"},
-    {Pass::kAttend, Reads::kBFloat16, Place::kBottom, 8, {2, 2}, {2, 2}, "2 queries share what a warp reads of a block"},
-    {Pass::kAttend, Reads::kBFloat16, Place::kAbove, 4, {1, 1}, {4, 4}, "expanded candidates differ by query; entry: 4 queries fill 16 rows"},
-    {Pass::kAttend, Reads::kBFloat16, Place::kAbove, 8, {1, 1}, {2, 2}, "expanded candidates differ by query; entry: 2 queries fill 16 rows"},
-    {Pass::kAttend, Reads::kBFloat16, Place::kBottom, 16, {1, 1}, {1, 1}, "one query fills the rows"},
-    {Pass::kAttend, Reads::kBFloat16, Place::kAbove, 16, {1, 1}, {1, 1}, "one query fills the rows"},
-    {Pass::kAttend, Reads::kFloat16, Place::kBottom, 4, {1, 4}, {1, 4}, "fp16 restarts at every rank; entry: 4 queries fill 16 rows"},
-    {Pass::kAttend, Reads::kFloat16, Place::kBottom, 8, {1, 2}, {1, 2}, "fp16 restarts at every rank; entry: 2 queries fill 16 rows"},
-    {Pass::kAttend, Reads::kFloat16, Place::kAbove, 4, {1, 4}, {1, 4}, "fp16 restarts at every rank; entry: 4 queries fill 16 rows"},
-    {Pass::kAttend, Reads::kFloat16, Place::kAbove, 8, {1, 2}, {1, 2}, "fp16 restarts at every rank; entry: 2 queries fill 16 rows"},
-    {Pass::kAttend, Reads::kFloat16, Place::kBottom, 16, {1, 1}, {1, 1}, "one query fills the rows"},
-    {Pass::kAttend, Reads::kFloat16, Place::kAbove, 16, {1, 1}, {1, 1}, "one query fills the rows"},
+    {Pass::kScore, DType::kBFloat16, 4, {4, 4}, "4 queries share what a warp reads of a block"},
+    {Pass::kScore, DType::kBFloat16, 8, {2, 2}, "2 queries share what a warp reads of a block"},
+    {Pass::kScore, DType::kBFloat16, 16, {1, 1}, "one query fills the rows"},
+    {Pass::kScore, DType::kFloat16, 4, {1, 4}, "fp16 restarts at every rank; entry: 4 queries fill 16 rows"},
+    {Pass::kScore, DType::kFloat16, 8, {1, 2}, "fp16 restarts at every rank; entry: 2 queries fill 16 rows"},
+    {Pass::kScore, DType::kFloat16, 16, {1, 1}, "one query fills the rows"},
+    {Pass::kAttend, DType::kBFloat16, 4, {4, 4}, "4 queries share what a warp reads of a block"},
+    {Pass::kAttend, DType::kBFloat16, 8, {2, 2}, "2 queries share what a warp reads of a block"},
+    {Pass::kAttend, DType::kBFloat16, 16, {1, 1}, "one query fills the rows"},
+    {Pass::kAttend, DType::kFloat16, 4, {1, 4}, "fp16 restarts at every rank; entry: 4 queries fill 16 rows"},
+    {Pass::kAttend, DType::kFloat16, 8, {1, 2}, "fp16 restarts at every rank; entry: 2 queries fill 16 rows"},
+    {Pass::kAttend, DType::kFloat16, 16, {1, 1}, "one query fills the rows"},
 };
 
-// The variants that kernels are built for, in every pass and dtype that a rule names them for.
-inline constexpr Variant kSharedVariants[] = {{1, 1}, {2, 2}, {4, 4}};  // bf16 attend
-inline constexpr Variant kEntryVariants[] = {{1, 1}, {1, 2}, {1, 4}};   // score, fp16 attend
+// The variants that kernels are built for. Score passes read no values, so that their kernels serve both dtypes.
+inline constexpr Variant kSharedVariants[] = {{1, 1}, {2, 2}, {4, 4}};  // bf16
+inline constexpr Variant kEntryVariants[] = {{1, 1}, {1, 2}, {1, 4}};   // fp16
 
-inline constexpr Rule const& rule_of(Pass pass, DType dtype, std::int64_t G, std::int64_t T_q, int layer) {
-  Reads const reads = pass == Pass::kScore       ? Reads::kNoValues
-                      : dtype == DType::kFloat16 ? Reads::kFloat16
-                                                 : Reads::kBFloat16;
-  Place const place = layer == 0 && pass == Pass::kAttend ? Place::kBottom : Place::kAbove;
+inline constexpr Rule const& rule_of(Pass pass, DType dtype, std::int64_t G, std::int64_t T_q) {
   std::int64_t const group = T_q == 1 ? 16 : G;  // the one query of a call has all warps of its CTA
   Rule const* rule = kRules;
-  while (rule->pass != pass || rule->reads != reads || rule->place != place || group > rule->max_group) ++rule;
+  while (rule->pass != pass || rule->dtype != dtype || group > rule->max_group) ++rule;
   return *rule;
 }
 
@@ -90,11 +79,11 @@ inline std::int64_t rows_of_call(ForwardParams const& p) {
 }
 
 // Queries a warp in a selected layer, and so the tiles of a CTA, which have one union.
-inline int queries_of_selected(ForwardParams const& p, int layer) {
-  return rule_of(Pass::kAttend, p.dtype, p.G, queries_of_call(p), layer).selected.selected_queries;
+inline int queries_of_selected(ForwardParams const& p) {
+  return rule_of(Pass::kAttend, p.dtype, p.G, queries_of_call(p)).variant.selected_queries;
 }
 inline int queries_of_entry(ForwardParams const& p) {
-  return rule_of(Pass::kAttend, p.dtype, p.G, queries_of_call(p), 0).entry.entry_queries;
+  return rule_of(Pass::kAttend, p.dtype, p.G, queries_of_call(p)).variant.entry_queries;
 }
 
 // Ranks that a query rotates through, or blocks that it leaves out, before it restarts from its unrotated self.
@@ -111,9 +100,10 @@ inline int restart_period(ForwardParams const& p) {
 // A selected layer is half-selected where a query has fewer blocks than this up to its own. With 2 top_k blocks it
 // leaves out as many as it takes, and rotates as often as if it rotated at each. fp16 queries would restart at most of
 // them without knowing where. At the bottom keys are rounded to bf16 and the backward's are rotated by place: with
-// logits in the thousands its weights are only good if they are those that the forward has summed.
+// logits in the thousands its weights are only good if they are those that the forward has summed. Queries that share a
+// warp (swap A/B) have no half-selected layers: each leaves out other blocks.
 inline int half_selected_parents(ForwardParams const& p, Pass pass, int layer) {
-  if (p.dtype == DType::kFloat16 || layer == 0) return 0;
+  if (p.dtype == DType::kFloat16 || layer == 0 || queries_of_selected(p) > 1) return 0;
   return static_cast<int>(pass == Pass::kScore ? p.top_k * 3 / 2 : p.top_k * 2);
 }
 

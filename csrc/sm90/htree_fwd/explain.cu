@@ -43,7 +43,7 @@ public:
   }
 
   void build_union(Chunk const& chunk, int l) {
-    std::int64_t const tiles = queries_of_selected(p_, l);
+    std::int64_t const tiles = queries_of_selected(p_);
     Row& row = at("union", 3, l, "", "build_union_kernel", std::to_string(12 * tiles) + " queries",
                   "the blocks that a tile's queries selected, each once");
     row.launches += 1;
@@ -113,7 +113,7 @@ private:
                               : queries > 1 ? "mma.sync, swap A/B"
                                             : "mma.sync");
     Row& row = at(score ? "score" : "attend", score ? 5 : 7, l, kKinds[static_cast<int>(kind)], kernel, tile,
-                  rule_of(pass, p_.dtype, p_.G, queries_of_call(p_), l).reason);
+                  rule_of(pass, p_.dtype, p_.G, queries_of_call(p_)).reason);
     if (row.launches == 0) {
       Positions const positions(p_, pass, kind, l);
       row.first_query = std::max(positions.begin, p_.q_start);

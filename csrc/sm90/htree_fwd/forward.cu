@@ -49,14 +49,23 @@ row_scale::ScoreScale score_scale(double scale) {
 // The launch function of a variant. The variants are those of dispatch.h.
 using Launch = void (*)(Args const&, Grid const&, cudaStream_t);
 
-template <class Element, int kK, int kV, Pass kPass>
-Launch launch_of(Variant variant) {
-  if (variant.entry_queries == 1) return launch<Element, kK, kV, kPass, 1, 1>;
-  constexpr bool kShared = kPass == Pass::kAttend && std::is_same_v<Element, __nv_bfloat16>;
+template <bool kShared, class Element, int kK, int kV, Pass kPass>
+Launch launch_among(Variant variant) {
   constexpr Variant kTwo = kShared ? kSharedVariants[1] : kEntryVariants[1];
   constexpr Variant kFour = kShared ? kSharedVariants[2] : kEntryVariants[2];
   return variant == kTwo ? launch<Element, kK, kV, kPass, kTwo.selected_queries, kTwo.entry_queries>
                          : launch<Element, kK, kV, kPass, kFour.selected_queries, kFour.entry_queries>;
+}
+
+template <class Element, int kK, int kV, Pass kPass>
+Launch launch_of(Variant variant) {
+  if (variant.entry_queries == 1) return launch<Element, kK, kV, kPass, 1, 1>;
+  if constexpr (kPass == Pass::kAttend) {
+    return launch_among<std::is_same_v<Element, __nv_bfloat16>, Element, kK, kV, kPass>(variant);
+  } else {
+    return variant.selected_queries > 1 ? launch_among<true, Element, kK, kV, kPass>(variant)
+                                        : launch_among<false, Element, kK, kV, kPass>(variant);
+  }
 }
 
 // Takes the steps of schedule.h on a stream.
@@ -118,7 +127,7 @@ public:
     args.N = packed.nodes;
     args.by_node = kind != LayerKind::kSelected;
     args.tiles = kind == LayerKind::kEntry;
-    args.operands_a = kind == LayerKind::kSelected && queries_of_selected(p_, l) > 1;
+    args.operands_a = kind == LayerKind::kSelected && queries_of_selected(p_) > 1;
     tree::pack::tree_pack(args, p_.dtype, stream_);
   }
 
@@ -141,7 +150,7 @@ public:
     tree::pack::Args args = pack_args(l, w_.gathered);
     args.blocks = chunk.count * w_.list_room;
     args.N = w_.N[l];
-    args.operands_a = queries_of_selected(p_, l) > 1;
+    args.operands_a = queries_of_selected(p_) > 1;
     args.lists = {w_.union_nodes, w_.union_places, w_.union_count, kQueryTile * p_.top_k, w_.list_room,
                   query_tiles(p_, w_, chunk), union_groups(p_, w_, chunk, l)};
     tree::pack::tree_pack(args, p_.dtype, stream_);

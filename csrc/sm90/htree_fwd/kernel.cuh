@@ -1,5 +1,5 @@
 // The forward kernel splits a CTA into roles: one warp copies KV blocks, one writes query masks, twelve consume them.
-// The loops of the consumers are in {score,attend}_{entry,selected}.cuh and attend_selected_swapab.cuh.
+// The loops of the consumers are in {score,attend}_{entry,selected,selected_swapab}.cuh.
 #pragma once
 
 #include <type_traits>
@@ -8,6 +8,7 @@
 #include "attend_selected.cuh"
 #include "attend_selected_swapab.cuh"
 #include "score_selected.cuh"
+#include "score_selected_swapab.cuh"
 #include "attend_entry.cuh"
 #include "score_entry.cuh"
 #include "producer.cuh"
@@ -43,8 +44,10 @@ __device__ __forceinline__ void serve_tile(Args const& args, char* shared_memory
       } else {
         score_entry(state, ring);
       }
-    } else if constexpr (Cfg::kSwapAB) {
+    } else if constexpr (Cfg::kSwapAB && Cfg::kReadsValues) {
       attend_selected_swapab(state, ring);
+    } else if constexpr (Cfg::kSwapAB) {
+      score_selected_swapab(state, ring);
     } else if constexpr (Cfg::kReadsValues) {
       attend_selected(state, ring);
     } else {

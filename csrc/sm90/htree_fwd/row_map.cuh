@@ -17,11 +17,16 @@ struct Columns {
   float max[2];
   float reference[2];
   float sum[2];  // over the children of this thread
+  // Score passes: logarithm of the sum, and the rightmost candidate's score, as in State.
+  float log_sum[2];
+  float right[2];
   int position;  // as State::position, where a unit has several queries
 };
 
 struct ColumnPairs {
   Columns of[2];
+  // Index of the last block of the first unit's query in the rows of importance and of expanded candidates.
+  int last_block;
 
   __device__ Columns& operator[](int i) { return of[i]; }
   __device__ Columns const& operator[](int i) const { return of[i]; }
@@ -244,6 +249,12 @@ __device__ __forceinline__ std::int64_t first_head_of(State<Cfg> const& s, uint3
   std::int64_t const b = block.bh / s.args.H_kv;
   std::int64_t const h_kv = block.bh % s.args.H_kv;
   return ((b * s.args.blocks.T_q + block.first + ptx::opaque(query)) * s.args.H_kv + h_kv) * s.args.G;
+}
+
+// The unnormalised output of a row, [V / 8, heads, 8] (traits.cuh, kStateOfHeads).
+template <class Cfg>
+__device__ __forceinline__ float* state_of_row(Args const& args, std::int64_t row) {
+  return reinterpret_cast<float*>(args.state_out) + row * (Cfg::kV * Cfg::kUnitHeads);
 }
 
 // The index of a query's first head in the outputs. The tile is looked up again, because it would occupy registers

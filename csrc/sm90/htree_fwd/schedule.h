@@ -48,7 +48,7 @@ inline QueryTiles query_tiles(ForwardParams const& p, Workspace const& w, Chunk 
 
 // The groups of tiles that have one union in layer l.
 inline TileSets union_groups(ForwardParams const& p, Workspace const& w, Chunk const& chunk, int l) {
-  return TileSets::of(query_tiles(p, w, chunk), 0, chunk.count, queries_of_selected(p, l));
+  return TileSets::of(query_tiles(p, w, chunk), 0, chunk.count, queries_of_selected(p));
 }
 
 // Deals the tiles of a launch to CTAs. What the kernels are told about it is put into `kinds`.
@@ -92,13 +92,7 @@ template <class Sink>
 void schedule_pass(ForwardParams const& p, Workspace const& w, Chunk const& chunk, int l, Pass pass, Sink& sink) {
   auto const of = [&](LayerKind kind) { return tiles_of(p, w, pass, kind, l, chunk); };
   TilesByKind const tiles{of(LayerKind::kSelected), of(LayerKind::kHalfSelected), of(LayerKind::kEntry)};
-  Rule const& rule = rule_of(pass, p.dtype, p.G, queries_of_call(p), l);
-  auto const launch = [&](Variant variant, TilesByKind const& some) {
-    if (some.any()) sink.launch(chunk, l, pass, variant, some);
-  };
-  if (rule.selected == rule.entry) return launch(rule.selected, tiles);
-  launch(rule.selected, {tiles.selected, tiles.half_selected, {}});
-  launch(rule.entry, {{}, {}, tiles.entry});
+  if (tiles.any()) sink.launch(chunk, l, pass, rule_of(pass, p.dtype, p.G, queries_of_call(p)).variant, tiles);
 }
 
 template <class Sink>

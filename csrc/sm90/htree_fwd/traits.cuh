@@ -47,9 +47,9 @@ struct Traits {
   static constexpr bool kIsSelected = kKind != LayerKind::kEntry;
   static constexpr bool kReadsValues = kPass == Pass::kAttend;
   // Children are the rows of products and heads their columns, so that queries share what a warp reads of a block
-  // (attend_selected_swapab.cuh).
+  // (swapab.cuh).
   static constexpr bool kSwapAB = kSharesWarp && kIsSelected;
-  static_assert(kQueriesPerWarp == 1 || kKind == LayerKind::kEntry || (kKind == LayerKind::kSelected && kReadsValues));
+  static_assert(kQueriesPerWarp == 1 || kKind != LayerKind::kHalfSelected);
   static_assert(kQueriesPerWarp == 1 || kQueriesPerWarp == 2 || kQueriesPerWarp == 4);
   using Mask =
       std::conditional_t<kQueriesPerWarp == 4, std::uint64_t, std::uint32_t>;  // a bit for each query of the CTA
@@ -108,11 +108,11 @@ struct Traits {
   static_assert(kKind != LayerKind::kHalfSelected || (kStageSlots == 4 && kSlotMask + kGapMask < kTaken));
   static constexpr int kParentOffset = kNextMaskOffset + 4 * kConsumers;
   static_assert(kParentOffset + 4 * kStageSlots <= kScaleOffset);
-  // Attend passes keep their queries in shared memory. Entry layer: the rotated queries, for each warpgroup panels of
+  // Attend passes and kSwapAB keep their queries in shared memory. Entry layer: the rotated queries, for each warpgroup panels of
   // 64 rows. Selected layer: the unrotated queries in fragments, behind them for each query the rotations from which it
   // restarts, and zeros, which three quarters of the lanes have of such a rotation matrix.
   static constexpr int kQueryPanelBytes = 64 * 128;
-  static constexpr int kQueryBytes = kReadsValues ? kK / 64 * kQueryPanelBytes : 0;
+  static constexpr int kQueryBytes = kReadsValues || kSwapAB ? kK / 64 * kQueryPanelBytes : 0;
   static constexpr int kColumnBytes = 2 * kK / 4;
   static constexpr int kColumnsBytes = 8 * kColumnBytes;
   static constexpr int kZerosOffset = kColumnsBytes + 16;  // in other banks than the columns that are read with them
@@ -160,6 +160,9 @@ struct Traits {
   static constexpr int kValueTiles = kReadsValues ? kV / 8 : 1;
   static constexpr int kPerUnit = kSharesWarp ? kQueriesPerWarp / 2 : 1;  // queries in 8 rows
   static constexpr int kUnitHeads = 8 / kPerUnit;
+  // The state between layers has so many heads a query; where queries share no warp 16, in fragments. A selected layer
+  // of fp16 reads fragments.
+  static constexpr bool kStateOfHeads = kSharesWarp && std::is_same_v<Element, __nv_bfloat16>;
   static constexpr int kOwnLanes = 32 / kPerUnit;    // lanes that have rows of the same queries
   static constexpr int kRows = kSharesWarp ? 2 : 1;  // rows of a thread that may belong to different queries
   // In an entry layer blocks pass by all queries alike, and rows differ in their first position alone: two numbers of

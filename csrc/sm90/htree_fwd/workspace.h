@@ -115,7 +115,7 @@ struct Workspace {
 
     std::int64_t heads = p.B * p.H_kv;
     if (has_sequences(p)) {
-      tile_round = std::max(queries_of_entry(p), queries_of_selected(p, 0));
+      tile_round = std::max(queries_of_entry(p), queries_of_selected(p));
       std::int64_t const of_rows = p.sequences.total_q / kQueryTile + p.sequences.count * tile_round;
       std::int64_t const of_maxima = p.sequences.count * ceil_div(tiles_per_head, tile_round) * tile_round;
       tiles_per_head = ceil_div(std::min(of_rows, of_maxima), tile_round) * tile_round;
@@ -128,7 +128,7 @@ struct Workspace {
     take(restart_rotations, base, restarts * (p.K / 4));
     take(forward_rotations, base, forward_restarts * (p.K / 4));
     take(step_rotation, base, p.K / 4);
-    if (queries_of_selected(p, 0) > 1) {
+    if (queries_of_selected(p) > 1) {
       take(packed_restart_rotations, base, restarts * (p.K / 4));
       take(packed_step_rotation, base, p.K / 4);
     }
@@ -210,9 +210,9 @@ private:
     take(nodes[1], base, rows * p.top_k);
     take(union_nodes, base, rows * p.top_k);
     if (has_gathered) take(union_places, base, rows * p.top_k);
-    take(union_masks, base, rows * p.top_k * 2 * queries_of_selected(p, 0));
+    take(union_masks, base, rows * p.top_k * 2 * queries_of_selected(p));
     take(union_count, base, chunk_tiles);
-    take(state_out, base, rows * (p.V / 8) * 32);
+    take(state_out, base, rows * (p.V / 8) * 32 / queries_of_selected(p));  // queries that share a warp have 16 rows
     take(state_sum, base, rows * 16);
   }
 };

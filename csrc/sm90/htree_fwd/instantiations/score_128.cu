@@ -6,5 +6,7 @@ namespace htree_cuda::sm90::htree_fwd {
 template void launch<void, 128, 64, Pass::kScore, 1, 1>(Args const&, Grid const&, cudaStream_t);
 template void launch<void, 128, 64, Pass::kScore, 1, 2>(Args const&, Grid const&, cudaStream_t);
 template void launch<void, 128, 64, Pass::kScore, 1, 4>(Args const&, Grid const&, cudaStream_t);
+template void launch<void, 128, 64, Pass::kScore, 2, 2>(Args const&, Grid const&, cudaStream_t);
+template void launch<void, 128, 64, Pass::kScore, 4, 4>(Args const&, Grid const&, cudaStream_t);
 
 }  // namespace htree_cuda::sm90::htree_fwd
