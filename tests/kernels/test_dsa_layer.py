@@ -37,6 +37,7 @@ def results(module: DSAttention, x: Tensor, dout: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_with_every_key_its_error_is_at_most_twice_that_of_pytorch(dtype):
     """Out, loss and every gradient, against the same weights in float64; and dense attention in stage "warmup"."""
+    torch.manual_seed(5)  # the loss is one number: the chance of the draw would decide how it compares
     x = torch.randn(2, T, D, device="cuda").bfloat16().double()
     dout = torch.randn(2, T, D, device="cuda").bfloat16().double()
     options = {"index_topk": 2048}

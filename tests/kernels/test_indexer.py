@@ -265,6 +265,20 @@ def test_listed_sizes(dtype, d_i, s_q, s_kv, topk):
     check_listed(*listed_problem(s_q, 33, s_kv, d_i, topk, dtype, batch=(2,)))
 
 
+@pytest.mark.parametrize("exponent", [-24, -14, 24])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_gradients_beyond_what_fp16_holds(dtype, exponent):
+    """Small ones, as of a mean over many queries, and large ones: a power of two of them leaves as it came."""
+    q, k, weights, rule = listed_problem(s_q=3, h_i=20, topk=70, dtype=dtype)
+    dlogits = torch.randn(3, 70, generator=torch.Generator().manual_seed(5)).to(q.device)
+    wanted = backward_of(q, k, weights, rule, dlogits, "auto")
+    other = 2.0 ** (-exponent / 2)  # of keys and queries
+    got = backward_of(q * other, k * other, weights, rule, dlogits * 2.0**exponent, "auto")
+    for name, x, y, factor in zip(("dq", "dk", "dweights"), got, wanted, (other, other, 1.0), strict=True):
+        x = x.double() * factor
+        torch.testing.assert_close(x, y.double(), rtol=2.0**-7, atol=2.0**-9 * float(y.abs().max()), msg=name)
+
+
 @pytest.mark.emulated
 def test_listed_rows_that_are_not_finite_reach_no_neighbour():
     q, k, weights, rule = listed_problem(s_q=4, h_i=20, topk=30)

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "namespaces.h"
 #include "device/barriers.cuh"
@@ -49,6 +50,9 @@ struct Config {
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr Pass kPass = kPass_;
+  // A gradient of a mean over queries is so small that dz in fp16 would be denormal or zero.
+  static constexpr bool kScaled = kPass == Pass::kBackward && std::is_same_v<Element, cutlass::half_t>;
+  static constexpr int kTopExponent = 15;  // of dz where it is scaled: |dz| <= 2^15, half of what fp16 holds
   static constexpr int kHeads = 64;  // rows of the products; heads past h_i are zeros
   static constexpr int kSlots = 64;  // of a tile
   static constexpr int kThreads = 256;
@@ -63,7 +67,7 @@ struct Config {
     alignas(128) uint8_t query[kHeads * kRowBytes];
     alignas(128) uint8_t keys[kBuffers][kSlots * kRowBytes];  // dq of half of the slots at the end
     alignas(128) uint8_t dz[kHeads * kSlots * 2];
-    float sums[4][kSlots];        // forward: of 16 heads each
+    float sums[4][kSlots];        // forward: of 16 heads each; kScaled: largest gradient and weight of each warp
     float row_sums[kHeads];       // backward: dweights of half of the slots
     float gradient[kBuffers][kSlots];
     int row[kBuffers][kSlots];    // -1: an invalid slot

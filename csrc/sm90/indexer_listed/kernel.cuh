@@ -3,7 +3,8 @@
 //
 //   z = q k^T                          both passes
 //   logits = weights relu(z)           forward: four warps' sums are added in a fixed order
-//   dz = g weights (z > 0)             rounded to the dtype, an operand of both products
+//   dz = g weights (z > 0)             rounded to the dtype, an operand of both products; in fp16 times a power of two of the
+//                                      query, which dq and dk are divided by
 //   dq += dz k      dweights += g relu(z)      in registers over the whole list; the two halves of the slots added at the end
 //   dk[row] += dz^T q                  added to global memory, 16 bytes at a time, in any order
 #pragma once
@@ -135,8 +136,39 @@ struct Query {
     }
   }
 
+  // The exponent of the power of two that takes the query's largest |g weight| to the top of fp16. What is not finite does
+  // not count: its products are not finite at any scale.
+  __device__ __forceinline__ int exponent_of_scale(float const (&weights)[2]) {
+    int const* const indices = p.indices + b * p.indices_stride_b + s * p.indices_stride_s;
+    float const* const g = p.dlogits + b * p.dlogits_stride_b + s * p.dlogits_stride_s;
+    auto const larger = [](float most, float x) { return fabsf(x) < INFINITY ? fmaxf(most, fabsf(x)) : most; };
+    float gradient = 0.0f;
+#pragma unroll 1
+    for (int at = threadIdx.x; at < length; at += C::kThreads) {
+      int const found = indices[at * p.indices_stride_t];
+      if (found >= range.first && found < range.end) gradient = larger(gradient, g[at * p.dlogits_stride_t]);
+    }
+    float weight = larger(larger(0.0f, weights[0]), weights[1]);
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      gradient = fmaxf(gradient, __shfl_xor_sync(kFullWarp, gradient, d));
+      weight = fmaxf(weight, __shfl_xor_sync(kFullWarp, weight, d));
+    }
+    if (lane == 0) shared.sums[0][warp] = gradient, shared.sums[1][warp] = weight;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < C::kThreads / 32; ++i) {
+      gradient = fmaxf(gradient, shared.sums[0][i]);
+      weight = fmaxf(weight, shared.sums[1][i]);
+    }
+    // x < 2^(biased exponent - 126)
+    int const exponent = (__float_as_int(gradient) >> 23) + (__float_as_int(weight) >> 23) - 2 * 126;
+    return min(max(C::kTopExponent - exponent, -120), 120);
+  }
+
   // z becomes dz; adds to dweights.
-  __device__ __forceinline__ void differentiate(float (&z)[4][4], float const (&weights)[2], float (&dweights)[2], int buffer) const {
+  __device__ __forceinline__ void differentiate(float (&z)[4][4], float const (&weights)[2], float (&dweights)[2], int buffer,
+                                                float scale) const {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       float2 const g = *reinterpret_cast<float2 const*>(&shared.gradient[buffer][slot_of(n)]);
@@ -147,7 +179,8 @@ struct Query {
           float& x = z[n][2 * half + i];
           float const own = i == 0 ? g.x : g.y;
           dweights[half] = fmaf(own, ptx::max_or_nan(x, 0.0f), dweights[half]);
-          x = x > 0.0f ? own * weights[half] : 0.0f;
+          float const dz = C::kScaled ? own * weights[half] * scale : own * weights[half];
+          x = x > 0.0f ? dz : 0.0f;
         }
       }
     }
@@ -180,7 +213,7 @@ struct Query {
   }
 
   // dk of 16 slots and half of the columns a warp, to global memory.
-  __device__ __forceinline__ void scatter_dk(int buffer) const {
+  __device__ __forceinline__ void scatter_dk(int buffer, float unscale) const {
     constexpr int kGroups = kTiles / 2;  // of eight columns, of a warp
     int const slots = warp % 4 * 16;
     int const first_group = warp / 4 * kGroups;
@@ -211,13 +244,14 @@ struct Query {
     for (int n = 0; n < kGroups; ++n) {
       float const x = __shfl_xor_sync(kFullWarp, odd ? dk[n][0] : dk[n][2], 1);
       float const y = __shfl_xor_sync(kFullWarp, odd ? dk[n][1] : dk[n][3], 1);
-      float4 const four = odd ? float4{x, y, dk[n][2], dk[n][3]} : float4{dk[n][0], dk[n][1], x, y};
+      float4 four = odd ? float4{x, y, dk[n][2], dk[n][3]} : float4{dk[n][0], dk[n][1], x, y};
+      if constexpr (C::kScaled) four = {four.x * unscale, four.y * unscale, four.z * unscale, four.w * unscale};
       ptx::reduce_add_16B_if(found >= 0, to + 8 * n, four);
     }
   }
 
   // dq and dweights: the halves of the slots meet in shared memory.
-  __device__ __forceinline__ void store(float const (&dq)[kTiles][4], float (&dweights)[2]) {
+  __device__ __forceinline__ void store(float const (&dq)[kTiles][4], float (&dweights)[2], float unscale) {
     auto* const halves = reinterpret_cast<float*>(shared.keys);
     dweights[0] = quad_sum(dweights[0]);
     dweights[1] = quad_sum(dweights[1]);
@@ -239,8 +273,9 @@ struct Query {
       if (h >= p.h_i) continue;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
-        float const x = dq[n][2 * half] + halves[(4 * n + 2 * half) * 128 + threadIdx.x];
-        float const y = dq[n][2 * half + 1] + halves[(4 * n + 2 * half + 1) * 128 + threadIdx.x];
+        float x = dq[n][2 * half] + halves[(4 * n + 2 * half) * 128 + threadIdx.x];
+        float y = dq[n][2 * half + 1] + halves[(4 * n + 2 * half + 1) * 128 + threadIdx.x];
+        if constexpr (C::kScaled) x *= unscale, y *= unscale;
         *reinterpret_cast<uint32_t*>(to + h * C::kDim + 8 * n + lane % 4 * 2) = Pairs<Element>::pack(x, y);
       }
       if (lane % 4 == 0) p.dweights[row * p.h_i + h] = dweights[half] + shared.row_sums[h];
@@ -262,6 +297,10 @@ struct Query {
     load_query();
     gather(0, 0);
     ptx::copy_async_commit();
+    int exponent = 0;
+    if constexpr (C::kScaled) exponent = exponent_of_scale(weights);
+    float const scale = ldexpf(1.0f, exponent);
+    float const unscale = ldexpf(1.0f, -exponent);
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       int const buffer = tile % 2;
@@ -278,14 +317,14 @@ struct Query {
       if constexpr (C::kPass == Pass::kForward) {
         store_logits(z, weights, tile, buffer);
       } else {
-        differentiate(z, weights, dweights, buffer);
+        differentiate(z, weights, dweights, buffer, scale);
         add_dq(z, dq, buffer);
         __syncthreads();
-        scatter_dk(buffer);
+        scatter_dk(buffer, unscale);
       }
     }
     ptx::copy_async_wait<0>();
-    if constexpr (C::kPass == Pass::kBackward) store(dq, dweights);
+    if constexpr (C::kPass == Pass::kBackward) store(dq, dweights, unscale);
   }
 };
 
