@@ -218,6 +218,37 @@ def forward_varlen(
     )
 
 
+def backward_varlen_workspace(q: Tensor, k: Tensor, v: Tensor, *lengths_params) -> int:
+    """Bytes of workspace that `backward_varlen` needs; the arguments of `varlen_params`."""
+    return load().backward_workspace(varlen_params(q, k, v, *lengths_params), device=q.get_device())
+
+
+def backward_varlen(
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None, seqused_k: Tensor | None, q_start: Tensor | None, workspace: Tensor, params,
+) -> None:  # fmt: skip
+    """`backward` of sequences of different lengths, of which there is one at least, as there is a row of q and of k.
+    Rows of no sequence get 0; where dk and dv are float32 they are added to, and such rows stay as they are."""
+    batched = (0,) if params.packed else ()  # a stride that is not looked at
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start)
+    load().backward(
+        varlen_params(q, k, v, *lengths, params),
+        dout=(dout.data_ptr(), *batched, *dout.stride()),
+        dlse=(dlse.data_ptr(), *batched, *dlse.stride()),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        selection=selection.data_ptr() if selection.numel() else 0,
+        dq=dq.data_ptr(),
+        dk=dk.data_ptr(),
+        dv=dv.data_ptr(),
+        add_float32=dk.dtype == torch.float32,
+        workspace=workspace.data_ptr(),
+        workspace_bytes=workspace.numel(),
+        **_place(q),
+    )
+
+
 def forward_workspace(q: Tensor, k: Tensor, v: Tensor, params) -> int:
     """Bytes of workspace that `forward` needs for this call; params: params.TreeParams."""
     return load().forward_workspace(_forward_params(q, k, v, params), device=q.get_device())

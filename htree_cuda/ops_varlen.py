@@ -18,7 +18,8 @@ from .ops import (
     _no_double_backward,
     _without_autocast,
 )
-from .params import TreeParams, VarlenParams
+from .params import VarlenParams
+from .torch_backend import sinks
 from .torch_backend import varlen as torch_varlen
 from .torch_backend.varlen import Lengths
 
@@ -70,23 +71,30 @@ def launch(
         kernels.forward_varlen(q, k, v, out, lse, chosen, *lengths, workspace, params, given=replayed)
 
 
-def _tree_arguments(params: TreeParams) -> tuple[tuple, dict]:
-    """Tensors and numbers of the batched ops."""
-    numbers = {
-        "q_start": params.q_start, "compression_rate": params.compression_rate, "top_k_per_layer": params.top_k,
-        "max_top_nodes": params.max_top_nodes, "scale": params.scale, "rope_base": params.rope_base,
-        "strict_causal": params.strict_causal, "rope_dim": params.rope_dim,
-        "rope_interleaved": params.rope_interleaved, "backend": "auto",
-    }  # fmt: skip
-    return (params.attn_sink, params.rope_inv_freq), numbers
+def launch_backward(
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, lengths: Lengths, params: VarlenParams,
+) -> None:  # fmt: skip
+    """Fills dq, dk and dv by the kernels, whose sums are always repeatable; float32 dk and dv are added to."""
+    from . import kernels
 
-
-def _backward_batch(dout, dlse, q, k, v, out, lse, selection, params: TreeParams, *, deterministic: bool):
-    """A batch of sequences of one shape by the kernels of `backward`, whose sums are always repeatable."""
-    tensors, numbers = _tree_arguments(params)
-    return torch.ops.htree_cuda.backward(
-        dout, dlse, q, k, v, out.contiguous(), lse.contiguous(), selection.contiguous(), *tensors, **numbers
-    )
+    if params.sequences == 0 or k.shape[-3] == 0 or q.shape[-3] == 0:
+        dq.zero_()
+        if dk.dtype == q.dtype:
+            dk.zero_(), dv.zero_()
+    else:
+        tree = params.tree
+        if tree.attn_sink is not None:
+            lse, dlse = sinks.folded(lse, dlse, tree.attn_sink)
+        q, k, own = pairs.arranged(q, k, tree)
+        params = dataclasses.replace(params, tree=own)
+        own_dq, own_dk = pairs.to_halves(dq, tree), pairs.to_halves(dk, tree)  # dk holds what the kernels add to
+        workspace = q.new_empty(kernels.backward_varlen_workspace(q, k, v, *lengths, params), dtype=torch.uint8)
+        results = (dout, dlse, q, k, v, out, lse, selection)
+        kernels.backward_varlen(*results, own_dq, own_dk, dv, *lengths, workspace, params)
+        for mine, x in ((own_dq, dq), (own_dk, dk)):
+            if mine is not x:
+                x.copy_(pairs.from_halves(mine, tree))
 
 
 def _returns_selection(q, k, v, given: Tensor | None, params: VarlenParams, save_selection: str, needed: bool) -> bool:
@@ -160,9 +168,10 @@ def backward_varlen(
     if ops._use_torch("backward_varlen", q, backend):
         results = (dout, dlse, q, k, v, out, lse, selection)
         return torch_varlen.backward(*results, lengths, params, deterministic=deterministic)
-    checks.varlen.kernel(q, k, v, params, op="backward_varlen")
-    results = (dout, dlse, q, k, v, out, lse, selection)
-    return torch_varlen.backward(*results, lengths, params, run=_backward_batch)
+    checks.varlen.backward_kernel(q, k, v, out, lse, selection, params, *lengths)
+    gradients = _empty_gradients(q, k, v)
+    launch_backward(dout, dlse, q, k, v, out, lse, selection, *gradients, lengths, params)
+    return gradients
 
 
 @backward_varlen.register_fake

@@ -128,8 +128,8 @@ def forward_varlen(
         Each sequence's out, lse, selection and dq are those of `forward` on it alone, from the kernels bit for bit
         where that call has more than one query; they depend neither on other sequences nor on padding nor on the order
         in the pack. dk and dv are equal up to the order of their sums.
-        The forward on the kernels reads no length on the host. The backward there, and both on the PyTorch backend, run
-        sequences of one shape as a batch, one batch after another, and read the lengths on the host.
+        The kernels read no length on the host, forward and backward. The PyTorch backend runs sequences of one shape as
+        a batch, one batch after another, and reads the lengths on the host.
         Gradients, determinism, memory, autocast: as `forward`.
 
     Example:

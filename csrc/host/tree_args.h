@@ -11,6 +11,13 @@
 #include "params.h"
 #include "tree/geometry.cuh"
 
+namespace htree_cuda::host {
+
+// Whether sequences have lengths of their own, which only the device knows.
+inline bool has_sequences(ForwardParams const& p) { return p.sequences.count >= 0; }
+
+}  // namespace htree_cuda::host
+
 namespace htree_cuda::host::tree_args {
 
 [[noreturn]] inline void reject(char const* op, std::string const& what) {

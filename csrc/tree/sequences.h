@@ -14,15 +14,19 @@ struct Args {
   SequencesParams lengths;
   std::int64_t max_q;        // of a sequence
   std::int64_t max_k;
+  int tile_queries;          // queries of a tile: kQueryTile where `tiles` are written
   int round;                 // query tiles of a sequence come in multiples of it
+  // Tiles whose queries all stand before this position lie behind the other tiles of all sequences. 0: none.
+  std::int64_t early_end;
+  std::int32_t* late_tiles;  // how many tiles come before them
   Sequence* sequences;       // [N]
-  TileEntry* tiles;          // [tile_count], those of one KV head
+  TileEntry* tiles;          // [tile_count], those of one KV head; null where tile_count is 0
   std::int64_t tile_count;
 
   // Rows of q that are no query of a sequence, or none where they are null: 0, minus infinity and -1.
   void* out;                 // [total_q, out_row_bytes], multiples of 16 bytes
   std::int64_t out_row_bytes;
-  float* lse;                // [total_q, H]
+  float* lse;                // [total_q, H], or null
   int H;
   std::int32_t* selection;   // [selection_layers, total_q, selection_row], or null
   std::int64_t selection_layers;

@@ -4,6 +4,7 @@ attention of packed sequences."""
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 import random
 import sys
@@ -16,6 +17,7 @@ from .protocol import measure
 
 # Lengths of batched calls from which a document's time is interpolated; a call of each fills the GPU.
 GRID = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+GRID_SECONDS = (0.15, 0.3)  # of warm-up and of timed calls, for each of these lengths
 
 
 def documents(total: int, shortest: int, longest: int, seed: int) -> list[int]:
@@ -34,14 +36,14 @@ def _inputs(args: argparse.Namespace, rows: tuple[int, ...], H: int, H_kv: int):
     return [torch.randn(*rows, heads, args.dim, **place).requires_grad_() for heads in (H, H_kv, H_kv)]
 
 
-def _measured(call, tensors, args: argparse.Namespace, gradients: bool) -> dict:
+def _measured(call, tensors, args: argparse.Namespace, gradients: bool, seconds=None) -> dict:
     """Forward without gradients; or a backward alone, through a graph that is kept."""
     if not gradients:
         with torch.no_grad():
-            return measure(call, args.device)
+            return measure(call, args.device, seconds=seconds)
     out = call()
     dout = torch.randn_like(out)
-    return measure(lambda: torch.autograd.grad(out, tensors, dout, retain_graph=True), args.device)
+    return measure(lambda: torch.autograd.grad(out, tensors, dout, retain_graph=True), args.device, seconds=seconds)
 
 
 def _packed(args: argparse.Namespace, lengths: list[int], H: int, H_kv: int, top_k: int, gradients: bool) -> dict:
@@ -55,13 +57,13 @@ def _packed(args: argparse.Namespace, lengths: list[int], H: int, H_kv: int, top
     return _measured(call, (q, k, v), args, gradients)
 
 
-def _batched(args: argparse.Namespace, B: int, T: int, H: int, H_kv: int, top_k: int, gradients: bool) -> dict:
+def _batched(args, B: int, T: int, H: int, H_kv: int, top_k: int, gradients: bool, seconds=None) -> dict:
     q, k, v = _inputs(args, (B, T), H, H_kv)
 
     def call():
         return forward(q, k, v, top_k_per_layer=top_k, backend=args.backend)
 
-    return _measured(call, (q, k, v), args, gradients)
+    return _measured(call, (q, k, v), args, gradients, seconds)
 
 
 def _peer(args: argparse.Namespace, lengths: list[int], H: int, H_kv: int, gradients: bool) -> dict | None:
@@ -73,19 +75,29 @@ def _peer(args: argparse.Namespace, lengths: list[int], H: int, H_kv: int, gradi
     q, k, v = _inputs(args, (sum(lengths),), H, H_kv)
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=args.device)
     most = max(lengths)
-    # It has no grouped heads in every version: keys and values are shared by a view.
-    k, v = (x.repeat_interleave(H // H_kv, 1) for x in (k, v))
-    causal = {"window_size": (-1, 0)} if "window_size" in varlen.varlen_attn.__annotations__ else {"is_causal": True}
+    taken = inspect.signature(varlen.varlen_attn).parameters
+    options = {"window_size": (-1, 0)} if "window_size" in taken else {"is_causal": True}
+    # Not every version has grouped heads. Where one has none, its keys and values are repeated beforehand.
+    if "enable_gqa" in taken:
+        options["enable_gqa"] = True
+    else:
+        k, v = (x.detach().repeat_interleave(H // H_kv, 1).requires_grad_() for x in (k, v))
 
     def call():
-        return varlen.varlen_attn(q, k, v, cu, cu, most, most, **causal)
+        return varlen.varlen_attn(q, k, v, cu, cu, most, most, **options)
 
     try:
         result = _measured(call, (q, k, v), args, gradients)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         print(f"torch.nn.attention.varlen does not run: {error}", file=sys.stderr)
         return None
-    return result | {"name": f"torch.nn.attention.varlen of PyTorch {torch.__version__}"}
+    return result | {"name": f"torch.nn.attention.varlen of PyTorch {torch.__version__}, {_flash_attention()}"}
+
+
+def _flash_attention() -> str:
+    """Which FlashAttention PyTorch runs: its own build of the second, where no other was activated."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    return "FA2" if current is None else str(current)
 
 
 def _interpolated(times: dict[int, float], length: int) -> float:
@@ -111,7 +123,7 @@ def point(args: argparse.Namespace, case: str, H: int, H_kv: int, top_k: int, gr
         times = {}
         for T in (T for T in GRID if total // 2 >= T):
             B = max(1, total // T)
-            times[T] = _batched(args, B, T, H, H_kv, top_k, gradients)["ms"] / B
+            times[T] = _batched(args, B, T, H, H_kv, top_k, gradients, GRID_SECONDS)["ms"] / B
         beside = {"ms": sum(_interpolated(times, x) for x in lengths), "ms_by_length": times}
     elif case == "dense":
         lengths = [total // 16] * 16
@@ -143,6 +155,8 @@ def run(args: argparse.Namespace) -> list[dict]:
     for i, one in enumerate(points, 1):
         print(f"[{i}/{len(points)}] packed {one} ...", file=sys.stderr, flush=True)
         figures.append(point(args, *one))
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
     return figures
 
 

@@ -91,12 +91,15 @@ def sample(
     *,
     before: Callable[[], object] | None = None,
     repeats: int = 1,
+    seconds: tuple[float, float] | None = None,
 ) -> tuple[list[float], dict]:
     """Milliseconds of each call by the protocol above, and what was read meanwhile. With a pause before each call: the
     GPU spends it in a kernel of one thread, while the host enqueues the call behind it, so that no time of the host is
     in the call's. With repeats, a time is the mean of as many calls back to back, for calls so short that two events
-    around each would show; `before` runs before each of these intervals and is in no time."""
+    around each would show; `before` runs before each of these intervals and is in no time. seconds: of warm-up and of
+    timed calls, in place of the protocol's, for what is only set beside a result."""
     times: list[float] = []
+    warm_up, timed = (WARM_UP_S, TIMED_S) if seconds is None else seconds
 
     def calls() -> None:
         for _ in range(repeats):
@@ -109,7 +112,7 @@ def sample(
     if device == "cpu":
         prepare()
         calls()
-        while len(times) < LEAST_CALLS_CPU or repeats * sum(times) < 1e3 * TIMED_S:
+        while len(times) < LEAST_CALLS_CPU or repeats * sum(times) < 1e3 * timed:
             time.sleep(pause_ms / 1e3)
             prepare()
             start = time.perf_counter()
@@ -117,7 +120,7 @@ def sample(
             times.append(1e3 * (time.perf_counter() - start) / repeats)
         return times, {}
     start = time.perf_counter()
-    while time.perf_counter() - start < WARM_UP_S:
+    while time.perf_counter() - start < warm_up:
         prepare()
         calls()
         torch.cuda.synchronize()
@@ -129,7 +132,7 @@ def sample(
     probe = None
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     start = time.perf_counter()
-    while len(pairs) < LEAST_CALLS_GPU or time.perf_counter() - start < TIMED_S:
+    while len(pairs) < LEAST_CALLS_GPU or time.perf_counter() - start < timed:
         pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         if clocks:
             torch.cuda._sleep(clocks)
@@ -140,7 +143,7 @@ def sample(
         pairs.append(pair)
         if len(pairs) % 16 == 0:  # keeps the queue short, never empty
             pairs[-8][1].synchronize()
-        if probe is None and time.perf_counter() - start > 0.3 * TIMED_S:
+        if probe is None and time.perf_counter() - start > 0.3 * timed:
             probe = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     torch.cuda.synchronize()
     clock = power = None

@@ -94,6 +94,10 @@ def backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selectio
     """What the htree backward kernels support of a valid call: what the forward's do, with results as it wrote them."""
     op = "backward"
     forward(q, k, v, params, op)
+    contiguous_results(op, out, lse, selection)
+
+
+def contiguous_results(op: str, out: Tensor, lse: Tensor, selection: Tensor) -> None:
     for name, x in (("out", out), ("lse", lse), ("selection", selection)):
         if not x.is_contiguous():
             _way_out(op, f"the kernels need {name} contiguous, its strides are {tuple(x.stride())}")

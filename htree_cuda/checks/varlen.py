@@ -244,3 +244,12 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, params: VarlenParams, *others: Tenso
     for x in others:
         if x is not None and not x.is_contiguous():
             support._way_out(op, f"the kernels need lengths contiguous, the strides of one are {tuple(x.stride())}")
+
+
+def backward_kernel(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor, params: VarlenParams,
+    *lengths: Tensor | None,
+) -> None:  # fmt: skip
+    """What the backward kernels support of a valid call: what the forward's do, with results as it wrote them."""
+    kernel(q, k, v, params, *lengths, op="backward_varlen")
+    support.contiguous_results("backward_varlen", out, lse, selection)

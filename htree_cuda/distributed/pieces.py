@@ -91,10 +91,11 @@ def backward(
         params = _packed_params(q, k, v, pack, op="backward_varlen", backend=backend, **tree)
         checks.varlen.backward(dout, dlse, q, v, out, lse, selection[:, 0], params, k.shape[-2])
         options["add_to"] = (dk, dv)
-        if not ops._use_torch("backward_varlen", q, backend):
-            checks.varlen.kernel(q, k, v, params, op="backward_varlen")
-            options["run"] = _backward_batch
-        dq[0] = torch_varlen.backward(*results, pack.lengths, params, **options)[0]
+        if ops._use_torch("backward_varlen", q, backend):
+            dq[0] = torch_varlen.backward(*results, pack.lengths, params, **options)[0]
+            return
+        checks.varlen.backward_kernel(q, k, v, out, lse, selection[:, 0], params, *pack.lengths)
+        ops_varlen.launch_backward(*results, dq[0], dk, dv, pack.lengths, params)
         return
     params = checks.tree.forward(q, k, v, backend=backend, op="backward", **tree)
     checks.tree.backward(dout, dlse, q, k, v, out, lse, selection, params)
@@ -117,11 +118,3 @@ def _launch_backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, param
     for mine, x in ((own_dq, dq), (own_dk, dk)):
         if mine is not x:
             x.copy_(pairs.from_halves(mine, params))
-
-
-def _backward_batch(dout, dlse, q, k, v, out, lse, selection, params: TreeParams, *, deterministic: bool, add_to):
-    """A batch of sequences of one shape, by the kernels, whose sums are always repeatable."""
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    results = (out.contiguous(), lse.contiguous(), selection.contiguous())
-    _launch_backward(dout, dlse, q, k, v, *results, dq, *add_to, params)
-    return dq, *add_to

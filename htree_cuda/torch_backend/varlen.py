@@ -1,12 +1,10 @@
 """Packed and ragged sequences in PyTorch operations. Sequences with the same numbers of keys and queries are a batch of
-`tree.forward`; a pack of 4,096 documents of 16 tokens is one call of it. Lengths are read on the host, once a call.
-What runs a batch of the backward is an argument, so that kernels which know batches alone serve packs too."""
+`tree.forward`; a pack of 4,096 documents of 16 tokens is one call of it. Lengths are read on the host, once a call."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -148,7 +146,7 @@ def _tree_params(params: VarlenParams, shape: _Shape) -> TreeParams:
 
 def backward(
     dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor,
-    lengths: Lengths, params: VarlenParams, *, deterministic: bool = False, run: Callable = tree.backward,
+    lengths: Lengths, params: VarlenParams, *, deterministic: bool = False,
     add_to: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in the dtype of the inputs; 0 in rows of no sequence. add_to: as in `tree.backward`."""
@@ -161,7 +159,7 @@ def backward(
         mine = _tree_params(params, shape)
         chosen = _of_layers(selection, shape, members, of_q, mine)
         options = {} if add_to is None else {"add_to": tuple(x[of_k].clone() for x in add_to)}
-        gradients = run(
+        gradients = tree.backward(
             dout[of_q], dlse[of_q], q[of_q], k[of_k], v[of_k], out[of_q], lse[of_q], chosen, mine,
             deterministic=deterministic, **options,
         )  # fmt: skip

@@ -228,26 +228,210 @@ def test_garbage_lengths_do_no_harm(cu):
         torch.cuda.synchronize()
 
 
-def test_gradients_are_those_of_a_loop():
-    """dq bit for bit; dk and dv of a sequence in a batch of its own have the same order of sums."""
+# ---- backward ---------------------------------------------------------------------------------------------------
+
+
+def with_gradients(pack, keys, queries=None, dlse=True, **options):
+    """out, dq, dk, dv of a pack, and the gradients that went in."""
+    queries = keys if queries is None else queries
+    maxima = options.pop("maxima", (max(queries, default=0), max(keys, default=0)))
+    tensors = [x.detach().requires_grad_() for x in pack[:3]]
+    out, lse = htree_cuda.forward_varlen(*tensors, *pack[3:], *maxima, return_lse=True, **options)
+    g = torch.Generator().manual_seed(7)
+    dout = torch.randn(out.shape, generator=g).to(out.dtype).to(DEVICE)
+    dlse = (torch.rand(lse.shape, generator=g) + 0.5).to(DEVICE) if dlse else torch.zeros_like(lse)
+    return out.detach(), torch.autograd.grad((out, lse), tensors, (dout, dlse)), (dout, dlse)
+
+
+def gradients_alone(q, k, v, dout, dlse, **options):
+    """Of `forward` of one sequence, in a call of several queries as in `alone`."""
+    count, T = q.shape[0], k.shape[0]
+    if count == 1:
+        before = T > 1
+        q, dout, dlse = (
+            (torch.cat([torch.zeros_like(x), x] if before else [x, torch.zeros_like(x)])) for x in (q, dout, dlse)
+        )
+        if not before:
+            k, v = (torch.cat([x, torch.zeros_like(x)]) for x in (k, v))
+    parts = [x[None].clone().requires_grad_() for x in (q, k, v)]
+    results = htree_cuda.forward(*parts, return_lse=True, **options)
+    dq, dk, dv = torch.autograd.grad(results, parts, (dout[None], dlse[None]))
+    keep = slice(None) if count > 1 else slice(1, 2) if T > 1 else slice(0, 1)
+    return dq[0, keep], dk[0, :T], dv[0, :T]
+
+
+def check_gradients_against_loop(pack, keys, queries=None, tolerance=2.0**-8, **options):
+    """dq bit for bit; dk and dv up to the order of their float32 sums, far below the rounding of the result."""
+    queries = keys if queries is None else queries
+    _, (dq, dk, dv), gradients = with_gradients(pack, keys, queries, **options)
+    options = {name: x for name, x in options.items() if name != "maxima"}
+    q, k, v = pack[:3]
+    first_q = first_k = 0
+    for count, T in zip(queries, keys):
+        missing = max(0, count - T)
+        mine, tokens = slice(first_q + missing, first_q + count), slice(first_k, first_k + T)
+        assert (dq[first_q : first_q + missing] == 0).all()
+        if count > missing:
+            one = gradients_alone(q[mine], k[tokens], v[tokens], *(x[mine] for x in gradients), **options)
+            same_bits([dq[mine]], [one[0]])
+            for x, y in zip((dk[tokens], dv[tokens]), one[1:]):
+                allowed = tolerance * y.float().abs() + 1e-3 * y.float().abs().max()
+                assert ((x.float() - y.float()).abs() <= allowed).all()
+        else:
+            assert (dk[tokens] == 0).all() and (dv[tokens] == 0).all()
+        first_q, first_k = first_q + count, first_k + T
+    assert (dq[first_q:] == 0).all() and (dk[first_k:] == 0).all() and (dv[first_k:] == 0).all()
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(
+    "G", [pytest.param(16, marks=pytest.mark.sample), 7, pytest.param(4, marks=pytest.mark.sample)]
+)
+def test_gradients_of_a_small_pack_are_a_loops(G):
+    """Entry layers 0 and 1; sequences of no key, of one, of less than a tile and of more."""
+    keys, queries = [1, 0, 270, 17, 300], [1, 3, 14, 13, 2]
+    check_gradients_against_loop(a_pack(keys, queries, G=G, D=64, padding=5), keys, queries, **SMALL)
+
+
+@pytest.mark.emulated
+def test_gradients_of_a_pack_of_several_heads_are_a_loops():
+    keys, queries = [259, 30, 4111], [5, 2, 13]
+    pack = a_pack(keys, queries, H_kv=2, G=3, D=64)
+    check_gradients_against_loop(pack, keys, queries, **SMALL)
+    check_gradients_against_loop(pack, keys, queries, maxima=(50, 70000), **SMALL)
+
+
+@pytest.mark.emulated
+def test_gradients_of_a_sequence_in_all_its_layers():
+    """A whole sequence beside others: queries on both sides of the change of the entry layer, empty work items."""
+    keys = [40, 290, 9]
+    check_gradients_against_loop(a_pack(keys, G=8, D=64, padding=1), keys, **SMALL)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("H_kv", "G"), [(1, 16), (2, 8), (2, 4), (1, 1)])
+@pytest.mark.parametrize("top_k", [16, 64, 512])
+def test_gradients_of_packs_are_those_of_loops(H_kv, G, top_k, dtype):
+    edges = [0, 1, 15, 16, 17, 256 * top_k // 16 - 1, 16 * top_k, 16 * top_k + 1, 12, 11, 13, 24, 500]
+    keys = [*edges, 256 * top_k + 5 if top_k < 512 else 20000, 1, 9000]
+    pack = a_pack(keys, H_kv=H_kv, G=G, dtype=dtype, padding=7, seed=top_k)
+    check_gradients_against_loop(pack, keys, top_k_per_layer=top_k)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_gradients_of_prefixes_are_those_of_loops(D):
+    keys, queries = [5000, 3, 70001, 0, 900, 33], [50, 7, 24, 2, 1, 33]
+    pack = a_pack(keys, queries, H_kv=2, G=8, D=D, seed=D)
+    check_gradients_against_loop(pack, keys, queries, **SMALL)
+
+
+def test_gradients_do_not_depend_on_neighbours_or_order():
+    """Other values in the neighbours, bits of all three; another order, dq bit for bit."""
     keys = [700, 1, 5000, 33, 16, 300]
-    q, k, v, cu, _ = a_pack(keys, H_kv=2, G=4, D=64, padding=3)
-    tensors = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = htree_cuda.forward_varlen(*tensors, cu, cu, 5000, 5000, return_lse=True, **SMALL)
-    dout = torch.randn_like(out)
-    dlse = torch.randn_like(lse)
-    dq, dk, dv = torch.autograd.grad((out, lse), tensors, (dout, dlse))
-    for begin, end in itertools.pairwise(cu.tolist()):
-        if end - begin < 2:
-            continue
-        parts = [x.detach()[None, begin:end].requires_grad_() for x in (q, k, v)]
-        one = htree_cuda.forward(*parts, return_lse=True, **SMALL)
-        theirs = torch.autograd.grad(one, parts, (dout[None, begin:end], dlse[None, begin:end]))
-        same_bits([dq[begin:end]], [theirs[0][0]])
-        for x, y in zip((dk, dv), theirs[1:]):
-            torch.testing.assert_close(x[begin:end].float(), y[0].float(), atol=2e-2, rtol=2e-2)
-    for x in (dq, dk, dv):
-        assert (x[6050:] == 0).all()
+    pack = a_pack(keys, G=8, D=64, padding=4)
+    first = with_gradients(pack, keys, **SMALL)[1]
+    q, k, v = (x.clone() for x in pack[:3])
+    begin = pack[4].tolist()
+    q[begin[2] : begin[3]], k[begin[2] : begin[3]], v[begin[2] : begin[3]] = math.nan, math.inf, 3e4
+    q[begin[-1] :], k[begin[-1] :], v[begin[-1] :] = math.nan, math.nan, math.inf
+    second = with_gradients((q, k, v, *pack[3:]), keys, **SMALL)[1]
+    keep = [i for i in range(begin[-1]) if not begin[2] <= i < begin[3]]
+    for x, y in zip(first, second):
+        same_bits([x[keep]], [y[keep]])
+        assert (y[begin[-1] :] == 0).all()
+
+
+@pytest.mark.emulated
+def test_gradients_of_ragged_rows_are_a_loops():
+    g = torch.Generator().manual_seed(0)
+    B, T, T_q = 4, 300, 14
+    tensors = [torch.randn(B, rows, heads, 64, generator=g).to(BF16) for rows, heads in ((T_q, 8), (T, 1), (T, 1))]
+    dout = torch.randn(B, T_q, 8, 64, generator=g).to(BF16).to(DEVICE)
+    used_k, used_q, starts = (
+        torch.tensor(x, dtype=torch.int32) for x in ([300, 9, 0, 270], [14, 14, 5, 3], [3, -4, 0, 262])
+    )
+    dirty = [x.clone() for x in tensors]
+    for b in range(B):
+        dirty[0][b, used_q[b] :], dirty[1][b, used_k[b] :], dirty[2][b, used_k[b] :] = (math.nan,) * 3
+    dirty = [x.to(DEVICE).requires_grad_() for x in dirty]
+    lengths = {"seqused_k": used_k.to(DEVICE), "seqused_q": used_q.to(DEVICE), "q_start": starts.to(DEVICE)}
+    out = htree_cuda.forward(*dirty, **lengths, **SMALL)
+    found = torch.autograd.grad(out, dirty, dout)
+    expected = [torch.zeros_like(x) for x in found]
+    for b in range(B):
+        start, keys = starts[b].item(), used_k[b].item()
+        first, last = max(0, -start), min(used_q[b].item(), keys - start)
+        if first < last:
+            rows, tokens = (slice(b, b + 1), slice(first, last)), (slice(b, b + 1), slice(0, keys))
+            parts = [x[at].to(DEVICE).requires_grad_() for x, at in zip(tensors, (rows, tokens, tokens))]
+            one = htree_cuda.forward(*parts, q_start=start + first, **SMALL)
+            for x, at, y in zip(expected, (rows, tokens, tokens), torch.autograd.grad(one, parts, dout[rows])):
+                x[at] = y
+    same_bits(found[:1], expected[:1])
+    for x, y in zip(found[1:], expected[1:]):
+        torch.testing.assert_close(x.float(), y.float(), atol=1e-3 * y.abs().max().item(), rtol=2.0**-8)
+        assert ((y != 0) | (x == 0)).all()
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("cu", HOSTILE)
+def test_garbage_lengths_do_no_harm_in_the_backward(cu):
+    q, k, v, _, good = a_pack([10, 10, 250], G=4, D=64)
+    cu = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
+    for cu_q, cu_k in ((cu, cu), (good, cu), (cu, good)):
+        with_gradients((q, k, v, cu_q, cu_k), [265], [20], **SMALL)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+@pytest.mark.hardware
+def test_a_pack_of_several_chunks_of_rows_and_heads():
+    """Chunks begin and end within sequences; heads in several runs, and the sums of a block in several chunks."""
+    keys = [70000, 3, 30001, 0, 9000]
+    pack = a_pack(keys, H_kv=2, G=16, padding=100)
+    check_gradients_against_loop(pack, keys, top_k_per_layer=64)
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("G", [16, 4])
+def test_gradients_repeat(G):
+    keys = [700, 1, 5000, 33, 16, 300, 9000]
+    pack = a_pack(keys, H_kv=2, G=G)
+    first = with_gradients(pack, keys, **SMALL)[1]
+    for _ in range(30):
+        same_bits(first, with_gradients(pack, keys, **SMALL)[1])
+
+
+@pytest.mark.hardware
+def test_the_backward_synchronises_nothing_and_fits_a_graph():
+    keys = [3000, 700, 64, 1, 4427]
+    pack = a_pack(keys, G=8)
+    cu = cu_of([1, 1, 1, 1, 1]).to(DEVICE)
+    tensors = [x.detach().requires_grad_() for x in pack[:3]]
+    dout = torch.randn_like(pack[0])
+
+    def step(cu):
+        out = htree_cuda.forward_varlen(*tensors, cu, cu, 8192, 8192, top_k_per_layer=64)
+        return torch.autograd.grad(out, tensors, dout)
+
+    good = cu_of(keys).to(DEVICE)
+    step(good)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(good)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(cu)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(cu)
+    for lengths in (keys, [8192, 0, 0, 0, 0], [100, 5000, 1, 2000, 1091]):
+        cu.copy_(cu_of(lengths))
+        graph.replay()
+        same_bits(captured, step(cu.clone()))
 
 
 @pytest.mark.hardware
@@ -289,3 +473,24 @@ def test_memory_is_bounded_by_totals():
     print("workspace of 64K tokens:", one, "as 4096 sequences:", many)
     # A sequence has room for one block in each of the packed layers, at most, besides its own description.
     assert many - one <= 4096 * (64 + 4 * 64 + 16 * 16 * 2 * 2 * 128 * 6)
+
+
+# ---- compute-sanitizer ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("G", [16, 3])
+def test_sanitizer_packs(G, dtype):
+    """One entry layer and two, a sequence without keys, padding; every result is read on the host."""
+    keys, queries = [1, 0, 270, 17, 300], [1, 3, 6, 5, 20]
+    out, gradients, _ = with_gradients(a_pack(keys, queries, G=G, D=64, dtype=dtype, padding=5), keys, queries, **SMALL)
+    assert all(x.cpu().isfinite().all() for x in (out, *gradients))
+
+
+def test_sanitizer_ragged_rows():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 300, heads, 64, generator=g).to(BF16).to(DEVICE).requires_grad_() for heads in (4, 2, 2))
+    used = torch.tensor([300, 9], dtype=torch.int32).to(DEVICE)
+    out = htree_cuda.forward(q, k, v, seqused_q=used, seqused_k=used, **SMALL)
+    gradients = torch.autograd.grad(out, (q, k, v), out.detach())
+    assert all(x.cpu().isfinite().all() for x in (out.detach(), *gradients))

@@ -17,11 +17,11 @@ from htree_cuda import kernels, ops
 from . import make
 
 _LAUNCHERS = (
-    "tree_pool", "forward", "forward_varlen", "backward", "attn_dist", "sparse_attention",
+    "tree_pool", "forward", "forward_varlen", "backward", "backward_varlen", "attn_dist", "sparse_attention",
     "sparse_attention_backward", "tree_append", "tree_decode", "topk_indices", "indexer_logits",
     "indexer_logits_listed", "indexer_topk",
 )  # fmt: skip
-_WORKSPACES = ("forward_workspace", "forward_varlen_workspace", "backward_workspace")
+_WORKSPACES = ("forward_workspace", "forward_varlen_workspace", "backward_workspace", "backward_varlen_workspace")
 _ALIGNMENT = 256  # of a CUDA allocation, which the launchers rely on for the workspace
 
 

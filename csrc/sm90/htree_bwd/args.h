@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "layout.h"
+#include "sequences/layout.h"
 #include "tree/rope.cuh"
 
 namespace htree_cuda::sm90::htree_bwd {
@@ -61,6 +62,11 @@ struct Args {
   int* segments_added;                // [heads, node_rows / 16]: segments that were added to a KV block's sums
   float* dk;                          // [heads, node_rows, K], sums
   float* dv;                          // [heads, node_rows, V], sums
+
+  // ---- sequences of different lengths ----
+  // Then `chunk` has rows of the call and no position, `tree` and the tables of a head are those of all sequences, words
+  // and N those of the longest, and the items above are not looked at.
+  sequences::Tables sequences;
 };
 
 }  // namespace htree_cuda::sm90::htree_bwd

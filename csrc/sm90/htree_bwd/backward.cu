@@ -8,6 +8,7 @@
 #include "reverse_index/reverse_index.h"
 #include "schedule.h"
 #include "tree/pack.h"
+#include "tree/sequences.h"
 
 namespace htree_cuda::sm90::htree_bwd {
 namespace {
@@ -36,6 +37,51 @@ struct Launcher {
   Workspace const& w;
   cudaStream_t stream;
 
+  // In a pack no row belongs to a batch.
+  std::int64_t batch(std::int64_t stride) const { return is_packed() ? 0 : stride; }
+  bool is_packed() const { return has_sequences(p) && p.sequences.cu_seqlens_k != nullptr; }
+
+  void describe_sequences() {
+    tree::sequences::Args args{};
+    args.lengths = p.sequences;
+    args.max_q = p.T_q;
+    args.max_k = p.T;
+    args.tile_queries = w.row_tile;
+    args.round = 1;
+    args.sequences = w.sequences;
+    args.out = params.dq;
+    args.out_row_bytes = 2 * p.H_kv * p.G * p.K;
+    tree::sequences::describe(args, stream);
+    sequences::TilesArgs const tiles{w.sequences, static_cast<std::int32_t>(p.sequences.count), w.row_tile, w.row_tiles,
+                                     w.chunks() * (w.rows / w.row_tile)};
+    sequences::fill_row_tiles(tiles, stream);
+  }
+
+  void describe_chunk(Chunk const& chunk) {
+    sequences::ChunkArgs args{};
+    args.sequences = w.sequences;
+    args.count = static_cast<std::int32_t>(p.sequences.count);
+    args.row_tile = w.row_tile;
+    args.tile_queries = tile_queries(unit_heads(static_cast<int>(p.G)));
+    args.gather_rows = w.gather_rows;
+    args.top_k = w.tree.top_k;
+    args.max_entry = w.max_entry;
+    args.first_row = chunk.first_query;
+    args.rows = chunk.rows;
+    std::copy(std::begin(w.tile_segment_rows), std::end(w.tile_segment_rows), args.tile_segment_rows);
+    std::copy(std::begin(w.segment_rows), std::end(w.segment_rows), args.segment_rows);
+    args.begins = w.stream_begins;
+    args.ends = w.stream_ends;
+    args.gather = w.gather;
+    args.gather_ctas = w.gather_ctas;
+    args.entry = w.entry;
+    args.entry_room = w.entry_room;
+    args.selected = w.selected;
+    args.selected_room = w.selected_room;
+    args.counts = w.counts;
+    sequences::describe_chunk(args, stream);
+  }
+
   void make_rotations() {
     tree::pack::make_rotations(w.rotations, w.fragment_rotations, {}, w.positions, static_cast<int>(p.K),
                                {p.rope_base, p.inv_freq}, nullptr, stream);
@@ -51,6 +97,13 @@ struct Launcher {
     pool.compression_rate = kSiblings;
     pool.layers = w.tree.layers;
     pool.dtype = p.dtype;
+    if (has_sequences(p)) {
+      pool.B = 1;
+      pool.sequences = w.sequences;
+      pool.sequence_count = p.sequences.count;
+      pool.total_k = p.sequences.total_k;
+      pool.packed = is_packed();
+    }
     tree_pool(pool, stream);
   }
 
@@ -72,6 +125,13 @@ struct Launcher {
     args.as_inputs = l == 0;  // the forward rounds the keys of the bottom in the same way
     args.first_head = first_head;
     args.N = w.tree.N[l];
+    if (has_sequences(p)) {
+      if (in_tiles) args.N = std::min(args.N, p.top_k * kSiblings);
+      args.sequences = w.sequences;
+      args.sequence_count = static_cast<std::int32_t>(p.sequences.count);
+      args.layer = l;
+      args.batch = l == 0 && !is_packed();
+    }
     args.H_kv = static_cast<int>(p.H_kv);
     args.K = static_cast<int>(p.K);
     args.V = static_cast<int>(p.V);
@@ -88,20 +148,21 @@ struct Launcher {
     std::int64_t const H = p.H_kv * p.G;
     pack::PackQueries args{};
     args.chunk = chunk;
-    args.q = source(p.q, p.q_stride_b, p.q_stride_t, p.q_stride_h);
-    args.dout = source(params.dout, params.dout_stride_b, params.dout_stride_t, params.dout_stride_h,
+    args.q = source(p.q, batch(p.q_stride_b), p.q_stride_t, p.q_stride_h);
+    args.dout = source(params.dout, batch(params.dout_stride_b), params.dout_stride_t, params.dout_stride_h,
                        params.dout_stride_v);
-    args.out = source(p.out, p.T_q * H * p.V, H * p.V, p.V);
+    args.out = source(p.out, batch(p.T_q * H * p.V), H * p.V, p.V);
     args.lse = p.lse;
     args.dlse = params.dlse;
-    args.dlse_stride_b = params.dlse_stride_b;
+    args.dlse_stride_b = batch(params.dlse_stride_b);
     args.dlse_stride_t = params.dlse_stride_t;
     args.dlse_stride_h = params.dlse_stride_h;
     args.packed = w.queries;
     args.tiles = w.query_tiles;
     args.tree = w.tree;
     args.rotations = w.rotations;
-    args.T_q = p.T_q;
+    args.sequences = tables(w, chunk);
+    args.T_q = batch(p.T_q);
     args.H_kv = static_cast<int>(p.H_kv);
     args.G = static_cast<int>(p.G);
     args.K = static_cast<int>(p.K);
@@ -120,9 +181,10 @@ struct Launcher {
     args.layers = w.max_entry;
     args.index = w.index;
     args.selection = p.selection;
-    args.B = p.B;
-    args.T_q = p.T_q;
+    args.T_q = batch(p.T_q);
     args.H_kv = static_cast<int>(p.H_kv);
+    args.rows_of_q = has_sequences(p) ? p.sequences.total_q : p.B * p.T_q;
+    args.sequences = tables(w, chunk);
     reverse_index::build(args, stream);
   }
 
@@ -134,13 +196,14 @@ struct Launcher {
   void multiply(Rule const& rule, Args args) {
     args.scale = static_cast<float>(p.scale);
     args.dq = params.dq;
-    args.T_q = p.T_q;
+    args.T_q = batch(p.T_q);
     args.H_kv = static_cast<int>(p.H_kv);
     args.G = static_cast<int>(p.G);
     std::int64_t const rows = std::int64_t(args.chunk.heads) * args.chunk.rows;
     bool const persistent = rule.ctas == Ctas::kPersistent;
     int const ctas = persistent ? sm_count() : static_cast<int>(grid_blocks(kOp, rows, kCtaQueries));
-    variant_of(p).launch(rule.kernel, args, ctas, stream);
+    Variant const& variant = variant_of(p);
+    (has_sequences(p) ? variant.launch_sequences : variant.launch)(rule.kernel, args, ctas, stream);
   }
 
   void distribute(std::int64_t first_head, int heads) {
@@ -156,6 +219,11 @@ struct Launcher {
       args.heads = heads;
       args.H_kv = static_cast<int>(p.H_kv);
       args.dim = static_cast<int>(dim);
+      if (has_sequences(p)) {
+        args.tokens = p.sequences.total_k;
+        args.sequences = w.sequences;
+        args.sequence_count = static_cast<std::int32_t>(p.sequences.count);
+      }
       pack::distribute(args, p.dtype, stream);
     };
     tokens(w.dk, params.dk, p.K);
@@ -170,18 +238,29 @@ namespace htree_cuda {
 
 using namespace sm90::htree_bwd;
 
+namespace {
+
+// Without a query there is nothing to compute.
+bool is_empty(ForwardParams const& p) {
+  return has_sequences(p) ? p.sequences.total_q * p.T_q == 0 : p.B * p.T_q == 0;
+}
+
+}  // namespace
+
 std::int64_t backward_workspace(ForwardParams const& p) {
   host::tree_args::check(kOp, p);
-  return p.B * p.T_q == 0 ? 0 : Workspace(p, nullptr).bytes;
+  return is_empty(p) ? 0 : Workspace(p, nullptr).bytes;
 }
 
 void backward(BackwardParams const& params, void* stream) {
   ForwardParams const& p = params.forward;
   host::tree_args::check(kOp, p);
   cudaStream_t const s = static_cast<cudaStream_t>(stream);
-  if (p.B * p.T_q == 0) {
+  if (is_empty(p)) {
+    std::int64_t const queries = has_sequences(p) ? p.sequences.total_q : 0;  // padding, where no sequence may have any
+    if (queries > 0) HTREE_CUDA_CHECK(cudaMemsetAsync(params.dq, 0, queries * p.H_kv * p.G * p.K * 2, s));
     if (params.add_float32) return;
-    std::int64_t const rows = p.B * p.H_kv * p.T;
+    std::int64_t const rows = p.H_kv * (has_sequences(p) ? p.sequences.total_k : p.B * p.T);
     HTREE_CUDA_CHECK(cudaMemsetAsync(params.dk, 0, rows * p.K * 2, s));
     HTREE_CUDA_CHECK(cudaMemsetAsync(params.dv, 0, rows * p.V * 2, s));
     return;

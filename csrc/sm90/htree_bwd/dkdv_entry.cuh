@@ -15,6 +15,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <type_traits>
@@ -34,9 +35,10 @@
 
 namespace htree_cuda::sm90::htree_bwd {
 
-// The first of the rows of an entry layer that visits a node of that layer; rows.end where none does.
-__device__ __forceinline__ int first_visiting_row(Args const& args, int layer, EntryRows const& rows, int node) {
-  std::int64_t const late = (static_cast<std::int64_t>(node) << (kLog2Siblings * layer)) - args.chunk.position(0);
+// The first of the rows of an entry layer that visits a node of that layer; rows.end where none does. Row 0 stands at
+// `origin`.
+__device__ __forceinline__ int first_visiting_row(std::int64_t origin, int layer, EntryRows const& rows, int node) {
+  std::int64_t const late = (static_cast<std::int64_t>(node) << (kLog2Siblings * layer)) - origin;
   return static_cast<int>(min(max(late, static_cast<std::int64_t>(rows.begin)), static_cast<std::int64_t>(rows.end)));
 }
 
@@ -63,14 +65,44 @@ struct EntryItem {
     int const segment = static_cast<int>(index % segments);
     EntryRows const rows(args.chunk, layer, args.tree.top_k);
     int const segment_rows = args.tile_segment_rows[layer];
-    int const reached = first_visiting_row(args, layer, rows, tile * kTileRows);
+    int const reached = first_visiting_row(args.chunk.position(0), layer, rows, tile * kTileRows);
     int const queries = tile_queries(unit_heads(args.G));
     int const first = max(segment * segment_rows, reached / queries * queries);
     int const end = min((segment + 1) * segment_rows, rows.end);
     int const segments_before = max(first, reached) < end ? segment - reached / segment_rows : -1;
     return {layer, head, tile, first, end, segments_before};
   }
+
+  // What differs from item to item where sequences have lengths of their own.
+  __device__ __forceinline__ std::int64_t origin(Args const& args) const { return args.chunk.position(0); }
+  __device__ __forceinline__ EntryRows rows(Args const& args) const { return {args.chunk, layer, args.tree.top_k}; }
+  __device__ __forceinline__ std::int64_t nodes(Args const& args) const { return args.tree.N[layer]; }
+  __device__ __forceinline__ int blocks(Args const& args) const { return args.tree.kv_blocks[layer]; }
+  __device__ __forceinline__ int block_begin() const { return 0; }
+  __device__ __forceinline__ int tile_begin() const { return 0; }
 };
+
+// The same of one of several sequences, from the chunk's list: the items of the heads alternate.
+struct EntryItemOfSequence : sequences::EntryWork {
+  int head;
+
+  static __device__ __forceinline__ EntryItemOfSequence at(Args const& args, unsigned index) {
+    int4 const* const words = reinterpret_cast<int4 const*>(args.sequences.entry + index / args.chunk.heads);
+    return of(__ldg(words), __ldg(words + 1), __ldg(words + 2), static_cast<int>(index % args.chunk.heads));
+  }
+  static __device__ __forceinline__ EntryItemOfSequence of(int4 const& x, int4 const& y, int4 const& z, int head) {
+    return {{x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w, z.x, z.y, z.z, z.w}, head};
+  }
+  __device__ __forceinline__ std::int64_t origin(Args const&) const { return sequences::EntryWork::origin; }
+  __device__ __forceinline__ EntryRows rows(Args const&) const { return {rows_begin, rows_end}; }
+  __device__ __forceinline__ std::int64_t nodes(Args const&) const { return sequences::EntryWork::nodes; }
+  __device__ __forceinline__ int blocks(Args const&) const { return (sequences::EntryWork::nodes + kSiblings - 1) / kSiblings; }
+  __device__ __forceinline__ int block_begin() const { return sequences::EntryWork::block_begin; }
+  __device__ __forceinline__ int tile_begin() const { return sequences::EntryWork::tile_begin; }
+};
+
+template <class Cfg>
+using EntryItemOf = std::conditional_t<Cfg::kSequences, EntryItemOfSequence, EntryItem>;
 
 template <class Cfg>
 struct DkDvEntryRing {
@@ -78,7 +110,7 @@ struct DkDvEntryRing {
   uint32_t stages;
   RingBarriers<Cfg::kStages> barriers;
   RingBarriers<1> item_barriers;
-  uint32_t number;  // of the work item; negative where no item is left
+  uint32_t number;  // of the work item; negative where no item is left. Of several sequences: its head, then the item
 
   __device__ explicit DkDvEntryRing(uint32_t shared)
       : nodes(shared),
@@ -94,6 +126,31 @@ struct DkDvEntryRing {
 
   __device__ __forceinline__ uint32_t tile(uint32_t i) const { return nodes + i * Cfg::kAreaBytes; }
   __device__ __forceinline__ uint32_t stage(uint32_t slot) const { return stages + slot * Cfg::kAreaBytes; }
+
+  // Hands the item over to the consumers.
+  __device__ __forceinline__ void store(EntryItemOf<Cfg> const& item, int index) const {
+    if constexpr (Cfg::kSequences) {
+      ptx::store_shared_4B(number, index < 0 ? -1 : item.head);
+      uint4 const* const words = reinterpret_cast<uint4 const*>(static_cast<sequences::EntryWork const*>(&item));
+#pragma unroll
+      for (int i = 0; i < 3; ++i) ptx::store_shared_16B(number + 16 + 16 * i, words[i]);
+    } else {
+      ptx::store_shared_4B(number, index);
+    }
+  }
+  __device__ __forceinline__ int rows_of_item() const {
+    return static_cast<int>(ptx::load_shared_4B(number + 16 + offsetof(sequences::EntryWork, count)));
+  }
+  __device__ __forceinline__ EntryItemOf<Cfg> load(Args const& args) const {
+    int const index = static_cast<int>(ptx::load_shared_4B(number));
+    if constexpr (Cfg::kSequences) {
+      auto const word = [&](int i) { return static_cast<int>(ptx::load_shared_4B(number + 16 + 4 * i)); };
+      auto const four = [&](int i) { return int4{word(i), word(i + 1), word(i + 2), word(i + 3)}; };
+      return EntryItemOfSequence::of(four(0), four(4), four(8), index);
+    } else {
+      return EntryItem::at(args, index);
+    }
+  }
 };
 
 // The producer, one thread.
@@ -101,23 +158,25 @@ template <class Cfg>
 __device__ void produce_query_tiles(Args const& args, DkDvEntryRing<Cfg> const& ring) {
   RingPosition<Cfg::kStages> at;
   RingPosition<1> item_at;
+  using Item = EntryItemOf<Cfg>;
+  int const items = Cfg::kSequences ? args.sequences.counts->entry * args.chunk.heads : args.tile_items;
   for (;;) {
     int const number = atomicAdd(args.next_tile_item, 1);
-    bool const any = number < args.tile_items;
-    EntryItem const item = any ? EntryItem::at(args, number) : EntryItem{};
+    bool const any = number < items;
+    Item const item = any ? Item::at(args, number) : Item{};
     if (any && item.segments_before < 0) continue;
 
     uint32_t const full = ring.item_barriers.full_at(0);
     ring.item_barriers.wait_empty(item_at, "dkdv_entry producer: item empty");
     item_at = item_at.ahead(1);
-    ptx::store_shared_4B(ring.number, any ? number : -1);
+    ring.store(item, any ? number : -1);
     barriers::mbarrier_arrive_expect_bytes(full, any ? kItemTiles * Cfg::kBlockBytes : 0);
     if (!any) return;
 #pragma unroll
     for (int i = 0; i < kItemTiles; ++i) {
       ptx::bulk_load(ring.tile(i) + Cfg::kBlockOffset,
                      args.kv_tiles[item.layer] +
-                         (static_cast<std::int64_t>(item.head) * args.tiles[item.layer] + item.tile + i) *
+                         (static_cast<std::int64_t>(item.head) * args.tiles[item.layer] + item.tile_begin() + item.tile + i) *
                              kv_tile_bytes(Cfg::kK, Cfg::kV),
                      Cfg::kBlockBytes, full);
     }
@@ -148,9 +207,12 @@ class DkDvEntryConsumer {
   static constexpr int kSteps = kTileRows / wgmma::kDepth;
   static constexpr int kTileQueries = Cfg::kTileQueries;
   static constexpr bool kFewQueries = kTileQueries == 4;  // lanes decide by query, else by node
+  // Whether lanes load index words of rows that do not visit their nodes, too, for want of a register.
+  static constexpr bool kFetchesAll = Cfg::kSequences && !kFewQueries;
   static constexpr uint32_t kNone = ~0u;  // at the bottom, where nothing is expanded
   using Products = float[wgmma::kAccumulators];
   using Fragments = uint32_t[kSteps][4];
+  using Item = EntryItemOf<Cfg>;
 
 public:
   __device__ DkDvEntryConsumer(Args const& args, DkDvEntryRing<Cfg> const& ring)
@@ -163,7 +225,7 @@ public:
       item_at = item_at.ahead(1);
       if (static_cast<int>(ptx::load_shared_4B(ring_.number)) < 0) return;
       multiply();
-      EntryItem const item = this_item();
+      Item const item = this_item();
       barriers::release(ring_.item_barriers.empty_at(0));
       finish(item);
     }
@@ -171,16 +233,14 @@ public:
 
 private:
   // Computed wherever it is needed, because the products need the registers.
-  __device__ __forceinline__ EntryItem this_item() const {
-    return EntryItem::at(args_, static_cast<int>(ptx::load_shared_4B(ring_.number)));
-  }
+  __device__ __forceinline__ Item this_item() const { return ring_.load(args_); }
 
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
-  __device__ __forceinline__ int block_of(EntryItem const& item) const { return item.tile * kTileBlocks + warp(); }
+  __device__ __forceinline__ int block_of(Item const& item) const { return item.tile * kTileBlocks + warp(); }
 
-  __device__ __forceinline__ void begin(EntryItem const& item) {
+  __device__ __forceinline__ void begin(Item const& item) {
     int const block = block_of(item);
-    EntryRows const rows(args_.chunk, item.layer, args_.tree.top_k);
+    EntryRows const rows = item.rows(args_);
     // Opaque, because an address that is kept from item to item costs a register.
     uint32_t const header = ptx::opaque(ring_.tile(warp() / kTileBlocks) + Cfg::kBlockOffset);
 #pragma unroll
@@ -188,8 +248,13 @@ private:
       int const row = warp() % kTileBlocks * kSiblings + g_ + 8 * i;
       int const node = block * kSiblings + g_ + 8 * i;
       inverse_[i] = ptx::load_shared_float(header + 4 * row) * kHeadroomFactor;
-      first_[i] = node < args_.tree.N[item.layer] ? first_visiting_row(args_, item.layer, rows, node)
-                                                  : std::numeric_limits<int>::max();
+      int const first = node < item.nodes(args_) ? first_visiting_row(item.origin(args_), item.layer, rows, node)
+                                                 : std::numeric_limits<int>::max();
+      if constexpr (Cfg::kSequences) {
+        first_[0] = i == 0 ? within(item, first) : first_[0] | within(item, first) << 16;
+      } else {
+        first_[i] = first;
+      }
       weight_scale_[i] = kInitialScale;
     }
     expanded_ = kNone;
@@ -197,12 +262,14 @@ private:
       // Where lanes decide by node, lane i loads the word of query i % kTileQueries for one of the two eights of nodes.
       int const eight = kFewQueries ? 0 : lane_ / kTileQueries % 2;
       int const query = kFewQueries ? tq_ : lane_ % kTileQueries;
+      int which = 2 * block + eight;
+      if constexpr (kFetchesAll) which = min(which, args_.tree.words[item.layer - 1] - 1);
       std::uint32_t const* const word =
-          reverse_index::word_at(args_, item.layer - 1, item.head, 2 * block + eight, item.first + query);
-      if constexpr (!kFewQueries) {
+          reverse_index::word_at(args_, item.layer - 1, item.head, which, item.first + query);
+      if constexpr (!kFewQueries && !kFetchesAll) {
         int const node = block * kSiblings + 8 * eight;
-        first_of_eight_ = node < args_.tree.N[item.layer] ? first_visiting_row(args_, item.layer, rows, node)
-                                                          : std::numeric_limits<int>::max();
+        first_of_eight_ = node < item.nodes(args_) ? first_visiting_row(item.origin(args_), item.layer, rows, node)
+                                                   : std::numeric_limits<int>::max();
       }
       expanded_ = static_cast<uint32_t>(word - args_.index.layer[0]);
     }
@@ -215,19 +282,31 @@ private:
 
   // ---- which query attends which node ------------------------------------------------------------------------------
 
+  // Rows are counted from the chunk's first one on. Of several sequences they are counted from the item's first one on,
+  // so that first_of has 16 bits: the products need the registers. An item has fewer than kMaxItemRows.
+  static __device__ __forceinline__ int within(Item const& item, int row) {
+    return min(max(row - item.first, 0), sequences::kMaxItemRows);
+  }
+  // The first row that visits node g + 8 i.
+  __device__ __forceinline__ int first_of(int i) const {
+    // Through opaque, because the compiler would keep both halves in registers.
+    if constexpr (Cfg::kSequences) return static_cast<int>(ptx::opaque(static_cast<uint32_t>(first_[0])) >> (16 * i) & 0xffffu);
+    return first_[i];
+  }
+
   // A lane loads its index words of the tile that begins with `row`, once the rows have come as far as the nodes: of
   // query tq for nodes g and g + 8, or of one query for eight nodes.
   __device__ __forceinline__ void fetch(int row) {
     if (expanded_ == kNone) return;
     std::uint32_t const* const words = args_.index.layer[0];
     if constexpr (!kFewQueries) {
-      if (row + lane_ % kTileQueries >= first_of_eight_) words_[0] = __ldg(words + expanded_);
+      if (kFetchesAll || row + lane_ % kTileQueries >= first_of_eight_) words_[0] = __ldg(words + expanded_);
       expanded_ += kTileQueries;
       return;
     }
     row += tq_;
-    if (row >= first_[0]) words_[0] = __ldg(words + expanded_);
-    if (row >= first_[1]) words_[1] = __ldg(words + (expanded_ + args_.chunk.rows));
+    if (row >= first_of(0)) words_[0] = __ldg(words + expanded_);
+    if (row >= first_of(1)) words_[1] = __ldg(words + (expanded_ + args_.chunk.rows));
     expanded_ += kTileQueries;
   }
 
@@ -264,7 +343,7 @@ private:
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         // The difference of rows must not overflow where no row visits the node.
-        int const first = min(first_[i], row + kTileQueries) - row;
+        int const first = min(first_of(i), row + kTileQueries) - row;
         attends.own |= (up_to(end - row) & ~up_to(first) & ~(expanded >> (kTileQueries * i))) << (16 * i);
       }
       uint32_t const either = attends.own | attends.own >> 16;
@@ -277,7 +356,7 @@ private:
     row += tq_;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      bool const leaf = row < end && row >= first_[i] && (words_[i] >> g_ & 1u) == 0;
+      bool const leaf = row < end && row >= first_of(i) && (words_[i] >> g_ & 1u) == 0;
       uint32_t const warp = __ballot_sync(kFullWarp, leaf);
       attends.own |= (warp >> (lane_ & ~3) & 0xfu) << (4 * i);
       attends.warp |= warp;
@@ -288,15 +367,16 @@ private:
   // ---- products --------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void multiply() {
-    EntryItem const item = this_item();
+    Item const item = this_item();
     begin(item);
     uint32_t const nodes = __shfl_sync(kFullWarp, ring_.tile(warp() / kTileBlocks), 0);
     wgmma::Descriptor const keys(nodes + Cfg::kKeyOffset);
     wgmma::Descriptor const values(nodes + Cfg::kValueOffset);
     Products s, dp;
     Fragments p = {}, ds = {};
-    int row = item.first;
-    int const end = item.end;
+    int row = Cfg::kSequences ? 0 : item.first;
+    // Of several sequences it is read again for every tile, for want of a register.
+    auto const end = [&] { return Cfg::kSequences ? ring_.rows_of_item() : item.end; };
     auto const begin_scores = [&] {
       ring_.barriers.wait_full(at_, "dkdv_entry consumer: full");
       multiply<cutlass::half_t, kK>(s, keys, wgmma::Descriptor(ring_.stage(at_.slot) + Cfg::kKeyOffset));
@@ -308,9 +388,9 @@ private:
     for (;;) {
       uint32_t const stage = __shfl_sync(kFullWarp, ring_.stage(at_.slot), 0);
       multiply<Value, kV>(dp, values, wgmma::Descriptor(stage + Cfg::kValueOffset));
-      Attends const attends = find_attends(row, end);
+      Attends const attends = find_attends(row, end());
       row += kTileQueries;
-      bool const more = row < end;
+      bool const more = row < end();
       if (more) fetch(row);
       exponentiate(s, p, stage, attends);
       add<Value>(dv_, p, stage + Cfg::kValueOffset);
@@ -430,21 +510,23 @@ private:
   // ---- sums ------------------------------------------------------------------------------------------------------
 
   // Adds the sums of this item to those of the block, in the order of the segments.
-  __device__ __forceinline__ void finish(EntryItem const& item) {
-    if (block_of(item) >= args_.tree.kv_blocks[item.layer]) return;
+  __device__ __forceinline__ void finish(Item const& item) {
+    if (block_of(item) >= item.blocks(args_)) return;
     int* const segments_added = args_.tile_segments_added +
-                                (item.head * args_.node_rows + args_.begin[item.layer]) / kSiblings + block_of(item);
+                                (item.head * args_.node_rows + args_.begin[item.layer]) / kSiblings +
+                                item.block_begin() + block_of(item);
     wait_for_segments(segments_added, item.segments_before, lane_);
     add_sums(item);
     count_segment(segments_added, lane_);
   }
 
-  __device__ __forceinline__ void add_sums(EntryItem const& item) const {
+  __device__ __forceinline__ void add_sums(Item const& item) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const node = block_of(item) * kSiblings + g_ + 8 * i;
-      if (node >= args_.tree.N[item.layer]) continue;
-      std::int64_t const row = item.head * args_.node_rows + args_.begin[item.layer] + node;
+      if (node >= item.nodes(args_)) continue;
+      std::int64_t const row = item.head * args_.node_rows + args_.begin[item.layer] +
+                               static_cast<std::int64_t>(item.block_begin()) * kSiblings + node;
       float const scale = kUnitScale * inverse_of(weight_scale_[i]);
       float* const dk = args_.dk + row * kK + 2 * tq_;
       float const* const rotations = reinterpret_cast<float const*>(args_.rotations + node * (kK / 2)) + 4 * tq_;
@@ -474,7 +556,7 @@ private:
   int const tq_;
   RingPosition<Cfg::kStages> at_;
   float inverse_[2];       // inverse row scales of the keys, less the headroom
-  int first_[2];           // the first row that visits the node
+  int first_[Cfg::kSequences ? 1 : 2];  // the first row that visits the node; of several sequences 16 bits each
   int first_of_eight_;     // the same of the eight nodes of this lane's index word
   float weight_scale_[2];
   // Where this lane's index word of the next tile lies, counted from the table of the bottom, which the tables of the

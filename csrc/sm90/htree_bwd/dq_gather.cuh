@@ -55,12 +55,41 @@ struct GatherCta {
   int head;
   int first;
   int queries;  // rows that exist; negative where the CTA has none
+  sequences::Rows const* rows;  // with sequences of different lengths
 
   __device__ __forceinline__ explicit GatherCta(Args const& args) {
-    int const ctas = (args.chunk.rows + Cfg::kRows - 1) / Cfg::kRows;  // of a head
+    // Of a head.
+    int const ctas = Cfg::kSequences ? args.sequences.gather_ctas : (args.chunk.rows + Cfg::kRows - 1) / Cfg::kRows;
     head = static_cast<int>(blockIdx.x) / ctas;
-    first = (ctas - 1 - static_cast<int>(blockIdx.x) % ctas) * Cfg::kRows;
-    queries = min(args.chunk.queries - first, Cfg::kRows);
+    int const cta = ctas - 1 - static_cast<int>(blockIdx.x) % ctas;
+    if constexpr (Cfg::kSequences) {
+      rows = args.sequences.gather + cta;
+      sequences::Rows const own = sequences::Tables::load(rows);
+      first = own.first;
+      queries = own.count;
+    } else {
+      first = cta * Cfg::kRows;
+      queries = min(args.chunk.queries - first, Cfg::kRows);
+    }
+  }
+
+  // Past the last row that is a query of the chunk.
+  __device__ __forceinline__ int end(Args const& args) const { return Cfg::kSequences ? first + queries : args.chunk.queries; }
+
+  __device__ __forceinline__ std::int64_t position(Args const& args, int row) const {
+    if constexpr (Cfg::kSequences) return __ldg(&rows->t) + (row - first);
+    return args.chunk.position(row);
+  }
+  // The first KV block of a layer, of the CTA's head.
+  __device__ __forceinline__ std::int64_t block_begin(Args const& args, int layer) const {
+    std::int64_t const block = static_cast<std::int64_t>(head) * args.tree.kv_blocks[layer];
+    if constexpr (Cfg::kSequences) return block + sequence_blocks(__ldg(&rows->key), __ldg(&rows->sequence), layer, 1);
+    return block;
+  }
+  // The place of a row's query among the rows of q.
+  __device__ __forceinline__ std::int64_t query(Args const& args, std::int64_t b, int row) const {
+    if constexpr (Cfg::kSequences) return __ldg(&rows->sequence) * args.T_q + __ldg(&rows->query) + (row - first);
+    return b * args.T_q + args.chunk.first_query + row;
   }
 };
 
@@ -76,15 +105,15 @@ public:
     for (int layer = args_.max_entry - 1; layer >= 0 && cta.queries > 0; --layer) {
       // The queries for which this is a selected layer are the last ones, since positions ascend.
       int begin = 0;
-      while (begin < cta.queries && layer >= entry_layer(args_.chunk.position(cta.first + begin), args_.tree.top_k)) {
+      while (begin < cta.queries && layer >= entry_layer(cta.position(args_, cta.first + begin), args_.tree.top_k)) {
         ++begin;
       }
       if (begin == cta.queries) continue;
       std::int64_t const reach =
-          args_.chunk.position(cta.first + cta.queries - 1) >> (kLog2Siblings * (layer + 1));
+          cta.position(args_, cta.first + cta.queries - 1) >> (kLog2Siblings * (layer + 1));
       int const words = static_cast<int>(reach / kWordBlocks) + 1;
       char const* const keys =
-          args_.keys[layer] + static_cast<std::int64_t>(cta.head) * args_.tree.kv_blocks[layer] * Cfg::kBlockBytes;
+          args_.keys[layer] + cta.block_begin(args_, layer) * Cfg::kBlockBytes;
       for (int base = 0; base < words; base += 32) {
         uint2 masks[kWordBlocks] = {};
         if (base + lane_ < words) find(cta, layer, base + lane_, begin, masks);
@@ -303,7 +332,7 @@ private:
       position_[tile] = 0;
       int const row = row_of(query_of_columns(tile));
       if (selects(row, layer)) {
-        position_[tile] = candidates_in_selected(args_.chunk.position(row), layer, args_.tree.top_k) - 1;
+        position_[tile] = candidates_in_selected(cta_.position(args_, row), layer, args_.tree.top_k) - 1;
         rotate<false>(tile, position_[tile]);
         rotate<false>(tile, kSiblings);
         position_[tile] += kSiblings;
@@ -323,7 +352,7 @@ private:
   }
 
   __device__ __forceinline__ bool selects(int row, int layer) const {
-    return row < args_.chunk.queries && layer < entry_layer(args_.chunk.position(row), args_.tree.top_k);
+    return row < cta_.end(args_) && layer < entry_layer(cta_.position(args_, row), args_.tree.top_k);
   }
 
   __device__ __forceinline__ uint32_t ds_slot(int tile, int two) const {
@@ -383,9 +412,9 @@ private:
       float const* const share = entry_share<kK, Cfg::kV>(args_, entry) + head * kK + g_;
       int const row_g = row_of(query_of_column_g(tile));
       int const head_g = g_ % kHeads;
-      std::int64_t const query = bh / args_.H_kv * args_.T_q + args_.chunk.first_query + row_g;
+      std::int64_t const query = cta_.query(args_, bh / args_.H_kv, row_g);
       std::int64_t const out = ((query * args_.H_kv + bh % args_.H_kv) * args_.G + head_g) * kK + 2 * tq_;
-      bool const exists = row_g < args_.chunk.queries && head_g < args_.G;
+      bool const exists = row_g < cta_.end(args_) && head_g < args_.G;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
 #pragma unroll

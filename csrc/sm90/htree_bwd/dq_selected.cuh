@@ -27,17 +27,24 @@ __device__ void produce_kv_blocks(Args const& args, KvRing<Cfg> const& ring) {
   int const ctas = args.chunk.rows / kCtaQueries;  // of a head
   int const head = blockIdx.x / ctas;
   int const first = blockIdx.x % ctas * kCtaQueries;
-  int const queries = min(args.chunk.queries - first, kCtaQueries);
+  sequences::Rows rows;
+  if constexpr (Cfg::kSequences) rows = args.sequences.rows_from(first, kCtaQueries);
+  int const queries = Cfg::kSequences ? rows.count : min(args.chunk.queries - first, kCtaQueries);
+  auto const position = [&](int query) -> std::int64_t {
+    if constexpr (Cfg::kSequences) return rows.t + query;
+    return args.chunk.position(first + query);
+  };
   KvSender<Cfg> sender(ring);
-  int const own_entry = lane < queries ? entry_layer(args.chunk.position(first + lane), args.tree.top_k) : 0;
+  int const own_entry = lane < queries ? entry_layer(position(lane), args.tree.top_k) : 0;
   for (int layer = args.max_entry - 1; layer >= 0; --layer) {
     // The queries for which this layer is a selected layer, a bit each.
     unsigned const selecting = __ballot_sync(kFullWarp, layer < own_entry);
     // The parents of KV blocks are nodes of the layer above, up to the last query's rightmost.
-    std::int64_t const reach = args.chunk.position(first + queries - 1) >> (kLog2Siblings * (layer + 1));
+    std::int64_t const reach = position(queries - 1) >> (kLog2Siblings * (layer + 1));
     int const words = selecting == 0 ? 0 : static_cast<int>(reach / kWordBlocks) + 1;
-    char const* const operands =
-        args.kv_blocks[layer] + static_cast<std::int64_t>(head) * args.tree.kv_blocks[layer] * Cfg::Slot::kBlockBytes;
+    std::int64_t block_begin = static_cast<std::int64_t>(head) * args.tree.kv_blocks[layer];
+    if constexpr (Cfg::kSequences) block_begin += sequence_blocks(rows.key, rows.sequence, layer, 1);
+    char const* const operands = args.kv_blocks[layer] + block_begin * Cfg::Slot::kBlockBytes;
     auto const source = [&](Entry const& entry) {
       return operands + static_cast<std::int64_t>(entry.block) * Cfg::Slot::kBlockBytes;
     };
@@ -101,7 +108,7 @@ public:
     int const ctas = args.chunk.rows / kCtaQueries;  // of a head
     head_ = blockIdx.x / ctas;
     row_ = blockIdx.x % ctas * kCtaQueries + warp;
-    exists_ = row_ < args.chunk.queries;
+    exists_ = Cfg::kSequences ? args.sequences.rows_from(row_, 1).count > 0 : row_ < args.chunk.queries;
     if (exists_) load();
     clear(dq_);
   }
@@ -171,7 +178,8 @@ private:
 
   __device__ __forceinline__ void begin(int layer) {
     expanded_ = reverse_index::Expanded(args_, layer, head_);
-    position_ = candidates_in_selected(args_.chunk.position(row_), layer, args_.tree.top_k) - 1;
+    std::int64_t const t = Cfg::kSequences ? args_.sequences.rows_from(row_, 1).t : args_.chunk.position(row_);
+    position_ = candidates_in_selected(t, layer, args_.tree.top_k) - 1;
     store_rotations(rotations(position_));
   }
 
@@ -323,7 +331,11 @@ private:
   // Writes dq: the sum of this kernel plus dq of the entry layer, times the softmax scale.
   __device__ __forceinline__ void finish() {
     std::int64_t const bh = args_.chunk.first_head + head_;
-    std::int64_t const query = bh / args_.H_kv * args_.T_q + args_.chunk.first_query + row_;
+    std::int64_t query = bh / args_.H_kv * args_.T_q + args_.chunk.first_query + row_;
+    if constexpr (Cfg::kSequences) {
+      sequences::Rows const rows = args_.sequences.rows_from(row_, 1);
+      query = rows.sequence * args_.T_q + rows.query;
+    }
     std::int64_t const first = (query * args_.H_kv + bh % args_.H_kv) * args_.G;
     std::int64_t const row = static_cast<std::int64_t>(head_) * args_.chunk.rows + row_;
     float const* const share_of_row = entry_share<kK, kV>(args_, row) + 2 * tq_;

@@ -41,6 +41,9 @@ public:
     }
   }
 
+  void describe_sequences() {}
+  void describe_chunk(Chunk const&) {}
+
   void make_rotations() {
     at("rotations", -1, "", "rotations_kernel", "", "tables of cos and sin").launches += 1;
   }

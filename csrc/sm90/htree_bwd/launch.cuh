@@ -15,15 +15,15 @@ void launch(void (*kernel)(Args), Args const& args, int ctas, cudaStream_t strea
   launch_overlapped(kernel, ctas, Traits::kThreads, Traits::kSharedBytes, stream, args);
 }
 
-template <class Element, int K, int V>
+template <class Element, int K, int V, bool kSequences>
 void launch_kernel(Kernel kernel, Args const& args, int ctas, cudaStream_t stream) {
-  using DqEntry = DqEntryTraits<Element, K, V, kMaxGroupHeads>;
-  using DkDvEntry = DkDvEntryTraits<Element, K, V, kMaxGroupHeads>;
-  using DqSelected = DqSelectedTraits<Element, K, V>;
-  using DkDvSelected = DkDvSelectedTraits<Element, K, V, kMaxGroupHeads>;
+  using DqEntry = DqEntryTraits<Element, K, V, kMaxGroupHeads, kSequences>;
+  using DkDvEntry = DkDvEntryTraits<Element, K, V, kMaxGroupHeads, kSequences>;
+  using DqSelected = DqSelectedTraits<Element, K, V, kSequences>;
+  using DkDvSelected = DkDvSelectedTraits<Element, K, V, kMaxGroupHeads, kSequences>;
   bool const small = unit_heads(args.G) < kMaxGroupHeads;
   if (small && kernel != Kernel::kDqSelected) {
-    return launch_small_group<Element, K, V>(kernel, args, ctas, stream);
+    return launch_small_group<Element, K, V, kSequences>(kernel, args, ctas, stream);
   }
   switch (kernel) {
     case Kernel::kDqGather: return;

@@ -13,16 +13,16 @@
 
 namespace htree_cuda::sm90::htree_bwd {
 
-template <class Element, int K, int V, int kHeads>
+template <class Element, int K, int V, int kHeads, bool kSequences>
 void launch_unit(Kernel kernel, Args const& args, int ctas, cudaStream_t stream) {
   auto const launch = [&](auto traits, void (*of)(Args), int count) {
     using Traits = decltype(traits);
     launch_overlapped(of, count, Traits::kThreads, Traits::kSharedBytes, stream, args);
   };
   auto const of_rows = [&](int rows) { return args.chunk.heads * ((args.chunk.rows + rows - 1) / rows); };
-  using DkDvEntry = DkDvEntryTraits<Element, K, V, kHeads>;
-  using DqEntry = DqEntryTraits<Element, K, V, kHeads>;
-  using DkDvSelected = DkDvSelectedTraits<Element, K, V, kHeads>;
+  using DkDvEntry = DkDvEntryTraits<Element, K, V, kHeads, kSequences>;
+  using DqEntry = DqEntryTraits<Element, K, V, kHeads, kSequences>;
+  using DkDvSelected = DkDvSelectedTraits<Element, K, V, kHeads, kSequences>;
   switch (kernel) {
     case Kernel::kDkDvEntry: return launch(DkDvEntry{}, dkdv_entry_kernel<DkDvEntry>, ctas);
     case Kernel::kDqEntry: return launch(DqEntry{}, dq_entry_kernel<DqEntry>, of_rows(DqEntry::kRows));
@@ -30,16 +30,17 @@ void launch_unit(Kernel kernel, Args const& args, int ctas, cudaStream_t stream)
     case Kernel::kDqSelected: return;
     case Kernel::kDqGather:
       if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
-        using DqGather = DqGatherTraits<K, V, kHeads>;
-        launch(DqGather{}, dq_gather_kernel<DqGather>, of_rows(DqGather::kRows));
+        using DqGather = DqGatherTraits<K, V, kHeads, kSequences>;
+        int const count = kSequences ? args.chunk.heads * args.sequences.gather_ctas : of_rows(DqGather::kRows);
+        launch(DqGather{}, dq_gather_kernel<DqGather>, count);
       }
   }
 }
 
-template <class Element, int K, int V>
+template <class Element, int K, int V, bool kSequences>
 void launch_small_group(Kernel kernel, Args const& args, int ctas, cudaStream_t stream) {
-  if (unit_heads(args.G) == 8) return launch_unit<Element, K, V, 8>(kernel, args, ctas, stream);
-  launch_unit<Element, K, V, 4>(kernel, args, ctas, stream);
+  if (unit_heads(args.G) == 8) return launch_unit<Element, K, V, 8, kSequences>(kernel, args, ctas, stream);
+  launch_unit<Element, K, V, 4, kSequences>(kernel, args, ctas, stream);
 }
 
 }  // namespace htree_cuda::sm90::htree_bwd

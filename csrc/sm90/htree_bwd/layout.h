@@ -67,6 +67,7 @@ struct EntryRows {
   __host__ __device__ EntryRows(Chunk const& chunk, int layer, int top_k)
       : begin(layer == 0 ? 0 : row_at(chunk, static_cast<std::int64_t>(top_k) << (kLog2Siblings * layer))),
         end(row_at(chunk, static_cast<std::int64_t>(top_k) << (kLog2Siblings * (layer + 1)))) {}
+  __host__ __device__ EntryRows(int begin, int end) : begin(begin), end(end) {}
 
 private:
   static __host__ __device__ int row_at(Chunk const& chunk, std::int64_t position) {

@@ -11,6 +11,14 @@
 
 namespace htree_cuda::sm90::htree_bwd {
 
+inline sequences::Tables tables(Workspace const& w, Chunk const& chunk) {
+  if (!w.sequences_given) return {};
+  int log2_row_tile = 0;
+  while (1 << log2_row_tile < w.row_tile) ++log2_row_tile;
+  sequences::Rows const* const own = w.row_tiles == nullptr ? nullptr : w.row_tiles + chunk.first_query / w.row_tile;
+  return {own, log2_row_tile, w.gather, w.gather_ctas, w.entry, w.selected, w.counts};
+}
+
 // What the matrix kernels of a chunk work on, pointers of the call left out.
 inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
   Args args{};
@@ -31,15 +39,17 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
   args.tile_segments_added = w.tile_segments_added;
   args.query_tiles = w.query_tiles;
   args.next_tile_item = w.next_tile_item;
-  args.min_entry = entry_layer(chunk.position(0), w.tree.top_k);
-  args.max_entry = entry_layer(chunk.position(chunk.queries - 1), w.tree.top_k);
+  bool const several = w.sequences_given;
+  args.min_entry = several ? w.min_entry : entry_layer(chunk.position(0), w.tree.top_k);
+  args.max_entry = several ? w.max_entry : entry_layer(chunk.position(chunk.queries - 1), w.tree.top_k);
   for (int l = args.min_entry; l <= args.max_entry; ++l) {
     args.kv_tiles[l] = w.kv_tiles[l];
     args.tiles[l] = w.tiles[l];
     args.tile_segments[l] = w.tile_segments[l];
     args.tile_segment_rows[l] = w.tile_segment_rows[l];
     args.first_tile_item[l] = args.tile_items;
-    std::int64_t const items = std::int64_t(chunk.heads) * (w.tiles[l] / kItemTiles) * w.tile_segments[l];
+    if (several) continue;
+    std::int64_t const items = std::int64_t(chunk.heads) * w.pairs[l] * w.tile_segments[l];
     args.tile_items = static_cast<int>(grid_blocks("backward", args.tile_items + items));
   }
   for (int l = args.max_entry - 1; l >= 0; --l) {
@@ -53,20 +63,27 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
     std::int64_t const lists = std::int64_t(chunk.heads) * w.tree.words[l] * w.segments[l];
     args.list_ctas = static_cast<int>(grid_blocks("backward", args.list_ctas + lists));
     args.first_item[l] = args.items;
+    if (several) continue;
     std::int64_t const items = std::int64_t(chunk.heads) * w.tree.kv_blocks[l] * w.segments[l];
     args.items = static_cast<int>(grid_blocks("backward", args.items + items));
+  }
+  if (several) {
+    args.tile_items = static_cast<int>(grid_blocks("backward_varlen", chunk.heads * w.entry_room));
+    args.items = static_cast<int>(grid_blocks("backward_varlen", chunk.heads * w.selected_room));
+    args.sequences = tables(w, chunk);
   }
   return args;
 }
 
-// Sink: make_rotations(), pool(), pack_kv(layer, in_tiles, first_head, heads), clear_sums(heads), pack_queries(chunk),
-// build_index(chunk), list_visits(args), multiply(rule, args), distribute(first_head, heads).
+// Sink: describe_sequences(), describe_chunk(chunk), make_rotations(), pool(), pack_kv(layer, in_tiles, first_head, heads),
+// clear_sums(heads), pack_queries(chunk), build_index(chunk), list_visits(args), multiply(rule, args), distribute(first_head, heads).
 template <class Sink>
 void schedule_chunk(Workspace const& w, Chunk const& chunk, Sink& sink) {
+  if (w.sequences_given) sink.describe_chunk(chunk);
   sink.pack_queries(chunk);
   sink.build_index(chunk);
   Args const args = chunk_args(w, chunk);
-  if (args.items > 0) sink.list_visits(args);
+  if (args.items > 0 && !w.sequences_given) sink.list_visits(args);
   for (Rule const& rule : kRules) {
     if (rule.runs_for(w.hands_over_ds) && (!rule.only_selected || args.items > 0)) sink.multiply(rule, args);
   }
@@ -74,11 +91,11 @@ void schedule_chunk(Workspace const& w, Chunk const& chunk, Sink& sink) {
 
 template <class Sink>
 void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
-  std::int64_t const all_heads = p.B * p.H_kv;
+  if (w.sequences_given) sink.describe_sequences();
   sink.make_rotations();
   if (w.tree.layers > 1) sink.pool();
-  for (std::int64_t head = 0; head < all_heads; head += w.heads) {
-    int const heads = static_cast<int>(std::min(w.heads, all_heads - head));
+  for (std::int64_t head = 0; head < w.all_heads; head += w.heads) {
+    int const heads = static_cast<int>(std::min(w.heads, w.all_heads - head));
     for (int l = 0; l <= w.max_entry; ++l) {
       if (l < w.max_entry) sink.pack_kv(l, false, head, heads);
       if (l >= w.min_entry) sink.pack_kv(l, true, head, heads);
@@ -86,8 +103,8 @@ void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
     sink.clear_sums(heads);
     // The first chunk has the rows that whole chunks leave over: where the call begins with its sequence, it has the
     // least work.
-    std::int64_t queries = (p.T_q - 1) % w.rows + 1;
-    for (std::int64_t first = 0; first < p.T_q; first += queries, queries = w.rows) {
+    std::int64_t queries = w.sequences_given ? w.rows : (p.T_q - 1) % w.rows + 1;
+    for (std::int64_t first = 0; first < w.all_rows; first += queries, queries = w.rows) {
       schedule_chunk(w, {head, heads, first, static_cast<int>(queries), static_cast<int>(w.rows), p.q_start}, sink);
     }
     sink.distribute(head, heads);

@@ -6,8 +6,10 @@
 #include <cstdint>
 
 #include "host/math.h"
+#include "host/tree_args.h"
 #include "layout.h"
 #include "params.h"
+#include "sequences/sequences.h"
 
 namespace htree_cuda::sm90::htree_bwd {
 
@@ -28,6 +30,9 @@ constexpr std::int64_t kMaxSegmentRows = 1024;
 // In entry layers, where a work item is kItemTiles KV tiles and a segment: about eight items for each SM of a large
 // GPU, since half of them lie before the first query that visits their nodes.
 constexpr std::int64_t kTileItems = 1056;
+// Of sequences of different lengths: an item's rows are counted in 16 bits.
+constexpr std::int64_t kMaxSegmentTileRows = 32768;
+static_assert(kMaxSegmentTileRows + kRowStep < sequences::kMaxItemRows);
 // Small groups multiply with two or four queries at a time, so that a work item needs more rows before its sums pay:
 // items of about so many packs in selected layers, but at least four for each warp of a large GPU.
 constexpr std::int64_t kItemPacks = 32;
@@ -55,6 +60,16 @@ struct Workspace {
   int tile_segments[kMaxLayers] = {};
   int tile_segment_rows[kMaxLayers] = {};
   bool hands_over_ds = false;                // from dkdv_selected to dq_gather
+  std::int64_t all_heads = 0;
+  std::int64_t all_rows = 0;                 // of a head in the call, at most
+  int blocks[kMaxLayers] = {};               // KV blocks of a sequence, at most; likewise pairs of KV tiles
+  int pairs[kMaxLayers] = {};
+  bool sequences_given = false;              // of different lengths
+  int row_tile = 0;                          // rows of a sequence come in multiples of it, where lengths differ
+  int gather_rows = 0;                       // of a CTA of dq_gather
+  int gather_ctas = 0;                       // of a head of a chunk; of sequences of different lengths, like the next two
+  std::int64_t entry_room = 0;
+  std::int64_t selected_room = 0;
   std::int64_t bytes = 0;
 
   float2* rotations = nullptr;
@@ -77,10 +92,17 @@ struct Workspace {
   int* next_tile_item = nullptr;
   int* segments_added = nullptr;
   int* tile_segments_added = nullptr;
+  Sequence* sequences = nullptr;
+  sequences::Rows* row_tiles = nullptr;      // of the call, whole chunks
+  sequences::Rows* gather = nullptr;
+  sequences::EntryWork* entry = nullptr;
+  sequences::SelectedWork* selected = nullptr;
+  sequences::Counts* counts = nullptr;
+  std::int32_t* stream_begins = nullptr;
+  std::int32_t* stream_ends = nullptr;
 
   Workspace(ForwardParams const& p, char* base) {
     shape(p);
-    std::int64_t const all_heads = p.B * p.H_kv;
     std::int64_t const block_bytes = kBlockHeader + operand_bytes(p.K, p.V);
     std::int64_t const query_bytes = htree_bwd::query_bytes(p.K, p.V, unit_heads(static_cast<int>(p.G)));
     std::int64_t const tile_bytes = query_tile_bytes(p.K, p.V);
@@ -89,13 +111,16 @@ struct Workspace {
     int const unit = unit_heads(static_cast<int>(p.G));
     hands_over_ds = unit < kMaxGroupHeads && p.dtype == DType::kBFloat16;
     std::int64_t const row_ds = hands_over_ds ? p.top_k * ds_bytes(unit) : 0;
-    for (int l = 0; l < max_entry; ++l) row_bytes += 4 * tree.words[l] + row_ds + p.top_k * sizeof(uint2);
-    std::int64_t const input_bytes = 2 * all_heads * p.T_q * p.G * (p.K + p.V);
+    for (int l = 0; l < max_entry; ++l) row_bytes += 4 * tree.words[l] + row_ds + (sequences_given ? 0 : p.top_k * sizeof(uint2));
+    std::int64_t const rows_of_q = has_sequences(p) ? p.sequences.total_q : p.T_q;
+    std::int64_t const input_bytes = 2 * all_heads * rows_of_q * p.G * (p.K + p.V);
     std::int64_t const chunk_bytes = std::clamp(input_bytes / 2, kMinChunkBytes, kMaxChunkBytes);
     std::int64_t const key_bytes = hands_over_ds ? kSiblings * 2 * p.K : 0;
-    std::int64_t const head_bytes = node_rows / kSiblings * (block_bytes + key_bytes) + node_rows * (p.K + p.V) * 4;
+    std::int64_t head_bytes = node_rows / kSiblings * (block_bytes + key_bytes) + node_rows * (p.K + p.V) * 4;
+    // Where there are many sequences their tiles are many, too.
+    for (int l = 0; l <= max_entry && has_sequences(p); ++l) head_bytes += tiles[l] * kv_tile_bytes(p.K, p.V);
 
-    rows = round_up(p.T_q, kRowStep);
+    rows = round_up(all_rows, kRowStep);
     heads = std::min({all_heads, kTreeBytes / head_bytes, chunk_bytes / (rows * row_bytes)});
     if (heads < 1) {
       heads = 1;
@@ -106,16 +131,17 @@ struct Workspace {
     }
     std::int64_t const pack = kMaxGroupHeads / unit;  // queries
     for (int l = 0; l < tree.layers; ++l) {
-      std::int64_t wanted = std::max(kBlockItems / (heads * tree.kv_blocks[l]), ceil_div(rows, kMaxSegmentRows));
+      std::int64_t wanted = std::max(kBlockItems / (heads * blocks[l]), ceil_div(rows, kMaxSegmentRows));
       if (pack > 1) {
-        std::int64_t const enough = std::min(kItemPacks * pack * tree.kv_blocks[l] / p.top_k, kMaxSmallGroupRows);
-        wanted = std::max(kSmallGroupItems / (heads * tree.kv_blocks[l]), rows / std::max(enough, kMinSegmentRows));
+        std::int64_t const enough = std::min(kItemPacks * pack * blocks[l] / p.top_k, kMaxSmallGroupRows);
+        wanted = std::max(kSmallGroupItems / (heads * blocks[l]), rows / std::max(enough, kMinSegmentRows));
       }
       split(wanted, kMinSegmentRows, segments[l], segment_rows[l]);
     }
     for (int l = min_entry; l <= max_entry; ++l) {
-      std::int64_t const wanted = kTileItems / (heads * (tiles[l] / kItemTiles));
-      split(wanted, pack > 1 ? 2 * kMinSegmentRows : kMinSegmentRows, tile_segments[l], tile_segment_rows[l]);
+      std::int64_t const wanted = kTileItems / (heads * pairs[l]);
+      std::int64_t const least = sequences_given ? ceil_div(rows, kMaxSegmentTileRows) : 0;
+      split(std::max(wanted, least), pack > 1 ? 2 * kMinSegmentRows : kMinSegmentRows, tile_segments[l], tile_segment_rows[l]);
     }
 
     place(rotations, base, positions * (p.K / 2));
@@ -129,7 +155,7 @@ struct Workspace {
       place(ds[l], base, heads * rows * row_ds);
     }
     std::int64_t items = 0;
-    for (int l = 0; l < max_entry; ++l) {
+    for (int l = 0; l < max_entry && !sequences_given; ++l) {
       std::int64_t const of_layer = heads * tree.kv_blocks[l] * segments[l];
       place(visits[l], base, list_capacity(heads * rows * p.top_k, of_layer));
       items += of_layer;
@@ -147,30 +173,71 @@ struct Workspace {
     place(tile_segments_added, base, heads * node_rows / kSiblings);
     for (int l = 0; l < max_entry; ++l) place(index.layer[l], base, heads * rows * tree.words[l]);
     zeroed_bytes = bytes - before;
+    if (has_sequences(p)) place_sequences(p, base);
   }
 
+  std::int64_t chunks() const { return ceil_div(all_rows, rows); }
+
 private:
+  // Lists of work have room for what the totals and maxima allow. A sequence has a segment more than its rows fill.
+  void place_sequences(ForwardParams const& p, char* base) {
+    std::int64_t const count = p.sequences.count;
+    std::int64_t const in_chunk = std::min(count, rows / row_tile);  // sequences that have rows there
+    for (int l = 0; l <= max_entry; ++l) {
+      std::int64_t const all_pairs = (p.sequences.total_k >> (kLog2Siblings * l + 7)) + count;
+      entry_room += rows / tile_segment_rows[l] * pairs[l] + std::min(all_pairs, in_chunk * pairs[l]);
+      if (l == max_entry) break;
+      std::int64_t const all_blocks = tree.kv_blocks[l];
+      selected_room += rows / segment_rows[l] * blocks[l] + std::min(all_blocks, in_chunk * blocks[l]);
+    }
+    gather_ctas = hands_over_ds ? static_cast<int>(rows / gather_rows + in_chunk) : 0;
+    place(sequences, base, count);
+    place(row_tiles, base, chunks() * (rows / row_tile));
+    place(gather, base, gather_ctas);
+    place(entry, base, entry_room);
+    place(selected, base, selected_room);
+    place(counts, base, 1);
+    place(stream_begins, base, (2 * max_entry + 2) * count);
+    place(stream_ends, base, sequences::kStreams + 2);
+  }
+  static_assert(kItemTiles * kTileRows == 1 << 7);
+
   void shape(ForwardParams const& p) {
+    bool const several = sequences_given = has_sequences(p);
+    std::int64_t const total_k = p.sequences.total_k;
+    std::int64_t const count = p.sequences.count;
+    int const pack = kMaxGroupHeads / unit_heads(static_cast<int>(p.G));  // queries
+    row_tile = 8 * pack;
+    gather_rows = 10 * pack;
+    all_heads = (several ? 1 : p.B) * p.H_kv;
+    all_rows = p.T_q;
+    if (several) {
+      std::int64_t const of_rows = p.sequences.total_q / row_tile + count;
+      all_rows = std::min(of_rows, count * ceil_div(p.T_q, std::int64_t(row_tile))) * row_tile;
+    }
     tree.top_k = static_cast<int>(p.top_k);
     tree.N[0] = p.T;
     tree.layers = 1;
     while (tree.N[tree.layers - 1] > p.top_k * kSiblings) {
       tree.N[tree.layers] = ceil_div(tree.N[tree.layers - 1], kSiblings);
       tree_begin[tree.layers] = M;
-      M += tree.N[tree.layers];
+      M += several ? (total_k >> (kLog2Siblings * tree.layers)) + count : tree.N[tree.layers];
       ++tree.layers;
     }
     for (int l = 0; l < tree.layers; ++l) {
-      tree.kv_blocks[l] = static_cast<int>(ceil_div(tree.N[l], kSiblings));
+      tree.kv_blocks[l] = blocks[l] = static_cast<int>(ceil_div(tree.N[l], kSiblings));
       tree.words[l] = ceil_div(tree.kv_blocks[l], kWordBlocks);
+      if (several) tree.kv_blocks[l] = static_cast<int>((total_k >> (kLog2Siblings * (l + 1))) + count);
       begin[l] = node_rows;
       node_rows += std::int64_t(tree.kv_blocks[l]) * kSiblings;
     }
-    min_entry = entry_layer(p.q_start, tree.top_k);
-    max_entry = entry_layer(p.q_start + p.T_q - 1, tree.top_k);
+    min_entry = several ? 0 : entry_layer(p.q_start, tree.top_k);
+    max_entry = entry_layer((several ? p.T : p.q_start + p.T_q) - 1, tree.top_k);
     for (int l = min_entry; l <= max_entry; ++l) {
-      int const candidates = std::min(tree.kv_blocks[l], tree.top_k);
-      tiles[l] = kItemTiles * static_cast<int>(ceil_div(candidates, kItemTiles * kTileBlocks));
+      pairs[l] = static_cast<int>(ceil_div(std::min(blocks[l], tree.top_k), kItemTiles * kTileBlocks));
+      tiles[l] = kItemTiles * pairs[l];
+      // A pair at the end of a sequence may read a tile further.
+      if (several) tiles[l] = static_cast<int>((total_k >> (kLog2Siblings * l + 6)) + count + 1);
     }
     positions = std::max<std::int64_t>(std::min(p.T, p.top_k * kSiblings), kSiblings);
   }

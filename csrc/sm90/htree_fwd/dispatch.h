@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "args.h"
+#include "host/tree_args.h"
 #include "params.h"
 
 namespace htree_cuda::sm90::htree_fwd {
@@ -60,9 +61,6 @@ inline constexpr Rule const& rule_of(Pass pass, DType dtype, std::int64_t G, std
   while (rule->pass != pass || rule->dtype != dtype || group > rule->max_group) ++rule;
   return *rule;
 }
-
-// Whether lengths are known on the device alone.
-inline bool has_sequences(ForwardParams const& p) { return p.sequences.count >= 0; }
 
 // Sequences of different lengths never have a query split over a CTA, so that its bits are those of a call of several.
 inline std::int64_t queries_of_call(ForwardParams const& p) {

@@ -78,7 +78,10 @@ public:
     args.lengths = p_.sequences;
     args.max_q = p_.T_q;
     args.max_k = p_.T;
+    args.tile_queries = kQueryTile;
     args.round = w_.tile_round;
+    args.early_end = w_.layers > 1 ? p_.top_k * kSiblings : 0;
+    args.late_tiles = w_.late_tiles;
     args.sequences = w_.sequences;
     args.tiles = w_.tile_entries;
     args.tile_count = w_.tiles_per_head;

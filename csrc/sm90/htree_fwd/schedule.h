@@ -91,7 +91,8 @@ inline Grid deal(QueryTiles const& tiles, Variant variant, TilesByKind const& of
 template <class Sink>
 void schedule_pass(ForwardParams const& p, Workspace const& w, Chunk const& chunk, int l, Pass pass, Sink& sink) {
   auto const of = [&](LayerKind kind) { return tiles_of(p, w, pass, kind, l, chunk); };
-  TilesByKind const tiles{of(LayerKind::kSelected), of(LayerKind::kHalfSelected), of(LayerKind::kEntry)};
+  TilesByKind tiles{of(LayerKind::kSelected), of(LayerKind::kHalfSelected), of(LayerKind::kEntry)};
+  if (has_sequences(p) && w.layers > 1 && l == 0) tiles.entry = {};  // attend_bottom_entries has them
   if (tiles.any()) sink.launch(chunk, l, pass, rule_of(pass, p.dtype, p.G, queries_of_call(p)).variant, tiles);
 }
 
@@ -119,6 +120,24 @@ void schedule_chunk(ForwardParams const& p, Workspace const& w, Chunk const& chu
   }
 }
 
+// The queries whose entry layer is the bottom, in a call of sequences of different lengths. They keep nothing between
+// kernels, so that one launch has those of all chunks, which begin with other queries.
+template <class Sink>
+void attend_bottom_entries(ForwardParams const& p, Workspace const& w, Sink& sink) {
+  std::int64_t const most = kMaxTiles / w.tile_round * w.tile_round;
+  Variant const variant = rule_of(Pass::kAttend, p.dtype, p.G, queries_of_call(p)).variant;
+  for (std::int64_t begin = 0; begin < w.tiles; begin += most) {
+    int const count = static_cast<int>(std::min(most, w.tiles - begin));
+    sink.launch({begin, count}, 0, Pass::kAttend, variant, {{}, {}, {0, count}});
+  }
+}
+
+// Above the bottom a tile of early queries selects everything.
+template <class Sink>
+void name_selection(Workspace const& w, Chunk const& chunk, Sink& sink) {
+  for (int l = w.layers - 1; l > 0; --l) sink.select(chunk, l);
+}
+
 template <class Sink>
 void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
   if (has_sequences(p)) sink.describe_sequences();
@@ -130,9 +149,19 @@ void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
     }
   }
   std::int64_t tiles = w.lead_tiles > 0 ? w.lead_tiles : w.chunk_tiles;
+  bool const late_first = has_sequences(p) && w.layers > 1;
+  if (late_first) attend_bottom_entries(p, w, sink);
   for (std::int64_t begin = 0; begin < w.tiles; begin += tiles, tiles = w.chunk_tiles) {
     tiles = std::min(tiles, w.tiles - begin);
-    schedule_chunk(p, w, {begin, static_cast<int>(tiles)}, sink);
+    // A chunk that has tiles of one head begins where the head does, or at a multiple of chunks behind.
+    std::int64_t const in_head = begin % w.tiles_per_head;
+    if (late_first && w.chunk_tiles < w.tiles_per_head) tiles = std::min(tiles, w.tiles_per_head - in_head);
+    Chunk const chunk{begin, static_cast<int>(tiles)};
+    if (!late_first || in_head < w.max_late_tiles || w.chunk_tiles >= w.tiles_per_head) {
+      schedule_chunk(p, w, chunk, sink);
+    } else if (p.selection != nullptr) {
+      name_selection(w, chunk, sink);
+    }
   }
 }
 

@@ -61,6 +61,10 @@ struct Workspace {
 
   Sequence* sequences = nullptr;      // of sequences whose lengths only the device knows
   TileEntry* tile_entries = nullptr;
+  std::int32_t* late_tiles = nullptr;
+  // Tiles of a head with a query that has layers to select from, at most; they come before the others. All where
+  // lengths are known.
+  std::int64_t max_late_tiles = 0;
   int tile_round = 1;                 // their query tiles come in multiples of it
   float2* rotations = nullptr;
   rope::RotationColumns* restart_rotations = nullptr;
@@ -123,6 +127,8 @@ struct Workspace {
       heads = p.H_kv;
       take(sequences, base, p.sequences.count);
       take(tile_entries, base, tiles_per_head);
+      take(late_tiles, base, 1);
+      max_late_tiles = std::min(tiles_per_head, late_tiles_of(p, tile_round));
     }
     take(rotations, base, positions * (p.K / 2));
     take(restart_rotations, base, restarts * (p.K / 4));
@@ -186,6 +192,23 @@ private:
   void take(T*& pointer, char* base, std::int64_t count) {
     if (base != nullptr) pointer = reinterpret_cast<T*>(base + bytes);
     bytes += ceil_div(count * static_cast<std::int64_t>(sizeof(T)), 256) * 256;
+  }
+
+  // A sequence has such queries from position top_k * 16 on. Few sequences can be so long, and what they have before it
+  // is no part of it.
+  static std::int64_t late_tiles_of(ForwardParams const& p, int round) {
+    std::int64_t const early = p.top_k * kSiblings;
+    std::int64_t const longest = std::max<std::int64_t>(p.T - early, 0);
+    bool const ragged = p.sequences.cu_seqlens_k == nullptr;
+    std::int64_t const sequences = ragged ? p.sequences.count : std::min(p.sequences.count, p.sequences.total_k / early);
+    std::int64_t queries = sequences * std::min(longest, p.T_q);
+    if (!ragged && longest > 0) {
+      // The most that n sequences hold is the lesser of n * longest and total_k - n * early.
+      std::int64_t const n = p.sequences.total_k / p.T;
+      queries = std::min(queries, std::max(n * longest, p.sequences.total_k - (n + 1) * early));
+    }
+    std::int64_t const together = std::int64_t(kQueryTile) * round;
+    return (std::min(queries, p.sequences.total_q) / together + 2 * sequences) * round;
   }
 
   void take_packed(Packed& packed, ForwardParams const& p, int layer, std::int64_t nodes, int together,

@@ -44,8 +44,8 @@ __device__ __forceinline__ std::int64_t clamp(std::int64_t x, std::int64_t low, 
 
 static __global__ void __launch_bounds__(kThreads) sequences_kernel(const __grid_constant__ Args args) {
   wait_for_previous_grid();
-  __shared__ std::int64_t scratch[3][kWarps];
-  __shared__ std::int64_t totals[3];
+  __shared__ std::int64_t scratch[4][kWarps];
+  __shared__ std::int64_t totals[4];
   SequencesParams const& lengths = args.lengths;
   bool const packed = lengths.cu_seqlens_k != nullptr;
   auto const largest = [](std::int64_t a, std::int64_t b) { return a < b ? b : a; };
@@ -53,6 +53,7 @@ static __global__ void __launch_bounds__(kThreads) sequences_kernel(const __grid
   std::int64_t carry_q = 0;  // of a pack: the largest entry so far
   std::int64_t carry_k = 0;
   std::int64_t tiles = 0;
+  std::int64_t early_tiles = 0;
   for (std::int64_t base = 0; base < lengths.count; base += kThreads) {
     std::int64_t const i = base + threadIdx.x;
     bool const exists = i < lengths.count;
@@ -82,21 +83,30 @@ static __global__ void __launch_bounds__(kThreads) sequences_kernel(const __grid
     std::int64_t const missing = clamp(-start, 0, used_q);  // queries before the first key
     std::int64_t const end = keys - start < used_q ? keys - start : used_q;
     std::int64_t const count = end > missing ? end - missing : 0;
-    std::int64_t const own = (count + kQueryTile * args.round - 1) / (kQueryTile * args.round) * args.round;
+    std::int64_t const together = args.tile_queries * args.round;
+    std::int64_t const all = (count + together - 1) / together * args.round;
+    std::int64_t const before = clamp(args.early_end - start - missing, 0, count);  // queries
+    std::int64_t const early = before == count ? all : before / together * args.round;
+    std::int64_t const own = all - early;
     std::int64_t const behind = tiles + scan(own, scratch[2], sum);
-    if (threadIdx.x == kThreads - 1) totals[2] = behind;
+    std::int64_t const early_behind = early_tiles + scan(early, scratch[3], sum);
+    if (threadIdx.x == kThreads - 1) totals[2] = behind, totals[3] = early_behind;
     if (exists) {
       std::int64_t const row = first_q + missing;
       args.sequences[i] = {static_cast<std::int32_t>(key),   static_cast<std::int32_t>(keys),
                            static_cast<std::int32_t>(row),   static_cast<std::int32_t>(count),
                            static_cast<std::int32_t>(count > 0 ? start + missing : 0),
-                           static_cast<std::int32_t>(behind - own)};
+                           static_cast<std::int32_t>(behind - own),
+                           static_cast<std::int32_t>(early),
+                           static_cast<std::int32_t>(early_behind - early)};
     }
     __syncthreads();
     if (packed) carry_q = totals[0], carry_k = totals[1];
     tiles = totals[2];
+    early_tiles = totals[3];
     __syncthreads();
   }
+  if (threadIdx.x == 0 && args.late_tiles != nullptr) *args.late_tiles = static_cast<std::int32_t>(tiles);
 }
 
 // A warp for each row of q, after a thread for each tile.
@@ -109,10 +119,15 @@ static __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_
     if (tile >= args.tile_count) return;
     TileEntry entry{};
     if (N > 0) {
-      std::int32_t const own = sequence_at(N, tile, [&](std::int32_t i) { return args.sequences[i].tile; });
+      std::int32_t const late = *args.late_tiles;
+      bool const early = tile >= late;
+      std::int64_t const place = early ? tile - late : tile;
+      std::int32_t const own = sequence_at(
+          N, place, [&](std::int32_t i) { return early ? args.sequences[i].early_tile : args.sequences[i].tile; });
       Sequence const sequence = args.sequences[own];
-      std::int64_t const first = (tile - sequence.tile) * kQueryTile;
-      if (first < sequence.count) {
+      std::int64_t const first = (place - (early ? sequence.early_tile : sequence.tile - sequence.early)) * kQueryTile;
+      bool const has = !early || place - sequence.early_tile < sequence.early;
+      if (has && first < sequence.count) {
         std::int32_t const at = static_cast<std::int32_t>(first);
         entry = {sequence.t + at, sequence.row + at, sequence.key, own * 16 + min(sequence.count - at, kQueryTile)};
       }
@@ -132,7 +147,9 @@ static __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_
   }
   auto* const out = reinterpret_cast<uint4*>(static_cast<char*>(args.out) + row * args.out_row_bytes);
   for (std::int64_t i = lane; i < args.out_row_bytes / 16; i += 32) out[i] = {0, 0, 0, 0};
-  for (int h = lane; h < args.H; h += 32) args.lse[row * args.H + h] = __int_as_float(0xff800000);
+  if (args.lse != nullptr) {
+    for (int h = lane; h < args.H; h += 32) args.lse[row * args.H + h] = __int_as_float(0xff800000);
+  }
   if (args.selection == nullptr) return;
   for (std::int64_t l = 0; l < args.selection_layers; ++l) {
     std::int32_t* const nodes = args.selection + (l * lengths.total_q + row) * args.selection_row;

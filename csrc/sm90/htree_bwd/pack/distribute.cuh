@@ -19,25 +19,45 @@ __global__ void __launch_bounds__(kThreads) distribute_kernel(const __grid_const
   int const columns = args.dim / 4;
   std::int64_t const i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   int const column = static_cast<int>(i % columns) * 4;
-  std::int64_t const T = args.tree.N[0];
-  std::int64_t const t = i / columns % T;
+  std::int64_t const T = args.sequences == nullptr ? args.tree.N[0] : args.tokens;
+  std::int64_t t = i / columns % T;
   int const head = static_cast<int>(i / columns / T);
   if (head >= args.heads) return;
+  std::int64_t const bh = args.first_head + head;
+  std::int64_t const row = ((bh / args.H_kv) * T + t) * args.H_kv + bh % args.H_kv;
+  Element* const out = static_cast<Element*>(args.out) + row * args.dim + column;
+  // Of sequences of different lengths: the token's own, and where its nodes begin.
+  Sequence sequence{};
+  std::int32_t own = 0;
+  bool const several = args.sequences != nullptr;
+  if (several) {
+    own = sequence_at(args.sequence_count, t, [&](std::int32_t n) { return args.sequences[n].key; });
+    sequence = args.sequences[own];
+    t -= sequence.key;
+    if (t < 0 || t >= sequence.keys) {  // padding
+      if constexpr (!std::is_same_v<Element, float>) *reinterpret_cast<uint2*>(out) = {0, 0};
+      return;
+    }
+  }
+  auto const nodes = [&](int layer) -> std::int64_t {
+    if (!several) return args.tree.N[layer];
+    int const shift = kLog2Siblings * layer;
+    return (sequence.keys + (std::int64_t(1) << shift) - 1) >> shift;
+  };
   float const* const sums = args.sums + head * args.node_rows * args.dim + column;
   float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
   for (int layer = args.tree.layers - 1; layer >= 0; --layer) {
     std::int64_t const node = t >> (kLog2Siblings * layer);
-    float4 const own = *reinterpret_cast<float4 const*>(sums + (args.begin[layer] + node) * args.dim);
-    x.x += own.x, x.y += own.y, x.z += own.z, x.w += own.w;
+    std::int64_t const begin =
+        args.begin[layer] + (several ? sequence_blocks(sequence.key, own, layer, 1) * kSiblings : 0);
+    float4 const sum = *reinterpret_cast<float4 const*>(sums + (begin + node) * args.dim);
+    x.x += sum.x, x.y += sum.y, x.z += sum.z, x.w += sum.w;
     if (layer == 0) break;
     std::int64_t const children =
-        min(args.tree.N[layer - 1] - node * kSiblings, static_cast<std::int64_t>(kSiblings));
+        min(nodes(layer - 1) - node * kSiblings, static_cast<std::int64_t>(kSiblings));
     float const count = static_cast<float>(children);
     x.x /= count, x.y /= count, x.z /= count, x.w /= count;
   }
-  std::int64_t const bh = args.first_head + head;
-  std::int64_t const row = ((bh / args.H_kv) * T + t) * args.H_kv + bh % args.H_kv;
-  Element* const out = static_cast<Element*>(args.out) + row * args.dim + column;
   if constexpr (std::is_same_v<Element, float>) {
     float4 const before = *reinterpret_cast<float4 const*>(out);
     *reinterpret_cast<float4*>(out) = {before.x + x.x, before.y + x.y, before.z + x.z, before.w + x.w};

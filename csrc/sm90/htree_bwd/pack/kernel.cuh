@@ -57,10 +57,25 @@ __global__ void __launch_bounds__(kThreads) pack_kv_kernel(const __grid_constant
   std::int64_t const block = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (block >= args.blocks) return;
   std::int64_t const head = args.first_head + block / args.blocks_per_head;
-  std::int64_t const b = head / args.H_kv;
+  std::int64_t b = head / args.H_kv;
   std::int64_t const h = head % args.H_kv;
-  std::int64_t const first = block % args.blocks_per_head * kSiblings;
-  int const children = static_cast<int>(min(args.N - first, static_cast<std::int64_t>(kSiblings)));
+  std::int64_t first = block % args.blocks_per_head * kSiblings;
+  std::int64_t N = args.N;
+  std::int64_t begin = 0;  // the row of the layer's first node
+  if (args.sequences != nullptr) {
+    int const together = args.in_tiles ? kTileBlocks : 1;
+    std::int32_t const own = sequence_at(args.sequence_count, first / kSiblings, [&](std::int32_t i) {
+      return sequence_blocks(args.sequences[i].key, i, args.layer, together);
+    });
+    Sequence const sequence = args.sequences[own];
+    int const shift = kLog2Siblings * args.layer;
+    N = min(N, (sequence.keys + (std::int64_t(1) << shift) - 1) >> shift);
+    first -= sequence_blocks(sequence.key, own, args.layer, together) * kSiblings;
+    if (first < 0 || first / (together * kSiblings) * (together * kSiblings) >= N) return;
+    b = args.batch ? own : 0;
+    begin = args.batch ? 0 : args.layer == 0 ? sequence.key : sequence_nodes(sequence.key, own, args.layer);
+  }
+  int const children = static_cast<int>(min(N - first, static_cast<std::int64_t>(kSiblings)));
   // The block has an operand of its own, or 16 rows of each panel of its tile.
   int const slot = static_cast<int>(block % kTileBlocks);
   char* const packed = args.in_tiles ? args.packed + block / kTileBlocks * kv_tile_bytes(kK, args.V)
@@ -79,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) pack_kv_kernel(const __grid_constant
     int const chunk = lane % kLanesPerRow;
     float lo[8] = {}, hi[8] = {};
     if (c < children) {
-      Element const* const row = row_of<Element>(args.k, b, first + c, h);
+      Element const* const row = row_of<Element>(args.k, b, begin + first + c, h);
       to_float<Element>(load_chunk(row, chunk, args.k.vectors, args.k.stride_d), lo);
       to_float<Element>(load_chunk(row, chunk + kLanesPerRow, args.k.vectors, args.k.stride_d), hi);
     }
@@ -132,7 +147,7 @@ __global__ void __launch_bounds__(kThreads) pack_kv_kernel(const __grid_constant
     int const c = i / chunks;
     int const chunk = i % chunks;
     uint4 x = {0, 0, 0, 0};
-    if (c < children) x = load_chunk(row_of<Element>(args.v, b, first + c, h), chunk, args.v.vectors, args.v.stride_d);
+    if (c < children) x = load_chunk(row_of<Element>(args.v, b, begin + first + c, h), chunk, args.v.vectors, args.v.stride_d);
     *chunk_of(values, args.V, c, chunk) = x;
   }
 }
@@ -156,17 +171,25 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
   int const row = static_cast<int>(item % args.chunk.rows);
   int const head = static_cast<int>(item / args.chunk.rows);
   if (head >= args.chunk.heads) return;
-  int const heads = row < args.chunk.queries ? args.G : 0;
   std::int64_t const bh = args.chunk.first_head + head;
-  std::int64_t const b = bh / args.H_kv;
   std::int64_t const first = bh % args.H_kv * args.G;  // the first query head of the group
-  std::int64_t const query = args.chunk.first_query + row;
+  bool exists = row < args.chunk.queries;
+  std::int64_t b = bh / args.H_kv;
+  std::int64_t query = args.chunk.first_query + row;
+  std::int64_t t = args.chunk.position(row);
+  if (args.sequences.row_tiles != nullptr) {
+    sequences::Rows const own = args.sequences.rows_from(row, 1);
+    exists = own.count > 0;
+    b = own.sequence;
+    query = own.query;
+    t = own.t;
+  }
+  int const heads = exists ? args.G : 0;
   int const unit = unit_heads(args.G);
   char* const packed = args.packed + item * query_bytes(kK, kV, unit);
   char* const tile = args.tiles + item / tile_queries(unit) * query_tile_bytes(kK, kV);
   int const tile_row = static_cast<int>(item % tile_queries(unit)) * unit;
   char* const panels = tile + kQueryTileHeader;
-  std::int64_t const t = args.chunk.position(row);
   std::int64_t const position = heads == 0 ? 0 : candidates_in_entry(t, entry_layer(t, args.tree.top_k)) - 1;
 
   // Lane i < 16 keeps the numbers of head i; nonfinite is 1 where a row has an element that is not finite.

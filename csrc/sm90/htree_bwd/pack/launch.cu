@@ -34,7 +34,8 @@ void pack_queries(PackQueries const& args, DType dtype, cudaStream_t stream) {
 }
 
 void distribute(Distribute const& args, DType dtype, cudaStream_t stream) {
-  unsigned const blocks = grid_blocks("backward", args.heads * args.tree.N[0] * (args.dim / 4), kThreads);
+  std::int64_t const tokens = args.sequences == nullptr ? args.tree.N[0] : args.tokens;
+  unsigned const blocks = grid_blocks("backward", args.heads * tokens * (args.dim / 4), kThreads);
   if (args.add_float32) {
     launch_overlapped(distribute_kernel<float>, blocks, kThreads, 0, stream, args);
   } else if (dtype == DType::kFloat16) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "sm90/htree_bwd/layout.h"
+#include "sm90/htree_bwd/sequences/layout.h"
 
 namespace htree_cuda::sm90::htree_bwd::pack {
 
@@ -34,6 +35,11 @@ struct PackKv {
   int K;
   int V;
   float2 const* rotations;  // [positions, K / 2]
+  // Sequences of different lengths: blocks are those of all sequences, N bounds the nodes that are packed of each.
+  Sequence const* sequences;  // [sequence_count], or null
+  std::int32_t sequence_count;
+  int layer;
+  bool batch;               // of layer 0: a sequence has a row of the batch; else sequences lie one behind another
 };
 
 void pack_kv(PackKv const& args, DType dtype, cudaStream_t stream);
@@ -58,6 +64,7 @@ struct PackQueries {
   int K;
   int V;
   float scale_log2;         // scale * log2(e)
+  sequences::Tables sequences;  // row tiles alone; T_q is 0 in a pack, and so are strides of batches
 };
 
 void pack_queries(PackQueries const& args, DType dtype, cudaStream_t stream);
@@ -74,6 +81,9 @@ struct Distribute {
   int heads;
   int H_kv;
   int dim;
+  std::int64_t tokens;             // rows of `out` of a head, all batches: B * T, or of a pack
+  Sequence const* sequences;       // [sequence_count], or null
+  std::int32_t sequence_count;
 };
 
 void distribute(Distribute const& args, DType dtype, cudaStream_t stream);

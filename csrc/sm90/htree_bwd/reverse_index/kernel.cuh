@@ -26,16 +26,21 @@ static __global__ void __launch_bounds__(kThreads) reverse_index_kernel(const __
   int const head = static_cast<int>(list % args.chunk.heads);
   int const layer = static_cast<int>(list / args.chunk.heads);  // the layer of the blocks that the list names
   if (layer >= args.layers || row >= args.chunk.queries) return;
-  std::int64_t const t = args.chunk.position(row);
+  std::int64_t const bh = args.chunk.first_head + head;
+  std::int64_t const h = bh % args.H_kv;
+  std::int64_t t = args.chunk.position(row);
+  std::int64_t query = bh / args.H_kv * args.T_q + args.chunk.first_query + row;
+  if (args.sequences.row_tiles != nullptr) {
+    sequences::Rows const own = args.sequences.rows_from(row, 1);
+    if (own.count <= 0) return;
+    t = own.t;
+    query = own.sequence * args.T_q + own.query;
+  }
   if (layer >= entry_layer(t, args.tree.top_k)) return;
   int const count = candidates(t, layer, args.tree.layers, args.tree.top_k).parents;
   int const rightmost = static_cast<int>(t >> (kLog2Siblings * (layer + 1)));
-  std::int64_t const bh = args.chunk.first_head + head;
-  std::int64_t const b = bh / args.H_kv;
-  std::int64_t const h = bh % args.H_kv;
-  std::int64_t const query = args.chunk.first_query + row;
   std::int32_t const* const nodes =
-      args.selection + (((layer * args.B + b) * args.T_q + query) * args.H_kv + h) * args.tree.top_k;
+      args.selection + ((layer * args.rows_of_q + query) * args.H_kv + h) * args.tree.top_k;
   std::uint32_t* const words =
       args.index.layer[layer] + static_cast<std::int64_t>(head) * args.tree.words[layer] * args.chunk.rows + row;
 

@@ -15,9 +15,10 @@ struct BuildArgs {
   int layers;                     // layers that have a table
   ReverseIndex index;             // zeros when the kernel begins
   std::int32_t const* selection;  // [layers of the tree - 1, B, T_q, H_kv, top_k]
-  std::int64_t B;
-  std::int64_t T_q;
+  std::int64_t T_q;               // 0 in a pack
   int H_kv;
+  std::int64_t rows_of_q;         // of all batches
+  sequences::Tables sequences;    // row tiles alone
 };
 
 // Writes which row visits which KV block, as which rank. Whatever the lists hold, only blocks that exist are written,

@@ -1,0 +1,232 @@
+// Lists of work of a chunk, from lengths on the device. One CTA counts what each sequence brings and adds the counts up,
+// 1024 sequences at a time; then a thread for each place of the lists finds its sequence by bisection.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "device/sm90.cuh"
+#include "host/launch_overlapped.cuh"
+#include "sequences.h"
+
+namespace htree_cuda::sm90::htree_bwd::sequences {
+
+inline constexpr int kScanThreads = 1024;
+inline constexpr int kFillThreads = 256;
+
+// What a sequence has in a chunk. Rows are of the chunk.
+struct Span {
+  std::int32_t begin;
+  std::int32_t end;     // past its last query; not above `begin` where the chunk has none
+  std::int32_t origin;  // row r stands at position origin + r
+
+  __device__ __forceinline__ Span(ChunkArgs const& args, Sequence const& sequence) {
+    std::int64_t const first = static_cast<std::int64_t>(sequence.tile) * args.row_tile - args.first_row;
+    std::int64_t const last = first + sequence.count;
+    begin = static_cast<std::int32_t>(min(max(first, std::int64_t(0)), static_cast<std::int64_t>(args.rows)));
+    end = static_cast<std::int32_t>(max(min(last, static_cast<std::int64_t>(args.rows)), std::int64_t(0)));
+    origin = static_cast<std::int32_t>(sequence.t - first);
+  }
+
+  __device__ __forceinline__ std::int32_t row_at(std::int64_t position) const {
+    return static_cast<std::int32_t>(min(max(position - origin, static_cast<std::int64_t>(begin)), static_cast<std::int64_t>(end)));
+  }
+  __device__ __forceinline__ std::int64_t last_position() const { return static_cast<std::int64_t>(origin) + end - 1; }
+};
+
+// The rows of a span that a layer's work is made of, in segments, and how many blocks or pairs of tiles they visit.
+struct Work {
+  std::int32_t begin;
+  std::int32_t end;
+  std::int32_t base;      // where the first segment begins
+  std::int32_t width;     // pairs of KV tiles, or KV blocks
+  std::int32_t segments;
+
+  __device__ __forceinline__ static Work entry(ChunkArgs const& args, Span const& span, int layer) {
+    auto const first_at = [&](int l) { return span.row_at(static_cast<std::int64_t>(args.top_k) << (kLog2Siblings * l)); };
+    Work work{layer == 0 ? span.begin : first_at(layer), first_at(layer + 1), 0, 0, 0};
+    if (work.begin >= work.end) return work;
+    int const nodes = candidates_in_entry(static_cast<std::int64_t>(span.origin) + work.end - 1, layer);
+    work.base = work.begin / args.tile_queries * args.tile_queries;
+    work.width = (nodes + kItemTiles * kTileRows - 1) / (kItemTiles * kTileRows);
+    work.split(args.tile_segment_rows[layer]);
+    return work;
+  }
+
+  __device__ __forceinline__ static Work selected(ChunkArgs const& args, Span const& span, int layer) {
+    Work work{span.row_at(static_cast<std::int64_t>(args.top_k) << (kLog2Siblings * (layer + 1))), span.end, 0, 0, 0};
+    if (work.begin >= work.end) return work;
+    work.base = max(work.begin / kRowStep * kRowStep, span.begin);
+    work.width = static_cast<std::int32_t>(span.last_position() >> (kLog2Siblings * (layer + 1))) + 1;
+    work.split(args.segment_rows[layer]);
+    return work;
+  }
+
+  __device__ __forceinline__ std::int32_t items() const { return width * segments; }
+
+private:
+  __device__ __forceinline__ void split(int rows) { segments = (end - base + rows - 1) / rows; }
+};
+
+// Streams: CTAs of dq_gather; then work items of dkdv_entry, the lowest layer first; then those of dkdv_selected, the
+// highest layer first.
+__device__ __forceinline__ int entry_stream(int layer) { return 1 + layer; }
+__device__ __forceinline__ int selected_stream(ChunkArgs const& args, int layer) { return 1 + 2 * args.max_entry - layer; }
+
+__device__ __forceinline__ std::int32_t count_of(ChunkArgs const& args, Span const& span, int stream) {
+  if (span.begin >= span.end) return 0;
+  if (stream == 0) return (span.end - span.begin + args.gather_rows - 1) / args.gather_rows;
+  if (stream <= entry_stream(args.max_entry)) return Work::entry(args, span, stream - 1).items();
+  return Work::selected(args, span, 1 + 2 * args.max_entry - stream).items();
+}
+
+static __global__ void __launch_bounds__(kScanThreads) count_kernel(const __grid_constant__ ChunkArgs args) {
+  wait_for_previous_grid();
+  __shared__ std::int32_t sums[kScanThreads / 32];
+  auto const sequence_of = [&](std::int64_t row) {
+    return sequence_at(args.count, row / args.row_tile, [&](std::int32_t i) { return args.sequences[i].tile; });
+  };
+  std::int32_t const from = sequence_of(args.first_row);
+  std::int32_t const to = sequence_of(args.first_row + args.rows - 1) + 1;
+  int const lane = threadIdx.x % 32;
+  int const warp = threadIdx.x / 32;
+  for (int stream = 0; stream < args.streams(); ++stream) {
+    std::int32_t carry = 0;
+    for (std::int32_t base = from; base < to; base += kScanThreads) {
+      std::int32_t const i = base + static_cast<std::int32_t>(threadIdx.x);
+      std::int32_t const own = i < to ? count_of(args, Span(args, args.sequences[i]), stream) : 0;
+      std::int32_t sum = own;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        std::int32_t const before = __shfl_up_sync(kFullWarp, sum, d);
+        if (lane >= d) sum += before;
+      }
+      __syncthreads();
+      if (lane == 31) sums[warp] = sum;
+      __syncthreads();
+      std::int32_t before = carry;
+      for (int w = 0; w < warp; ++w) before += sums[w];
+      if (i < to) args.begins[static_cast<std::int64_t>(stream) * args.count + i] = before + sum - own;
+      for (int w = 0; w < kScanThreads / 32; ++w) carry += sums[w];
+    }
+    if (threadIdx.x == 0) args.ends[stream] = carry;
+  }
+  if (threadIdx.x != 0) return;
+  args.ends[kStreams] = from;
+  args.ends[kStreams + 1] = to;
+  Counts counts{};  // of this thread's own stores
+  for (int stream = 1; stream < args.streams(); ++stream) {
+    (stream <= entry_stream(args.max_entry) ? counts.entry : counts.selected) += args.ends[stream];
+  }
+  *args.counts = counts;
+}
+
+// The sequence that has place `index` of a stream.
+__device__ __forceinline__ std::int32_t owner(ChunkArgs const& args, int stream, std::int32_t index) {
+  std::int32_t const from = args.ends[kStreams];
+  std::int32_t const* const begins = args.begins + static_cast<std::int64_t>(stream) * args.count + from;
+  return from + sequence_at(args.ends[kStreams + 1] - from, index, [&](std::int32_t i) { return begins[i]; });
+}
+
+__device__ __forceinline__ std::int32_t place_in_owner(ChunkArgs const& args, int stream, std::int32_t own, std::int32_t index) {
+  return index - args.begins[static_cast<std::int64_t>(stream) * args.count + own];
+}
+
+__device__ __forceinline__ Rows rows_of(Sequence const& sequence, std::int32_t own, std::int32_t query, std::int32_t most,
+                                        std::int32_t first) {
+  return {sequence.t + query, sequence.row + query, min(sequence.count - query, most), own, sequence.key, first, {}};
+}
+
+// How many segments of a block's rows are added before one; -1 where none of the segment's rows comes to the block.
+__device__ __forceinline__ std::int32_t segments_before(Work const& work, std::int32_t segment, std::int32_t rows,
+                                                        std::int32_t reached, std::int32_t first, std::int32_t end) {
+  return max(first, reached) < end ? segment - (reached - work.base) / rows : -1;
+}
+
+__device__ __forceinline__ EntryWork entry_work(ChunkArgs const& args, int layer, std::int32_t own, std::int32_t place) {
+  Sequence const sequence = args.sequences[own];
+  Span const span(args, sequence);
+  Work const work = Work::entry(args, span, layer);
+  std::int32_t const rows = args.tile_segment_rows[layer];
+  std::int32_t const segment = place / work.width;
+  std::int32_t const tile = place % work.width * kItemTiles;
+  std::int32_t const reached =
+      min(max(span.row_at(static_cast<std::int64_t>(tile) * kTileRows << (kLog2Siblings * layer)), work.begin), work.end);
+  std::int32_t const first = max(work.base + segment * rows, reached / args.tile_queries * args.tile_queries);
+  std::int32_t const end = min(work.base + (segment + 1) * rows, work.end);
+  std::int64_t const width = std::int64_t(1) << (kLog2Siblings * layer);
+  return {layer, tile, first, end, segments_before(work, segment, rows, reached, first, end), span.origin, work.begin,
+          work.end, static_cast<std::int32_t>((sequence.keys + width - 1) / width),
+          static_cast<std::int32_t>(sequence_blocks(sequence.key, own, layer, 1)),
+          static_cast<std::int32_t>(first_tile(sequence.key, own, layer)), end - first};
+}
+
+__device__ __forceinline__ SelectedWork selected_work(ChunkArgs const& args, int layer, std::int32_t own, std::int32_t place) {
+  Sequence const sequence = args.sequences[own];
+  Span const span(args, sequence);
+  Work const work = Work::selected(args, span, layer);
+  std::int32_t const rows = args.segment_rows[layer];
+  std::int32_t const segment = place / work.width;
+  // The last block first, because it belongs to the most recent tokens, which are visited most.
+  std::int32_t const block = work.width - 1 - place % work.width;
+  std::int32_t const reached = min(
+      max(span.row_at(static_cast<std::int64_t>(block) << (kLog2Siblings * (layer + 1))), work.begin), work.end);
+  std::int32_t const begin = work.base + segment * rows;
+  std::int32_t const end = min(begin + rows, work.end);
+  // Whole steps of rows where that stays in the segment: neighbouring lanes then read one line.
+  std::int32_t const first = max(begin, reached / kRowStep * kRowStep);
+  return {layer, block, first, end, segments_before(work, segment, rows, reached, begin, end), span.origin,
+          static_cast<std::int32_t>(sequence_blocks(sequence.key, own, layer, 1)), 0};
+}
+
+static __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constant__ ChunkArgs args) {
+  wait_for_previous_grid();
+  std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kFillThreads + threadIdx.x;
+  if (index < args.gather_ctas) {
+    Rows rows{};
+    if (index < args.ends[0]) {
+      std::int32_t const own = owner(args, 0, static_cast<std::int32_t>(index));
+      Sequence const sequence = args.sequences[own];
+      Span const span(args, sequence);
+      std::int32_t const first = span.begin + place_in_owner(args, 0, own, static_cast<std::int32_t>(index)) * args.gather_rows;
+      std::int32_t const query = span.origin + first - sequence.t;
+      rows = rows_of(sequence, own, query, min(args.gather_rows, span.end - first), first);
+    }
+    args.gather[index] = rows;
+    return;
+  }
+  index -= args.gather_ctas;
+  bool const entry = index < args.entry_room;
+  if (!entry) index -= args.entry_room;
+  if (!entry && index >= args.selected_room) return;
+  int stream = entry ? entry_stream(0) : entry_stream(args.max_entry) + 1;
+  int const end = entry ? entry_stream(args.max_entry) + 1 : args.streams();
+  std::int32_t place = static_cast<std::int32_t>(index);
+  while (stream < end && place >= args.ends[stream]) place -= args.ends[stream++];
+  if (stream == end) return;
+  std::int32_t const own = owner(args, stream, place);
+  place = place_in_owner(args, stream, own, place);
+  if (entry) {
+    args.entry[index] = entry_work(args, stream - 1, own, place);
+  } else {
+    args.selected[index] = selected_work(args, 1 + 2 * args.max_entry - stream, own, place);
+  }
+}
+
+static __global__ void __launch_bounds__(kFillThreads) row_tiles_kernel(const __grid_constant__ TilesArgs args) {
+  wait_for_previous_grid();
+  std::int64_t const tile = static_cast<std::int64_t>(blockIdx.x) * kFillThreads + threadIdx.x;
+  if (tile >= args.tile_count) return;
+  std::int32_t const own = sequence_at(args.count, tile, [&](std::int32_t i) { return args.sequences[i].tile; });
+  Sequence const sequence = args.sequences[own];
+  std::int64_t const query = (tile - sequence.tile) * args.row_tile;
+  Rows rows{};
+  if (query < sequence.count) {
+    rows = rows_of(sequence, own, static_cast<std::int32_t>(query), args.row_tile,
+                   static_cast<std::int32_t>(tile * args.row_tile));
+  }
+  args.tiles[tile] = rows;
+}
+
+}  // namespace htree_cuda::sm90::htree_bwd::sequences
