@@ -84,9 +84,7 @@ struct Sequence {
   std::int32_t row;    // of its first query that has a key: in the pack, or in its row of the batch
   std::int32_t count;  // queries that have a key
   std::int32_t t;      // position of the first of them
-  std::int32_t tile;   // the first of its query tiles, but for those of early queries
-  std::int32_t early;  // tiles of queries whose positions lie before a bound, whole sets of tiles
-  std::int32_t early_tile;  // the first of these, counted behind the other tiles of all sequences
+  std::int32_t tile;   // the first of its query tiles
 };
 
 // What a query tile of such a call is: up to kQueryTile queries of one sequence. A tile without queries is all zeros.

@@ -10,14 +10,23 @@
 
 namespace htree_cuda::tree::sequences {
 
+// The tiles of a sequence whose queries all stand before a position, whole sets of tiles. Sequence::tile is the first of
+// the others.
+struct EarlyTiles {
+  std::int32_t count;
+  std::int32_t first;  // counted behind the other tiles of all sequences
+};
+
 struct Args {
   SequencesParams lengths;
   std::int64_t max_q;        // of a sequence
   std::int64_t max_k;
   int tile_queries;          // queries of a tile: kQueryTile where `tiles` are written
   int round;                 // query tiles of a sequence come in multiples of it
-  // Tiles whose queries all stand before this position lie behind the other tiles of all sequences. 0: none.
+  // Tiles whose queries all stand before this position lie behind the other tiles of all sequences. 0: none, and the two
+  // pointers may be null.
   std::int64_t early_end;
+  EarlyTiles* early;         // [N]
   std::int32_t* late_tiles;  // how many tiles come before them
   Sequence* sequences;       // [N]
   TileEntry* tiles;          // [tile_count], those of one KV head; null where tile_count is 0

@@ -260,7 +260,7 @@ def gradients_alone(q, k, v, dout, dlse, **options):
     return dq[0, keep], dk[0, :T], dv[0, :T]
 
 
-def check_gradients_against_loop(pack, keys, queries=None, tolerance=2.0**-8, **options):
+def check_gradients_against_loop(pack, keys, queries=None, **options):
     """dq bit for bit; dk and dv up to the order of their float32 sums, far below the rounding of the result."""
     queries = keys if queries is None else queries
     _, (dq, dk, dv), gradients = with_gradients(pack, keys, queries, **options)
@@ -275,7 +275,8 @@ def check_gradients_against_loop(pack, keys, queries=None, tolerance=2.0**-8, **
             one = gradients_alone(q[mine], k[tokens], v[tokens], *(x[mine] for x in gradients), **options)
             same_bits([dq[mine]], [one[0]])
             for x, y in zip((dk[tokens], dv[tokens]), one[1:]):
-                allowed = tolerance * y.float().abs() + 1e-3 * y.float().abs().max()
+                # The last place of the rounded result, and sums that cancel.
+                allowed = torch.finfo(y.dtype).eps * y.float().abs() + 1e-3 * y.float().abs().max()
                 assert ((x.float() - y.float()).abs() <= allowed).all()
         else:
             assert (dk[tokens] == 0).all() and (dv[tokens] == 0).all()
@@ -369,7 +370,7 @@ def test_gradients_of_ragged_rows_are_a_loops():
                 x[at] = y
     same_bits(found[:1], expected[:1])
     for x, y in zip(found[1:], expected[1:]):
-        torch.testing.assert_close(x.float(), y.float(), atol=1e-3 * y.abs().max().item(), rtol=2.0**-8)
+        torch.testing.assert_close(x.float(), y.float(), atol=1e-3 * y.abs().max().item(), rtol=2.0**-7)
         assert ((y != 0) | (x == 0)).all()
 
 

@@ -19,6 +19,9 @@ namespace htree_cuda::sm90::htree_bwd {
 constexpr std::int64_t kMinChunkBytes = std::int64_t(64) << 20;
 constexpr std::int64_t kMaxChunkBytes = std::int64_t(256) << 20;
 constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
+// Of sequences of different lengths: rows of short ones have the room of long ones, and a chunk of few long rows among
+// them leaves SMs idle.
+constexpr std::int64_t kMaxSequencesChunkBytes = std::int64_t(512) << 20;
 // Rows that the dq kernels compute at once on 132 SMs, eight in a CTA: 3.3 rounds of CTAs take the time of four. The
 // number is the same on any device, since sums are cut where a chunk ends.
 constexpr std::int64_t kRoundRows = 132 * 8;
@@ -114,7 +117,7 @@ struct Workspace {
     for (int l = 0; l < max_entry; ++l) row_bytes += 4 * tree.words[l] + row_ds + (sequences_given ? 0 : p.top_k * sizeof(uint2));
     std::int64_t const rows_of_q = has_sequences(p) ? p.sequences.total_q : p.T_q;
     std::int64_t const input_bytes = 2 * all_heads * rows_of_q * p.G * (p.K + p.V);
-    std::int64_t const chunk_bytes = std::clamp(input_bytes / 2, kMinChunkBytes, kMaxChunkBytes);
+    std::int64_t const chunk_bytes = std::clamp(input_bytes / 2, kMinChunkBytes, sequences_given ? kMaxSequencesChunkBytes : kMaxChunkBytes);
     std::int64_t const key_bytes = hands_over_ds ? kSiblings * 2 * p.K : 0;
     std::int64_t head_bytes = node_rows / kSiblings * (block_bytes + key_bytes) + node_rows * (p.K + p.V) * 4;
     // Where there are many sequences their tiles are many, too.
@@ -127,13 +130,18 @@ struct Workspace {
       rows = std::min(rows, round_up(chunk_bytes / row_bytes + 1, kRoundRows));
       // A last round of dq_gather that is less than half full takes as long as a full one.
       std::int64_t const round = kGatherRoundWarps * kMaxGroupHeads / unit;
-      if (hands_over_ds && rows > round && rows % round < round / 2) rows = (rows - rows % round) / kRowStep * kRowStep;
+      if (sequences_given) {
+        rows = even_rows(p, rows);
+      } else if (hands_over_ds && rows > round && rows % round < round / 2) {
+        rows = (rows - rows % round) / kRowStep * kRowStep;
+      }
     }
     std::int64_t const pack = kMaxGroupHeads / unit;  // queries
     for (int l = 0; l < tree.layers; ++l) {
       std::int64_t wanted = std::max(kBlockItems / (heads * blocks[l]), ceil_div(rows, kMaxSegmentRows));
       if (pack > 1) {
-        std::int64_t const enough = std::min(kItemPacks * pack * blocks[l] / p.top_k, kMaxSmallGroupRows);
+        std::int64_t const longer = sequences_given ? 2 : 1;  // without lists of visits an item costs more
+        std::int64_t const enough = longer * std::min(kItemPacks * pack * blocks[l] / p.top_k, kMaxSmallGroupRows);
         wanted = std::max(kSmallGroupItems / (heads * blocks[l]), rows / std::max(enough, kMinSegmentRows));
       }
       split(wanted, kMinSegmentRows, segments[l], segment_rows[l]);
@@ -179,6 +187,16 @@ struct Workspace {
   std::int64_t chunks() const { return ceil_div(all_rows, rows); }
 
 private:
+  // Rows of chunks that are about equal. Where all sequences have to be as long as the longest, a chunk has whole ones,
+  // or equal parts of one: what a block is visited by then lies in few chunks.
+  std::int64_t even_rows(ForwardParams const& p, std::int64_t most) const {
+    std::int64_t const longest = round_up(p.T_q, row_tile);
+    auto const parts = [](std::int64_t all, std::int64_t part) { return ceil_div(all, ceil_div(all, part)); };
+    if (p.sequences.count * longest > all_rows) return round_up(parts(all_rows, most), kRowStep);
+    if (most < longest) return round_up(parts(longest, most), kRowStep);
+    return round_up(parts(p.sequences.count, most / longest) * longest, kRowStep);
+  }
+
   // Lists of work have room for what the totals and maxima allow. A sequence has a segment more than its rows fill.
   void place_sequences(ForwardParams const& p, char* base) {
     std::int64_t const count = p.sequences.count;

@@ -81,6 +81,7 @@ public:
     args.tile_queries = kQueryTile;
     args.round = w_.tile_round;
     args.early_end = w_.layers > 1 ? p_.top_k * kSiblings : 0;
+    args.early = w_.early_tiles;
     args.late_tiles = w_.late_tiles;
     args.sequences = w_.sequences;
     args.tiles = w_.tile_entries;

@@ -7,6 +7,7 @@
 
 #include "dispatch.h"
 #include "host/math.h"
+#include "tree/sequences.h"
 
 namespace htree_cuda::sm90::htree_fwd {
 
@@ -61,6 +62,7 @@ struct Workspace {
 
   Sequence* sequences = nullptr;      // of sequences whose lengths only the device knows
   TileEntry* tile_entries = nullptr;
+  tree::sequences::EarlyTiles* early_tiles = nullptr;
   std::int32_t* late_tiles = nullptr;
   // Tiles of a head with a query that has layers to select from, at most; they come before the others. All where
   // lengths are known.
@@ -127,6 +129,7 @@ struct Workspace {
       heads = p.H_kv;
       take(sequences, base, p.sequences.count);
       take(tile_entries, base, tiles_per_head);
+      take(early_tiles, base, p.sequences.count);
       take(late_tiles, base, 1);
       max_late_tiles = std::min(tiles_per_head, late_tiles_of(p, tile_round));
     }

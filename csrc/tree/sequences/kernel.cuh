@@ -96,9 +96,10 @@ static __global__ void __launch_bounds__(kThreads) sequences_kernel(const __grid
       args.sequences[i] = {static_cast<std::int32_t>(key),   static_cast<std::int32_t>(keys),
                            static_cast<std::int32_t>(row),   static_cast<std::int32_t>(count),
                            static_cast<std::int32_t>(count > 0 ? start + missing : 0),
-                           static_cast<std::int32_t>(behind - own),
-                           static_cast<std::int32_t>(early),
-                           static_cast<std::int32_t>(early_behind - early)};
+                           static_cast<std::int32_t>(behind - own)};
+      if (args.early != nullptr) {
+        args.early[i] = {static_cast<std::int32_t>(early), static_cast<std::int32_t>(early_behind - early)};
+      }
     }
     __syncthreads();
     if (packed) carry_q = totals[0], carry_k = totals[1];
@@ -123,10 +124,11 @@ static __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_
       bool const early = tile >= late;
       std::int64_t const place = early ? tile - late : tile;
       std::int32_t const own = sequence_at(
-          N, place, [&](std::int32_t i) { return early ? args.sequences[i].early_tile : args.sequences[i].tile; });
+          N, place, [&](std::int32_t i) { return early ? args.early[i].first : args.sequences[i].tile; });
       Sequence const sequence = args.sequences[own];
-      std::int64_t const first = (place - (early ? sequence.early_tile : sequence.tile - sequence.early)) * kQueryTile;
-      bool const has = !early || place - sequence.early_tile < sequence.early;
+      EarlyTiles const of_early = args.early[own];
+      std::int64_t const first = (place - (early ? of_early.first : sequence.tile - of_early.count)) * kQueryTile;
+      bool const has = !early || place - of_early.first < of_early.count;
       if (has && first < sequence.count) {
         std::int32_t const at = static_cast<std::int32_t>(first);
         entry = {sequence.t + at, sequence.row + at, sequence.key, own * 16 + min(sequence.count - at, kQueryTile)};
