@@ -48,8 +48,6 @@ struct WorkItem {
     return {x.x, static_cast<int>(index % args.chunk.heads), x.y, x.z, x.w, y.x, y.y, y.z};
   }
 };
-  }
-};
 
 // A warp's own part of shared memory: slots, the values that registers do not hold, the list of visits, the progress of
 // a work item, an mbarrier a slot of q, and the inverse row scales of the keys. The warp arrives once at the barrier of a
