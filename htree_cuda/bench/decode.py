@@ -2,9 +2,10 @@
 
 A step appends one token to every sequence and attends from it. Several (``STEPS``) are timed between two events, so
 that nodes are completed as often as in a long run; the cache is truncated before, outside the time. On a GPU a step is
-a captured CUDA graph that is replayed, and is timed eagerly beside that. Dense attention is SDPA over keys and values
-as they lie in the cache, without a mask, with the heads of a group as its query rows; every backend of PyTorch runs,
-and the fastest counts. The time of appending to a dense cache is left out.
+a captured CUDA graph that is replayed, and is timed eagerly beside that; its append and its attention are also replayed
+alone. Dense attention is SDPA over keys and values
+as they lie in the cache, without a mask, with the heads of a group as its query rows; every backend of PyTorch runs
+a few times, and the fastest is measured. The time of appending to a dense cache is left out.
 
 Bytes are those of the keys of all candidates and the values of all leaves; their floor is these bytes at the rate of a
 copy on the same device, measured in the same run.
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +30,7 @@ from .inputs import DTYPES, visited
 from .protocol import measure
 
 STEPS = {"cuda": 32, "cpu": 4}  # in one measured interval
+GLANCES = 8  # calls of a backend of dense attention before the fastest is measured
 CHUNK = 4096  # tokens that are drawn and appended at a time
 QUICK = (
     (1, 32768, 32, 8), (1, 131072, 32, 8), (1, 1048576, 16, 1), (16, 32768, 32, 8), (8, 131072, 32, 8),
@@ -74,12 +78,17 @@ def captured(call: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def timed(call: Callable[[], object], device: str, before: Callable[[], object] | None = None) -> dict:
-    """Eagerly, and on a GPU as a graph: {"eager": ..., "graph": ...}, milliseconds of one call."""
+def timed(
+    call: Callable[[], object], device: str, before: Callable[[], object] | None = None, *, eager: bool = True
+) -> dict:
+    """Eagerly, and on a GPU as a graph: {"eager": ..., "graph": ...}, milliseconds of one call. Without `eager`, on a
+    GPU as a graph alone."""
     if before is not None:
         before()
     call()
-    result = {"eager": measure(call, device, before=before, repeats=STEPS[device])}
+    result = {}
+    if eager or device != "cuda":
+        result["eager"] = measure(call, device, before=before, repeats=STEPS[device])
     if device == "cuda":
         replay = captured(call)
         if before is not None:
@@ -90,7 +99,25 @@ def timed(call: Callable[[], object], device: str, before: Callable[[], object] 
 
 def best(figure: dict) -> dict:
     """What counts of a `timed` call: the graph where there is one."""
-    return figure.get("graph", figure["eager"])
+    return figure["graph"] if "graph" in figure else figure["eager"]
+
+
+def glance(call: Callable[[], object], device: str) -> float:
+    """Milliseconds of one call from one interval: enough to choose among backends whose times are far apart."""
+    call()
+    if device == "cpu":
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+    replay = captured(call)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(2):
+        first.record()
+        for _ in range(GLANCES):
+            replay()
+        last.record()
+        last.synchronize()
+    return first.elapsed_time(last) / GLANCES
 
 
 def dense(q: Tensor, cache: TreeCache, T: int, device: str) -> dict:
@@ -98,23 +125,23 @@ def dense(q: Tensor, cache: TreeCache, T: int, device: str) -> dict:
     H_kv = cache.n_kv_heads
     rows = q[:, 0].unflatten(1, (H_kv, -1))
     k, v = (x.transpose(1, 2)[:, :, :T] for x in (cache.k, cache.v))
-    found = {}
+
+    def call(backend: SDPBackend) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(rows, k, v)
+
+    times = {}
     for name, backend in DENSE_BACKENDS.items():
-
-        def call(backend=backend) -> Tensor:
-            with sdpa_kernel(backend):
-                return scaled_dot_product_attention(rows, k, v)
-
         try:
-            found[name] = timed(call, device)
+            times[name] = round(glance(partial(call, backend), device), 4)
         except RuntimeError:  # the backend does not take these tensors, or not their size
             continue
         finally:
             if device == "cuda":
                 torch.cuda.synchronize()
-    times = {name: best(figure)["ms"] for name, figure in found.items()}
     name = min(times, key=times.get)
-    return {"backend": name, **found[name], "ms": times[name], "all_ms": times}
+    figure = timed(partial(call, DENSE_BACKENDS[name]), device)
+    return {"backend": name, **figure, "ms": best(figure)["ms"], "glance_ms": times}
 
 
 def copy_gb_per_s(device: str) -> float:
@@ -148,11 +175,16 @@ def run(args: argparse.Namespace) -> list[dict]:
             torch.randn(B, 1, heads, args.dim, generator=g, device=device, dtype=dtype) for heads in (H, H_kv, H_kv)
         )
         peer = dense(q, cache, T, device) if args.dense_up_to >= T else None
+
+        def append(cache=cache, k=k, v=v) -> None:
+            cache.append(k, v, backend=args.backend)
+
+        def back(cache=cache, T=T) -> None:
+            cache.truncate(T)
+
+        appended = timed(append, device, back, eager=False)
         for top_k in QUICK_TOP_K if args.quick else args.top_k:
             options = {"top_k_per_layer": top_k, "backend": args.backend}
-
-            def append(cache=cache, k=k, v=v) -> None:
-                cache.append(k, v, backend=args.backend)
 
             def attend(cache=cache, q=q, options=options) -> None:
                 forward_cached(q, cache, **options)
@@ -160,10 +192,7 @@ def run(args: argparse.Namespace) -> list[dict]:
             def step(append=append, attend=attend) -> None:
                 append(), attend()
 
-            def back(cache=cache, T=T) -> None:
-                cache.truncate(T)
-
-            parts = {name: timed(call, device, back) for name, call in (("append", append), ("attend", attend))}
+            parts = {"append": appended, "attend": timed(attend, device, back, eager=False)}
             whole = timed(step, device, back)
             steps = STEPS[device]
             candidates, leaves = visited(T + steps, T, T + steps, 16, top_k, 16 * top_k)

@@ -48,14 +48,23 @@ def empty(k, max_tokens=None, **options):
     return TreeCache(B, max_tokens or T, H_kv, D, dtype=k.dtype, device=DEVICE, **options)
 
 
-def filled(k, v, lengths, *, cuts=(), max_tokens=None, backend="auto", poison=False, **options):
-    """A cache of the first lengths[b] tokens of k, v, appended in one call or in calls that end at each of the cuts."""
+def filled(k, v, lengths, *, cuts=(), max_tokens=None, backend="auto", poison=False, from_host=False, **options):
+    """A cache of the first lengths[b] tokens of k, v, appended in one call or in calls that end at each of the cuts.
+    `from_host`: what the kernels read comes from the host, as initcheck sees no store of PyTorch's kernels."""
     cache = empty(k, max_tokens, **options)
     if poison:
         for x in (cache._k, cache._v, cache._k_upper, cache._v_upper):
             x.fill_(math.nan)
     if cache.page_size and cache._owns_table:
         cache.reserve(list(lengths))
+    if from_host:
+        for x in (cache.lengths, cache.overflowed, cache._shared):
+            x.copy_(torch.zeros(x.shape, dtype=x.dtype))
+        cache.reserved.copy_(torch.full(cache.reserved.shape, cache.max_tokens, dtype=torch.int32))
+        cache._rope_table(16, None, 10000.0, None, k.shape[3])
+        for (positions, rope_base, rope_dim, *_), (table, _) in cache._rope_tables.items():
+            options = {"positions": positions, "rope_base": rope_base, "rope_dim": rope_dim}
+            table.copy_(torch.ops.htree_cuda.rope_table(k, None, **options))
     k, v = k.to(DEVICE), v.to(DEVICE)
     done = 0
     for cut in (*cuts, max(lengths)):
@@ -220,11 +229,11 @@ def test_ragged_queries(page_size):
         pytest.param(4, 700, 16, marks=pytest.mark.emulated),
         pytest.param(16, 700, 16, marks=pytest.mark.emulated),
         (16, 4200, 16),
-        (4, 40000, 64), (16, 20000, 512), (1, 70000, 32),
+        (4, 40000, 64), (4, 9000, 512), (16, 20000, 512), (1, 70000, 32),
     ],
 )  # fmt: skip
 def test_a_position_has_the_same_bits_in_every_call(G, T, top_k):
-    """In any T_q of 1 to 8, alone and in a batch, in every layout of pages, whatever the room of the cache."""
+    """In any T_q of 1 to 8, alone, in a batch and a crowd, in every layout of pages, whatever the room of the cache."""
     lengths = (T, T - 7, 300)
     q, k, v = inputs(3, T, 8, H_kv=2, G=G, seed=G)
     plain = filled(k, v, lengths)
@@ -243,6 +252,9 @@ def test_a_position_has_the_same_bits_in_every_call(G, T, top_k):
         alone = run(q[b : b + 1], filled(k[b : b + 1, :n], v[b : b + 1, :n], (n,)), top_k)
         layers = alone[2].shape[0]
         same_bits(alone, (expected[0][b : b + 1], expected[1][b : b + 1], expected[2][:layers, b : b + 1]))
+    many = [0, 1, 2] * (5 if T > 1000 else 2)  # so many queries that a CTA takes two parts, where it may
+    crowd = run(q[many], filled(k[many], v[many], [lengths[i] for i in many]), top_k)
+    same_bits(crowd, (*(x[many] for x in expected[:2]), expected[2][:, many]))
     order = [2, 0, 1]
     swapped = filled(k[order], v[order], [lengths[i] for i in order])
     same_bits(run(q[order], swapped, top_k), (*(x[order] for x in expected[:2]), expected[2][:, order]))
@@ -686,7 +698,8 @@ def test_sanitizer_steps(page_size):
     """Ragged, paged, several layers; every row of the outputs is read."""
     lengths = (700, 17, 0, 256)
     q, k, v = inputs(4, 700, 3, H_kv=2)
-    cache = filled(k, v, lengths, cuts=(5, 256, 600), page_size=page_size)
+    pages = shuffled(4, -(-700 // page_size)) if page_size else {}
+    cache = filled(k, v, lengths, cuts=(5, 256, 600), page_size=page_size, **pages, from_host=True)
     for results in (run(q, cache, 16), run(q[:, :1], cache, 16)):
         out, lse, selection = (x.cpu() for x in results)
         assert out.isfinite().all() and not lse.isnan().any() and (selection >= -1).all()

@@ -62,6 +62,7 @@ struct Args {
   int T_q;
   int G;
   int top_k;
+  int log2_parts;  // log2_parts_of(top_k, G): read from here, it takes no register
   Pairing pairing;
   float const* attn_sink;  // [H_kv * G] natural, or null
 };

@@ -11,8 +11,8 @@ using namespace sm90::htree_decode;
 
 namespace {
 
-// Which kernel runs for which call: by dtype and head dimensions here, and in launch.cuh by whether a group has more than 8
-// heads and by whether rotated pairs are the halves of K.
+// Which kernel runs for which call: by dtype and head dimensions here, and in launch.cuh by heads of a group, by whether rotated
+// pairs are the halves of K, and by how many queries there are.
 template <class Element>
 void dispatch_dim(Args const& args, int K, unsigned units, cudaStream_t stream) {
   if (K == 128) return launch<Element, 128, 128>(args, units, stream);
@@ -71,6 +71,7 @@ void tree_decode(TreeDecodeParams const& params, void* stream) {
   args.T_q = static_cast<int>(params.T_q);
   args.G = static_cast<int>(params.G);
   args.top_k = static_cast<int>(params.top_k);
+  args.log2_parts = log2_parts_of(args.top_k, args.G);
   dispatch(args, cache.dtype, static_cast<int>(cache.K), static_cast<unsigned>(units),
            static_cast<cudaStream_t>(stream));
 }

@@ -30,37 +30,40 @@ __device__ __forceinline__ uint32_t inbox(Smem<Cfg>& smem, Message message) {
 
 // What a CTA is sent of a message, by all CTAs together.
 template <class Cfg>
-__device__ __forceinline__ uint32_t message_bytes(Args const& args, Message message, int parts) {
+__device__ __forceinline__ uint32_t message_bytes(Args const& args, Message message) {
+  Split<Cfg> const split(args);
   switch (message) {
-    case Message::kSums: return parts * Cfg::kTileHeads * static_cast<uint32_t>(sizeof(float2));
-    case Message::kNodes: return args.top_k / parts * static_cast<uint32_t>(sizeof(std::int32_t));
+    case Message::kSums: return split.parts() * Cfg::kTileHeads * static_cast<uint32_t>(sizeof(float2));
+    case Message::kNodes: return args.top_k / split.ctas() * static_cast<uint32_t>(sizeof(std::int32_t));
     case Message::kOutputs:
-      return args.G * (parts * static_cast<uint32_t>(sizeof(float2)) + Cfg::kV * static_cast<uint32_t>(sizeof(float)));
-    default: return parts * kBins * static_cast<uint32_t>(sizeof(std::uint16_t));
+      return args.G * (split.parts() * static_cast<uint32_t>(sizeof(float2)) +
+                       Cfg::kPartsOfCta * Cfg::kV * static_cast<uint32_t>(sizeof(float)));
+    default: return split.ctas() * kBins * static_cast<uint32_t>(sizeof(std::uint16_t));
   }
 }
 
 // By one thread. Other CTAs may send once the barrier of the cluster has completed.
 template <class Cfg>
-__device__ __forceinline__ void open_inboxes(Args const& args, Smem<Cfg>& smem, int parts) {
+__device__ __forceinline__ void open_inboxes(Args const& args, Smem<Cfg>& smem) {
 #pragma unroll
   for (int i = 0; i < kMessages; ++i) {
     Message const message = static_cast<Message>(i);
     barriers::mbarrier_init(inbox(smem, message), 1);
-    barriers::mbarrier_arrive_expect_bytes(inbox(smem, message), message_bytes<Cfg>(args, message, parts));
+    barriers::mbarrier_arrive_expect_bytes(inbox(smem, message), message_bytes<Cfg>(args, message));
   }
   barriers::mbarrier_init_fence();
 }
 
 // Waits until a message is complete.
 template <class Cfg>
-__device__ __forceinline__ void receive(Args const& args, Smem<Cfg>& smem, Message message, int parts) {
-  uint32_t const phases = smem.phases[threadIdx.x];
+__device__ __forceinline__ void receive(Args const& args, Smem<Cfg>& smem, Message message, int warp) {
+  uint32_t const thread = 32 * warp + ptx::lane_index();
+  uint32_t const phases = smem.phases[thread];
   int const i = static_cast<int>(message);
   barriers::mbarrier_wait(inbox(smem, message), phases >> i & 1u, "a message of the cluster");
-  smem.phases[threadIdx.x] = phases ^ 1u << i;
-  if (threadIdx.x == 0) {
-    barriers::mbarrier_arrive_expect_bytes(inbox(smem, message), message_bytes<Cfg>(args, message, parts));
+  smem.phases[thread] = phases ^ 1u << i;
+  if (thread == 0) {
+    barriers::mbarrier_arrive_expect_bytes(inbox(smem, message), message_bytes<Cfg>(args, message));
   }
 }
 

@@ -1,12 +1,12 @@
 // The decode kernel: a cluster descends the tree for one query of one KV head, from its entry layer down to the tokens.
 //
 //   for every layer
-//     score_part     keys of the part -> scores in shared memory                                            score.cuh
+//     score          keys of the CTA's parts -> scores in shared memory                                     score.cuh
 //     above the tokens
-//       sum_part, share_sums  (maximum, sum) of the part to all CTAs                                        score.cuh
-//       score_importance      importances of the part                                                       score.cuh
+//       sum_scores, share_sums  (maximum, sum) of the parts to all CTAs                                     score.cuh
+//       score_importance      importances                                                                   score.cuh
 //       select_layer   rounds of counting, whose counts go to all CTAs; nodes to those that expand them     select.cuh
-//     attend_part    values of what is not expanded, from the stored scores                                 attend.cuh
+//     attend         values of what is not expanded, from the stored scores                                 attend.cuh
 //   merge_warps, write_output   outputs to the CTAs that add them                                           merge.cuh
 //
 // What CTAs send each other is in exchange.cuh.
@@ -34,27 +34,29 @@ __device__ __forceinline__ void write_whole_layer(Args const& args, Smem<Cfg> co
   for (int i = threadIdx.x; i < args.top_k; i += Cfg::kThreads) to[i] = i < count ? i : -1;
 }
 
-// The part's share of a selected list.
+// The CTA's share of a selected list.
 template <class Cfg>
-__device__ __forceinline__ void write_nodes(Args const& args, Smem<Cfg> const& smem, int layer, int part, std::int32_t const* nodes) {
+__device__ __forceinline__ void write_nodes(Args const& args, Smem<Cfg> const& smem, int layer, std::int32_t const* nodes) {
   if (layer > args.selection_layers) return;
-  int const share = args.top_k / parts_of(args.top_k, args.G);
-  std::int32_t* const to = smem.unit.selection(args, layer) + part * share;
+  int const share = args.top_k / Split<Cfg>(args).ctas();
+  std::int32_t* const to = smem.unit.selection(args, layer) + cta_index() * share;
 #pragma unroll 1
   for (int i = threadIdx.x; i < share; i += Cfg::kThreads) to[i] = nodes[i];
 }
 
 // A query that does not exist, or whose cache has overflowed.
 template <class Cfg>
-__device__ __forceinline__ void write_nothing(Args const& args, Smem<Cfg> const& smem, int part, int parts, bool overflowed) {
+__device__ __forceinline__ void write_nothing(Args const& args, Smem<Cfg> const& smem, bool overflowed) {
   float const x = overflowed ? __int_as_float(0x7fffffff) : 0.0f;
+  int const cta = cta_index();
+  int const ctas = Split<Cfg>(args).ctas();
   std::int64_t const first_head = smem.unit.first_head(args);
   auto* const out = static_cast<typename Cfg::Element*>(args.out) + first_head * Cfg::kV;
 #pragma unroll 1
-  for (int i = part * Cfg::kThreads + threadIdx.x; i < args.G * Cfg::kV; i += parts * Cfg::kThreads) {
+  for (int i = cta * Cfg::kThreads + threadIdx.x; i < args.G * Cfg::kV; i += ctas * Cfg::kThreads) {
     out[i] = static_cast<typename Cfg::Element>(x);
   }
-  if (part != 0) return;
+  if (cta != 0) return;
 #pragma unroll 1
   for (int i = threadIdx.x; i < args.G; i += Cfg::kThreads) args.lse[first_head + i] = overflowed ? x : kMasked;
 #pragma unroll 1
@@ -115,7 +117,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
   wait_for_previous_grid();
 
   {
-    uint32_t const unit_index = blockIdx.x / static_cast<uint32_t>(parts_of(args.top_k, args.G));
+    uint32_t const unit_index = blockIdx.x / static_cast<uint32_t>(Split<Cfg>(args).ctas());
     Unit unit;
     unit.h = static_cast<int>(unit_index % static_cast<uint32_t>(args.cache.H_kv));
     uint32_t const query = unit_index / static_cast<uint32_t>(args.cache.H_kv);
@@ -128,52 +130,57 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
     int const queries = min(max(wanted, 0), args.T_q);
     std::int64_t const t = min(max(tokens, 0), args.cache.max_tokens) - queries + unit.j;
     unit.t = t;
-    if (threadIdx.x == 0) smem.unit = unit, open_inboxes(args, smem, parts_of(args.top_k, args.G));
+    if (threadIdx.x == 0) smem.unit = unit, open_inboxes(args, smem);
     __syncthreads();
     if (unit.j >= queries || t < 0 || overflowed) {  // the same in all CTAs of the cluster
-      write_nothing<Cfg>(args, smem, part_index(), parts_of(args.top_k, args.G), overflowed && unit.j < queries);
+      write_nothing<Cfg>(args, smem, overflowed && unit.j < queries);
       return;
     }
   }
 
   smem.phases[threadIdx.x] = 0;
   barriers::cluster_arrive();  // everybody's inboxes are open when all have waited, below
-  if (part_index() == 0) {
+  if (cta_index() == 0) {
 #pragma unroll 1
     for (int layer = tree::entry_layer(smem.unit.t, args.top_k) + 1; layer <= args.selection_layers; ++layer) {
       write_whole_layer<Cfg>(args, smem, layer, static_cast<int>(smem.unit.t >> (kLog2Siblings * layer)) + 1);
     }
   }
-  State<Cfg>{}.store(lane_outputs<Cfg>(smem, warp));
+#pragma unroll 1
+  for (int i = 0; i < Cfg::kPartsOfCta; ++i) State<Cfg>{}.store(warp_outputs(smem, i, warp));
 #pragma unroll 1
   for (int l = tree::entry_layer(smem.unit.t, args.top_k); l >= 0; --l) {
     __syncthreads();  // who attended the layer above reads what it was
     if (threadIdx.x == 0) {
-      smem.layer = Layer(args.cache, smem.unit, l, args.top_k, smem.nodes + (l + 1) % 2 * kMaxPartBlocks, part_index(),
-                         parts_of(args.top_k, args.G));
+      smem.layer = Layer(args.cache, smem.unit, l, args.top_k, smem.nodes + (l + 1) % 2 * kMaxBlocks, Split<Cfg>(args),
+                         cta_index());
     }
     __syncthreads();
     Layer const& layer = smem.layer;
-    prefetch_keys<Cfg>(args, layer, warp);
-    if (l == 0) prefetch_values<Cfg>(args, layer, warp);
-    score_part<Cfg>(args, layer, smem, warp);
-    if (l == tree::entry_layer(smem.unit.t, args.top_k)) barriers::cluster_wait();
-    if (l > 0) {
-      sum_part<Cfg>(args, layer, smem, warp);
-      share_sums<Cfg>(smem, part_index(), parts_of(args.top_k, args.G));
-      prefetch_values<Cfg>(args, layer, warp);
-      receive<Cfg>(args, smem, Message::kSums, parts_of(args.top_k, args.G));
-      score_importance<Cfg>(args, layer, smem, parts_of(args.top_k, args.G), warp);
-      select_layer<Cfg>(args, layer, smem, part_index(), parts_of(args.top_k, args.G), warp, smem.nodes + l % 2 * kMaxPartBlocks);
-      write_nodes<Cfg>(args, smem, l, part_index(), smem.nodes + l % 2 * kMaxPartBlocks);
+    // With two parts it lies in shared memory, and takes no register meanwhile.
+    auto const index = [&] { return Cfg::kPartsOfCta == 1 ? l : layer.index; };
+    find_rows<Cfg>(args, smem, layer);
+    __syncthreads();
+    prefetch_keys<Cfg>(args, smem, layer, warp);
+    if (index() == 0) prefetch_values<Cfg>(args, smem, layer, warp);
+    score<Cfg>(args, layer, smem, warp);
+    if (layer.parents == nullptr) barriers::cluster_wait();  // in the entry layer
+    if (index() > 0) {
+      sum_scores<Cfg>(args, layer, smem, warp);
+      share_sums<Cfg>(args, smem);
+      prefetch_values<Cfg>(args, smem, layer, warp);
+      receive<Cfg>(args, smem, Message::kSums, warp);
+      score_importance<Cfg>(args, layer, smem, warp);
+      select_layer<Cfg>(args, layer, smem, warp, smem.nodes + index() % 2 * kMaxBlocks);
+      write_nodes<Cfg>(args, smem, index(), smem.nodes + index() % 2 * kMaxBlocks);
     }
-    attend_part<Cfg>(args, layer, smem, l > 0, warp);
+    attend<Cfg>(args, layer, smem, index() > 0, warp);
+    l = index();
   }
-  State<Cfg> state;
-  state.load(lane_outputs<Cfg>(smem, warp));
-  merge_warps<Cfg>(args, smem, part_index(), parts_of(args.top_k, args.G), warp, state);
-  receive<Cfg>(args, smem, Message::kOutputs, parts_of(args.top_k, args.G));
-  write_output<Cfg>(args, smem, part_index(), parts_of(args.top_k, args.G), smem.unit.first_head(args));
+#pragma unroll 1
+  for (int i = 0; i < Cfg::kPartsOfCta; ++i) merge_warps<Cfg>(args, smem, i, warp);
+  receive<Cfg>(args, smem, Message::kOutputs, warp);
+  write_output<Cfg>(args, smem, smem.unit.first_head(args));
 }
 
 }  // namespace htree_cuda::sm90::htree_decode

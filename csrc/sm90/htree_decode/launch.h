@@ -8,7 +8,7 @@
 
 namespace htree_cuda::sm90::htree_decode {
 
-// One explicit instantiation a file of instantiations/: the four kernels of a dtype and head dimensions.
+// One explicit instantiation a file of instantiations/: the kernels of a dtype and head dimensions.
 template <class Element, int kK, int kV>
 void launch(Args const& args, unsigned units, cudaStream_t stream);
 

@@ -11,13 +11,16 @@
 
 namespace htree_cuda::sm90::htree_decode {
 
-// The CTA's output, relative to the maxima of merged_sums, goes to the CTAs that add the parts: each has a share of the
+// The output of one of the CTA's parts, relative to the maxima of merged_sums, goes to the CTAs that add the parts: each has a share of the
 // dimensions.
 template <class Cfg>
-__device__ __forceinline__ void merge_warps(Args const& args, Smem<Cfg>& smem, int part, int parts, int warp,
-                                            State<Cfg> const& state) {
-  int const lane = threadIdx.x % 32;
-  __syncthreads();  // scores and importances are not needed any more
+__device__ __forceinline__ void merge_warps(Args const& args, Smem<Cfg>& smem, int part_of_cta, int warp) {
+  Split<Cfg> const split(args);
+  int const part = cta_index() * Cfg::kPartsOfCta + part_of_cta;
+  int const lane = lane_of<Cfg>();
+  State<Cfg> state;
+  state.load(warp_outputs(smem, part_of_cta, warp));
+  __syncthreads();  // queries and importances are not needed any more, nor what was merged of the part before
 #pragma unroll
   for (int i = 0; i < Cfg::kHeadTiles; ++i) {
     float sum = state.sum[i];
@@ -54,14 +57,14 @@ __device__ __forceinline__ void merge_warps(Args const& args, Smem<Cfg>& smem, i
   __syncthreads();
   // Number 16 c + head hands the head's sum to CTA c.
 #pragma unroll 1
-  for (int i = threadIdx.x; i < parts * kHeads; i += Cfg::kThreads) {
+  for (int i = threadIdx.x; i < split.ctas() * kHeads; i += Cfg::kThreads) {
     int const head = i % kHeads;
     if (head >= args.G) continue;
     ptx::store_async(ptx::map_to_rank(ptx::shared_address(&smem.part_sums[part * kHeads + head]), i / kHeads),
                      smem.merged_sums[head], ptx::map_to_rank(inbox(smem, Message::kOutputs), i / kHeads));
   }
   constexpr int kVectors = Cfg::kTileHeads * Cfg::kV / 4;
-  int const share = Cfg::kV / parts;
+  int const share = Cfg::kV / split.ctas();
 #pragma unroll 1
   for (int i = threadIdx.x; i < args.G * (Cfg::kV / 4); i += Cfg::kThreads) {
     int const head = i / (Cfg::kV / 4);
@@ -73,7 +76,7 @@ __device__ __forceinline__ void merge_warps(Args const& args, Smem<Cfg>& smem, i
       out.x += x.x * factor, out.y += x.y * factor, out.z += x.z * factor, out.w += x.w * factor;
     }
     int const d = i % (Cfg::kV / 4) * 4;
-    float* const to = reinterpret_cast<float*>(smem.outputs_of_parts) + (part * Cfg::kTileHeads + head) * share + d % share;
+    float* const to = reinterpret_cast<float*>(smem.tail) + (part * Cfg::kTileHeads + head) * share + d % share;
     ptx::store_async(ptx::map_to_rank(ptx::shared_address(to), d / share), out,
                      ptx::map_to_rank(inbox(smem, Message::kOutputs), d / share));
   }
@@ -88,15 +91,18 @@ __device__ __forceinline__ float sink_weight(Args const& args, std::int64_t head
 
 // out and lse of the query, each CTA its share of the dimensions, once it has the outputs of all parts.
 template <class Cfg>
-__device__ __forceinline__ void write_output(Args const& args, Smem<Cfg>& smem, int part, int parts, std::int64_t first_head) {
-  int const share = Cfg::kV / parts;
+__device__ __forceinline__ void write_output(Args const& args, Smem<Cfg>& smem, std::int64_t first_head) {
+  Split<Cfg> const split(args);
+  int const parts = split.parts();
+  int const cta = cta_index();
+  int const share = Cfg::kV / split.ctas();
   auto* const out = static_cast<typename Cfg::Element*>(args.out);
 #pragma unroll 1
   for (int i = threadIdx.x; i < args.G * share; i += Cfg::kThreads) {
     int const head = i / share;
-    int const d = part * share + i % share;
+    int const d = cta * share + i % share;
     float2 const* const sums = smem.part_sums + head;
-    float const* const outs = reinterpret_cast<float const*>(smem.outputs_of_parts) + head * share + i % share;
+    float const* const outs = reinterpret_cast<float const*>(smem.tail) + head * share + i % share;
     float most = kNoScore;
 #pragma unroll 4
     for (int p = 0; p < parts; ++p) most = fmaxf(most, sums[p * kHeads].x);
@@ -112,7 +118,7 @@ __device__ __forceinline__ void write_output(Args const& args, Smem<Cfg>& smem, 
     x /= sum + sink_weight(args, static_cast<std::int64_t>(smem.unit.h) * args.G + head, most);
     if (fabsf(x) == __builtin_huge_valf()) x = __int_as_float(0x7fffffff);  // an attended value that is not finite: NaN
     out[(first_head + head) * Cfg::kV + d] = static_cast<typename Cfg::Element>(x);
-    if (part == 0 && i % share == 0) {
+    if (cta == 0 && i % share == 0) {
       args.lse[first_head + head] = static_cast<float>((static_cast<double>(most) + log2(static_cast<double>(sum))) * 0.6931471805599453);
     }
   }

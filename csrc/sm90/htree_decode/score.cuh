@@ -1,4 +1,4 @@
-// The score pass of a selecting layer: scores of the CTA's part, kept in shared memory, then lse over all parts and the
+// The score pass of a selecting layer: scores of the CTA's parts, kept in shared memory, then lse over all parts and the
 // importance of every candidate.
 #pragma once
 
@@ -26,29 +26,40 @@ __device__ __forceinline__ float4 const* lane_rotations(Smem<Cfg> const& smem, i
 }
 
 template <class Cfg>
-__device__ __forceinline__ BlockAddress<Cfg::kK> key_address(Args const& args, Layer const& layer, int block) {
-  return {layer.rows.upper ? args.cache.k_upper : args.cache.k, args.cache, layer.rows, layer.first_node(block)};
+__device__ __forceinline__ BlockAddress<Cfg::kK> key_address(Args const& args, Smem<Cfg> const& smem, Layer const& layer, int block) {
+  char const* const keys = layer.rows.upper ? args.cache.k_upper : args.cache.k;
+  return {keys + smem.rows[block - layer.first] * (2 * Cfg::kK), args.cache, layer, block};
 }
 
 template <class Cfg>
-__device__ __forceinline__ BlockAddress<Cfg::kV> value_address(Args const& args, Layer const& layer, int block) {
-  return {layer.rows.upper ? args.cache.v_upper : args.cache.v, args.cache, layer.rows, layer.first_node(block)};
+__device__ __forceinline__ BlockAddress<Cfg::kV> value_address(Args const& args, Smem<Cfg> const& smem, Layer const& layer, int block) {
+  char const* const values = layer.rows.upper ? args.cache.v_upper : args.cache.v;
+  return {values + smem.rows[block - layer.first] * (2 * Cfg::kV), args.cache, layer, block};
+}
+
+// Writes the first row of each of the CTA's blocks, which keys and values have in common.
+template <class Cfg>
+__device__ __forceinline__ void find_rows(Args const& args, Smem<Cfg>& smem, Layer const& layer) {
+#pragma unroll 1
+  for (int block = layer.first + static_cast<int>(threadIdx.x); block < layer.last; block += Cfg::kThreads) {
+    smem.rows[block - layer.first] = layer.first_row(args.cache, block);
+  }
 }
 
 // Brings the keys, or the values, of a warp's blocks to L2.
 template <class Cfg>
-__device__ __forceinline__ void prefetch_keys(Args const& args, Layer const& layer, int warp) {
+__device__ __forceinline__ void prefetch_keys(Args const& args, Smem<Cfg> const& smem, Layer const& layer, int warp) {
 #pragma unroll 1
   for (int block = layer.first + warp; block < layer.last; block += Cfg::kWarps) {
-    key_address<Cfg>(args, layer, block).prefetch(layer.readable_of(block));
+    key_address<Cfg>(args, smem, layer, block).prefetch(layer.readable_of(block));
   }
 }
 
 template <class Cfg>
-__device__ __forceinline__ void prefetch_values(Args const& args, Layer const& layer, int warp) {
+__device__ __forceinline__ void prefetch_values(Args const& args, Smem<Cfg> const& smem, Layer const& layer, int warp) {
 #pragma unroll 1
   for (int block = layer.first + warp; block < layer.last; block += Cfg::kWarps) {
-    value_address<Cfg>(args, layer, block).prefetch(layer.readable_of(block));
+    value_address<Cfg>(args, smem, layer, block).prefetch(layer.readable_of(block));
   }
 }
 
@@ -69,91 +80,108 @@ __device__ __forceinline__ void score_keys(Args const& args, Smem<Cfg> const& sm
   }
 }
 
-// The query rotated as a warp's first block of the layer needs it.
+// The query rotated as a warp's first block of a part needs it.
 template <class Cfg>
-__device__ __forceinline__ void begin_query(Args const& args, Layer const& layer, Smem<Cfg> const& smem, int warp, Query<Cfg>& q) {
-  int const block = min(layer.first + warp, layer.blocks - 1);
+__device__ __forceinline__ void begin_query(Args const& args, Layer const& layer, Smem<Cfg> const& smem, int first, Query<Cfg>& q) {
+  int const block = min(first, layer.blocks - 1);
   q.load(smem.query, args.rotations + static_cast<std::int64_t>(layer.n - 1 - kSiblings * block) * (Cfg::kK / 2));
 }
 
 template <class Cfg>
-__device__ __forceinline__ float4* stored_scores(Smem<Cfg>& smem, int G, int block_of_part) {
-  return smem.layers.scores + (block_of_part * score_lanes(G) + static_cast<int>(threadIdx.x % 32)) * Cfg::kHeadTiles;
+__device__ __forceinline__ float4* stored_scores(Args const& args, Smem<Cfg>& smem, int block_of_cta) {
+  return smem.tail + Cfg::kFirstScore + (block_of_cta * score_lanes(args.G) + static_cast<int>(ptx::lane_index())) * Cfg::kHeadTiles;
 }
 
-// Stores the scores of the part. The keys of a warp's next block are on their way while those of the one before are multiplied,
-// the first ones while the query rotates.
+// Stores the scores of the CTA's parts. The keys of a warp's next block are on their way while those of the one before are
+// multiplied, the first ones of a part while the query rotates.
 template <class Cfg>
-__device__ __forceinline__ void score_part(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp) {
+__device__ __forceinline__ void score(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp) {
   bool const stores = static_cast<int>(threadIdx.x % 32) < score_lanes(args.G);
-  auto const source = [&](int block) {
-    return typename Keys<Cfg>::Source(block < layer.last ? layer.readable_of(block) : 0,
-                                      key_address<Cfg>(args, layer, min(block, layer.last - 1)));
-  };
-  if (layer.first >= layer.last) return;
   Query<Cfg> q(smem.layers.queries, warp);
-  Keys<Cfg> keys;
-  {
-    auto const first = source(layer.first + warp);
-#pragma unroll
-    for (int octet = 0; octet < Keys<Cfg>::kOctets; ++octet) keys.load(first, octet, args.pairing);
-  }
-  begin_query<Cfg>(args, layer, smem, warp, q);
+  // Where the part ends that the warp scores lies in shared memory, and takes no register.
+  auto const end = [&] { return Cfg::kPartsOfCta == 1 ? layer.last : smem.part_ends[warp]; };
+  auto const source = [&](int block) {
+    return typename Keys<Cfg>::Source(block < end() ? layer.readable_of(block) : 0,
+                                      key_address<Cfg>(args, smem, layer, min(block, end() - 1)));
+  };
 #pragma unroll 1
-  for (int block = layer.first + warp; block < layer.last; block += Cfg::kWarps) {
-    int const readable = layer.readable_of(block);
-    float s[2][4];
-    score_keys<Cfg>(args, smem, keys, readable, source(block + Cfg::kWarps), q, s);
-    float4* const to = stored_scores<Cfg>(smem, args.G, block - layer.first);
-#pragma unroll
-    for (int i = 0; i < Cfg::kHeadTiles; ++i) {
-      if (stores) to[i] = {s[0][2 * i], s[0][2 * i + 1], s[1][2 * i], s[1][2 * i + 1]};
+  for (int begin = layer.first; begin < layer.last; begin = end()) {
+    if constexpr (Cfg::kPartsOfCta > 1) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) smem.part_ends[warp] = begin < layer.middle ? layer.middle : layer.last;
+      __syncwarp();
     }
-  }
-}
-
-// (maximum, sum) of the scores of each head and warp, to warp_sums; each lane reads what it has stored.
-template <class Cfg>
-__device__ __forceinline__ void sum_part(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp) {
-  int const lane = threadIdx.x % 32;
+    Keys<Cfg> keys;
+    {
+      auto const first = source(begin + warp);
 #pragma unroll
-  for (int i = 0; i < Cfg::kHeadTiles; ++i) {
-    float2 sum = {kNoScore, 0.0f};
-    if (lane < score_lanes(args.G)) {
+      for (int octet = 0; octet < Keys<Cfg>::kOctets; ++octet) keys.load(first, octet, args.pairing);
+    }
+    begin_query<Cfg>(args, layer, smem, begin + warp, q);
 #pragma unroll 1
-      for (int block = layer.first + warp; block < layer.last; block += Cfg::kWarps) {
-        float4 const x = stored_scores<Cfg>(smem, args.G, block - layer.first)[i];
-        float const most = fmaxf(fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), sum.x);
-        sum.y *= ptx::exp2_movable(sum.x - most);
-        sum.y += ptx::exp2_movable(x.x - most);
-        sum.y += ptx::exp2_movable(x.y - most);
-        sum.y += ptx::exp2_movable(x.z - most);
-        sum.y += ptx::exp2_movable(x.w - most);
-        sum.x = most;
+    for (int block = begin + warp; block < end(); block += Cfg::kWarps) {
+      int const readable = layer.readable_of(block);
+      float s[2][4];
+      score_keys<Cfg>(args, smem, keys, readable, source(block + Cfg::kWarps), q, s);
+      float4* const to = stored_scores<Cfg>(args, smem, block - layer.first);
+#pragma unroll
+      for (int i = 0; i < Cfg::kHeadTiles; ++i) {
+        if (stores) to[i] = {s[0][2 * i], s[0][2 * i + 1], s[1][2 * i], s[1][2 * i + 1]};
       }
     }
-    __syncwarp();
-    sum = combine_quad(sum);
-    if (lane % 4 == 0) smem.warp_sums[warp * kHeads + lane / 4 + 8 * i] = sum;
   }
 }
 
-// Hands the sums of the part to every CTA of the cluster, and clears the histogram.
+// (maximum, sum) of the scores of each head, part and warp, to warp_sums; each lane reads what it has stored.
 template <class Cfg>
-__device__ __forceinline__ void share_sums(Smem<Cfg>& smem, int part, int parts) {
+__device__ __forceinline__ void sum_scores(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp) {
+  int const lane = lane_of<Cfg>();
+#pragma unroll 1
+  for (int part = 0; part < Cfg::kPartsOfCta; ++part) {
+#pragma unroll
+    for (int i = 0; i < Cfg::kHeadTiles; ++i) {
+      float2 sum = {kNoScore, 0.0f};
+      if (lane < score_lanes(args.G)) {
+#pragma unroll 1
+        for (int block = layer.first_of<Cfg>(part) + warp; block < layer.last_of<Cfg>(part); block += Cfg::kWarps) {
+          float4 const x = stored_scores<Cfg>(args, smem, block - layer.first)[i];
+          float const most = fmaxf(fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), sum.x);
+          sum.y *= ptx::exp2_movable(sum.x - most);
+          sum.y += ptx::exp2_movable(x.x - most);
+          sum.y += ptx::exp2_movable(x.y - most);
+          sum.y += ptx::exp2_movable(x.z - most);
+          sum.y += ptx::exp2_movable(x.w - most);
+          sum.x = most;
+        }
+      }
+      __syncwarp();
+      sum = combine_quad(sum);
+      if (lane % 4 == 0) smem.warp_sums[(part * Cfg::kWarps + warp) * kHeads + lane / 4 + 8 * i] = sum;
+    }
+  }
+}
+
+// Hands the sums of the CTA's parts to every CTA of the cluster, and clears the histogram.
+template <class Cfg>
+__device__ __forceinline__ void share_sums(Args const& args, Smem<Cfg>& smem) {
+  Split<Cfg> const split(args);
 #pragma unroll 1
   for (int i = threadIdx.x; i < kBins / 4; i += Cfg::kThreads) smem.histogram[i] = uint4{};
   __syncthreads();  // warp_sums
-  // Number 16 c + head hands the head's sums to CTA c.
+  // Number 16 (P c + p) + head, of P parts a CTA, hands the head's sums of part p to CTA c.
 #pragma unroll 1
-  for (int i = threadIdx.x; i < parts * kHeads; i += Cfg::kThreads) {
+  for (int i = threadIdx.x; i < split.parts() * kHeads; i += Cfg::kThreads) {
     int const head = i % kHeads;
     if (head >= Cfg::kTileHeads) continue;
-    float2 whole = smem.warp_sums[head];
+    int const part = i / kHeads % Cfg::kPartsOfCta;
+    int const to = i / kHeads / Cfg::kPartsOfCta;
+    float2 const* const of_part = smem.warp_sums + part * Cfg::kWarps * kHeads + head;
+    float2 whole = of_part[0];
 #pragma unroll
-    for (int w = 1; w < Cfg::kWarps; ++w) whole = combine(whole, smem.warp_sums[w * kHeads + head]);
-    ptx::store_async(ptx::map_to_rank(ptx::shared_address(&smem.part_sums[part * kHeads + head]), i / kHeads), whole,
-                     ptx::map_to_rank(inbox(smem, Message::kSums), i / kHeads));
+    for (int w = 1; w < Cfg::kWarps; ++w) whole = combine(whole, of_part[w * kHeads]);
+    float2 const* const place = &smem.part_sums[(cta_index() * Cfg::kPartsOfCta + part) * kHeads + head];
+    ptx::store_async(ptx::map_to_rank(ptx::shared_address(place), to), whole,
+                     ptx::map_to_rank(inbox(smem, Message::kSums), to));
   }
 }
 
@@ -188,11 +216,12 @@ struct Range {
   }
 };
 
-// Importances of the part, as bits that compare as they do, and their histogram; NaN counts as infinity. A barrier of the CTA
+// Importances of the CTA's candidates, as bits that compare as they do, and their histogram; NaN counts as infinity. A barrier of the CTA
 // is needed before they are read.
 template <class Cfg>
-__device__ __forceinline__ void score_importance(Args const& args, Layer const& layer, Smem<Cfg>& smem, int parts, int warp) {
-  int const lane = threadIdx.x % 32;
+__device__ __forceinline__ void score_importance(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp) {
+  int const lane = lane_of<Cfg>();
+  int const parts = Split<Cfg>(args).parts();
   float lse[Cfg::kHeadTiles];
 #pragma unroll
   for (int i = 0; i < Cfg::kHeadTiles; ++i) {
@@ -208,7 +237,7 @@ __device__ __forceinline__ void score_importance(Args const& args, Layer const& 
 #pragma unroll 1
   for (int block = layer.first + warp; block < layer.last; block += Cfg::kWarps) {
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    float4 const* const from = stored_scores<Cfg>(smem, args.G, block - layer.first);
+    float4 const* const from = stored_scores<Cfg>(args, smem, block - layer.first);
 #pragma unroll
     for (int i = 0; i < Cfg::kHeadTiles; ++i) {
       float4 const x = stored ? from[i] : float4{kMasked, kMasked, kMasked, kMasked};

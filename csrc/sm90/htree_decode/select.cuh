@@ -1,5 +1,5 @@
 // Selection of one layer by the whole cluster: the top_k candidates of highest importance, the rightmost among them, ties to the
-// lower position. Importances stay where they were computed. Every round, each CTA counts those of its part that may be the
+// lower position. Importances stay where they were computed. Every round, each CTA counts those of its own that may be the
 // threshold into 256 bins and hands the counts to all others, so that all find the bin that holds it; the first round has
 // an eighth of a power of two a bin, the next ones a 256th of the bin before. Rounds end when a bin is selected whole, which
 // takes two or three, or holds equal importances alone.
@@ -16,19 +16,19 @@
 
 namespace htree_cuda::sm90::htree_decode {
 
-// The counts of a round, of all parts: two bins a word.
+// The counts of a round, of all CTAs: two bins a word.
 template <class Cfg>
-__device__ __forceinline__ uint32_t* histograms_of(Smem<Cfg>& smem, int parts, int round, int part) {
-  return smem.layers.histograms + (round % 2 * parts + part) * (kBins / 2);
+__device__ __forceinline__ uint32_t* histograms_of(Smem<Cfg>& smem, int ctas, int round, int cta) {
+  return smem.layers.histograms + (round % 2 * ctas + cta) * (kBins / 2);
 }
 
-// The bin that holds the k-th largest, from the counts of all parts, to smem.threshold. Threads 0 .. 127 have two bins each,
-// the largest first. What lies in the parts before this one is added up beside it, 16 bits up: a layer has at most 8,192
+// The bin that holds the k-th largest, from the counts of all CTAs, to smem.threshold. Threads 0 .. 127 have two bins each,
+// the largest first. What lies in the CTAs before this one is added up beside it, 16 bits up: a layer has at most 8,192
 // candidates.
 template <class Cfg>
-__device__ __forceinline__ void find_bin(Smem<Cfg>& smem, int part, int parts, int warp, int round, uint32_t k) {
+__device__ __forceinline__ void find_bin(Smem<Cfg>& smem, int cta, int ctas, int warp, int round, uint32_t k) {
   static_assert(Cfg::kThreads >= kBins / 2 && tree::kMaxTopK * kSiblings < 1 << 16);
-  int const lane = threadIdx.x % 32;
+  int const lane = lane_of<Cfg>();
   constexpr int kSumming = kBins / 2 / 32;  // warps
   int const word = kBins / 2 - 1 - static_cast<int>(threadIdx.x);
   uint32_t two = 0;
@@ -37,9 +37,9 @@ __device__ __forceinline__ void find_bin(Smem<Cfg>& smem, int part, int parts, i
   uint32_t inclusive = 0;
   if (warp < kSumming) {
 #pragma unroll 4
-    for (int p = 0; p < parts; ++p) {
-      if (p == part) two_before = two;
-      two += histograms_of(smem, parts, round, p)[word];
+    for (int p = 0; p < ctas; ++p) {
+      if (p == cta) two_before = two;
+      two += histograms_of(smem, ctas, round, p)[word];
     }
     own = (two & 0xffffu) + (two >> 16) + ((two_before << 16) + (two_before & 0xffff0000u));
     inclusive = own;
@@ -79,20 +79,22 @@ __device__ __forceinline__ uint32_t bits_before(uint32_t const* words, int count
   return inclusive - bits;
 }
 
-// Leaves the expanded candidates of the part in smem.expanded, and the parents of the next layer's blocks in `nodes` of the CTA
+// Leaves the expanded candidates of the CTA in smem.expanded, and the parents of the next layer's blocks in `nodes` of the CTA
 // that has them. More than top_k candidates exist. smem.layers.importance is read, and smem.histogram in the first round; the
 // CTA's barrier after both were written is here.
 template <class Cfg>
-__device__ __forceinline__ void select_layer(Args const& args, Layer const& layer, Smem<Cfg>& smem, int part, int parts,
-                                             int warp, std::int32_t* nodes) {
+__device__ __forceinline__ void select_layer(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp,
+                                             std::int32_t* nodes) {
+  int const cta = cta_index();
+  int const ctas = Split<Cfg>(args).ctas();
   int const top_k = args.top_k;
-  int const lane = threadIdx.x % 32;
-  int const count = layer.part_candidates();
+  int const lane = lane_of<Cfg>();
+  int const count = layer.candidates_of_cta();
   int const candidates = kSiblings * (layer.last - layer.first);
   uint32_t k = top_k - 1;
   Range range;
   Digit found;
-  uint32_t base = 0;  // selected candidates of the parts before this one
+  uint32_t base = 0;  // selected candidates of the CTAs before this one
   int round = 0;
 #pragma unroll 1
   while (true) {
@@ -109,9 +111,9 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
     __syncthreads();
     // Eight bins of 16 bits at a time, to every CTA.
     Message const message = round % 2 ? Message::kOddCounts : Message::kEvenCounts;
-    uint32_t const own = ptx::shared_address(histograms_of(smem, parts, round, part));
+    uint32_t const own = ptx::shared_address(histograms_of(smem, ctas, round, cta));
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kBins / 8 * parts; i += Cfg::kThreads) {
+    for (int i = threadIdx.x; i < kBins / 8 * ctas; i += Cfg::kThreads) {
       int const eight = i % (kBins / 8);
       uint4 const low = smem.histogram[2 * eight];
       uint4 const high = smem.histogram[2 * eight + 1];
@@ -119,8 +121,8 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
                        uint4{low.x | low.y << 16, low.z | low.w << 16, high.x | high.y << 16, high.z | high.w << 16},
                        ptx::map_to_rank(inbox(smem, message), i / (kBins / 8)));
     }
-    receive<Cfg>(args, smem, message, parts);
-    find_bin(smem, part, parts, warp, round, k);
+    receive<Cfg>(args, smem, message, warp);
+    find_bin(smem, cta, ctas, warp, round, k);
     found = smem.threshold;
     range.narrow(found.bin);
     k = found.room;
@@ -132,8 +134,8 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
   // Candidates above the bin are selected, and the bin's own: all of them, or as many of the lowest positions as fit.
   bool const ties = found.room != found.count;
   int const words = max(candidates / 32 + candidates % 32 / 16, 1);
-  uint32_t const taken = min(found.count_before, found.room);  // of the bin, by the parts before this one
-  uint32_t const room = found.room - taken;                    // for equal ones of this part
+  uint32_t const taken = min(found.count_before, found.room);  // of the bin, by the CTAs before this one
+  uint32_t const room = found.room - taken;                    // for equal ones of this CTA
   base += taken;
   if (ties) {  // the same in every CTA
 #pragma unroll 1
@@ -162,7 +164,7 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
 
   // The rank of a node says whose it is: it becomes the parent of that block of the next layer.
   uint32_t const before = bits_before(smem.expanded, words, lane);
-  int const share = top_k / parts;
+  int const share = top_k / ctas;
   uint32_t const to = ptx::shared_address(nodes);
 #pragma unroll 1
   for (int w = warp; w < words; w += Cfg::kWarps) {
@@ -175,7 +177,7 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
                        ptx::map_to_rank(inbox(smem, Message::kNodes), rank / share));
     }
   }
-  receive<Cfg>(args, smem, Message::kNodes, parts);
+  receive<Cfg>(args, smem, Message::kNodes, warp);
 }
 
 }  // namespace htree_cuda::sm90::htree_decode

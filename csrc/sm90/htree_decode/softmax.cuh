@@ -38,30 +38,52 @@ struct State {
   float sum[Cfg::kHeadTiles];
   float o[Cfg::kHeadTiles][Cfg::kDimTiles][4];  // O^T: rows are dimensions, columns heads 2 t and 2 t + 1
 
-  // Where the lane keeps tile `tile` of head tile i, and behind the tiles maxima and sums, counted from its first in `outputs`.
-  static __device__ __forceinline__ int place(int i, int tile) { return (i * (Cfg::kDimTiles + 1) + tile) * 32; }
+  // Where a lane keeps a tile of O^T, and behind the tiles maxima and sums, among the warp's `outputs`. Where they are compact,
+  // only lanes that have outputs, or sums, of kCompactHeads heads keep any; what the others load are zeros.
+  struct Place {
+    int of_tile;
+    int of_sums;
+    bool has_tile = true;
+    bool has_sums = true;
+
+    __device__ __forceinline__ Place() {
+      int const lane = static_cast<int>(ptx::lane_index());
+      of_tile = of_sums = lane;
+      if constexpr (Cfg::kCompact) {
+        of_tile = lane / 4 * 2 + lane % 2;
+        has_tile = lane % 4 < 2;
+        has_sums = lane < 16;
+      }
+    }
+    __device__ __forceinline__ int tile(int i, int tile) const { return (i * (Cfg::kDimTiles + 1) + tile) * Cfg::kStateLanes + of_tile; }
+    __device__ __forceinline__ int sums(int i) const { return (i * (Cfg::kDimTiles + 1) + Cfg::kDimTiles) * Cfg::kStateLanes + of_sums; }
+  };
 
   __device__ __forceinline__ void load(float4 const* outputs) {
+    Place const place;
 #pragma unroll
     for (int i = 0; i < Cfg::kHeadTiles; ++i) {
 #pragma unroll
       for (int tile = 0; tile < Cfg::kDimTiles; ++tile) {
-        float4 const x = outputs[place(i, tile)];
+        float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (place.has_tile) x = outputs[place.tile(i, tile)];
         o[i][tile][0] = x.x, o[i][tile][1] = x.y, o[i][tile][2] = x.z, o[i][tile][3] = x.w;
       }
-      float2 const running = reinterpret_cast<float2 const&>(outputs[place(i, Cfg::kDimTiles)]);
+      float2 running = {0.0f, 0.0f};
+      if (place.has_sums) running = reinterpret_cast<float2 const&>(outputs[place.sums(i)]);
       max[i] = running.x, sum[i] = running.y;
     }
   }
 
   __device__ __forceinline__ void store(float4* outputs) const {
+    Place const place;
 #pragma unroll
     for (int i = 0; i < Cfg::kHeadTiles; ++i) {
 #pragma unroll
       for (int tile = 0; tile < Cfg::kDimTiles; ++tile) {
-        outputs[place(i, tile)] = {o[i][tile][0], o[i][tile][1], o[i][tile][2], o[i][tile][3]};
+        if (place.has_tile) outputs[place.tile(i, tile)] = {o[i][tile][0], o[i][tile][1], o[i][tile][2], o[i][tile][3]};
       }
-      reinterpret_cast<float2&>(outputs[place(i, Cfg::kDimTiles)]) = {max[i], sum[i]};
+      if (place.has_sums) reinterpret_cast<float2&>(outputs[place.sums(i)]) = {max[i], sum[i]};
     }
   }
 
