@@ -98,5 +98,5 @@ def test_what_the_kernels_need_of_a_selection():
     _, device = inputs(1100, 20, G=2, K=64, V=64)
     selection = run(device, top_k_per_layer=16)[2]
     with pytest.raises(htree_cuda.UnsupportedError, match="need selection contiguous"):
-        strided = selection.transpose(1, 3).contiguous().transpose(1, 3)
+        strided = torch.stack((selection, selection), dim=-1)[..., 0]
         htree_cuda.forward(*device, top_k_per_layer=16, selection=strided)

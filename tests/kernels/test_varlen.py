@@ -260,6 +260,13 @@ def gradients_alone(q, k, v, dout, dlse, **options):
     return dq[0, keep], dk[0, :T], dv[0, :T]
 
 
+def same_sums(found, expected):
+    """dk and dv of a pack beside those of its sequences: the last place of the rounded result, and sums that cancel."""
+    for x, y in zip(found, expected, strict=True):
+        allowed = torch.finfo(y.dtype).eps * y.float().abs() + 1e-3 * y.float().abs().max()
+        assert ((x.float() - y.float()).abs() <= allowed).all()
+
+
 def check_gradients_against_loop(pack, keys, queries=None, **options):
     """dq bit for bit; dk and dv up to the order of their float32 sums, far below the rounding of the result."""
     queries = keys if queries is None else queries
@@ -274,10 +281,7 @@ def check_gradients_against_loop(pack, keys, queries=None, **options):
         if count > missing:
             one = gradients_alone(q[mine], k[tokens], v[tokens], *(x[mine] for x in gradients), **options)
             same_bits([dq[mine]], [one[0]])
-            for x, y in zip((dk[tokens], dv[tokens]), one[1:]):
-                # The last place of the rounded result, and sums that cancel.
-                allowed = torch.finfo(y.dtype).eps * y.float().abs() + 1e-3 * y.float().abs().max()
-                assert ((x.float() - y.float()).abs() <= allowed).all()
+            same_sums((dk[tokens], dv[tokens]), one[1:])
         else:
             assert (dk[tokens] == 0).all() and (dv[tokens] == 0).all()
         first_q, first_k = first_q + count, first_k + T
