@@ -68,7 +68,7 @@ FAMILIES = {
     ),
     "htree_decode": Family(
         ("csrc/sm90/htree_decode/", "csrc/tree/"),
-        ("tests/kernels/test_decode*.py", "tests/kernels/test_transformers.py"),
+        ("tests/kernels/test_decode*.py", "tests/kernels/test_options.py", "tests/kernels/test_transformers.py"),
         ("csrc/sm90/htree_fwd/", "csrc/sm90/htree_bwd/"),
     ),
 }
