@@ -13,7 +13,17 @@ import json
 import sys
 
 from content_hash import ROOT, content_hash
-from gpu_common import BINARIES, RESULTS, benchmark_names, ensure_built, machine, parse_shard, run, today
+from gpu_common import (
+    BINARIES,
+    RESULTS,
+    benchmark_names,
+    end_with_children,
+    ensure_built,
+    machine,
+    parse_shard,
+    run,
+    today,
+)
 
 LIMIT_S = 420
 
@@ -84,6 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="benchmarks whose name contains this")
     parser.add_argument("--list", action="store_true", help="print the benchmarks and stop")
     arguments = parser.parse_args(argv)
+    end_with_children()
     shard, shards = parse_shard(arguments.shard)
     names = benchmark_names()
     names += PYTHON_BENCHMARKS

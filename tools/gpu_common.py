@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -34,6 +35,21 @@ def parse_shard(text: str | None) -> tuple[int, int]:
     return i - 1, n
 
 
+_running: set[int] = set()  # process groups
+
+
+def end_with_children() -> None:
+    """A terminated program takes its processes along: what they leave running would spoil the next timing."""
+
+    def end(*_) -> None:
+        for group in tuple(_running):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        os._exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 def run(command: list[str], limit_s: float, env: dict[str, str] | None = None) -> tuple[int | None, str]:
     """Exit status (None: killed at the limit) and output. A hung kernel dies with its process."""
     process = subprocess.Popen(
@@ -46,6 +62,7 @@ def run(command: list[str], limit_s: float, env: dict[str, str] | None = None) -
         errors="replace",
         start_new_session=True,
     )
+    _running.add(process.pid)
     try:
         output, _ = process.communicate(timeout=limit_s)
         return process.returncode, output
@@ -53,6 +70,8 @@ def run(command: list[str], limit_s: float, env: dict[str, str] | None = None) -
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         return None, output
+    finally:
+        _running.discard(process.pid)
 
 
 def machine() -> dict:

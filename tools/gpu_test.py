@@ -23,7 +23,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from content_hash import ROOT, content_hash
-from gpu_common import BINARIES, RESULTS, benchmark_names, ensure_built, machine, merge_report, parse_shard, run
+from gpu_common import (
+    BINARIES,
+    RESULTS,
+    benchmark_names,
+    end_with_children,
+    ensure_built,
+    machine,
+    merge_report,
+    parse_shard,
+    run,
+)
 
 REPORT = RESULTS / "gpu_tests.json"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -39,7 +49,7 @@ PARTS = {
     "tests/kernels/test_decode.py": 4,
     "tests/kernels/test_forward_hostile.py": 2,
     "tests/kernels/test_forward_surroundings.py": 2,
-    "tests/kernels/test_options.py": 3,
+    "tests/kernels/test_options.py": 5,
     "tests/kernels/test_sparse_attention_bwd.py": 4,
     "tests/kernels/test_varlen.py": 3,
 }
@@ -164,6 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=1, help="jobs side by side (80 GiB of GPU memory: 1)")
     parser.add_argument("--list", action="store_true", help="print the jobs and stop")
     arguments = parser.parse_args(argv)
+    end_with_children()
     shard, shards = parse_shard(arguments.shard)
     mine = [job for job in jobs(not arguments.no_sanitizer)[shard::shards] if arguments.only in job_name(job)]
     if arguments.list:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 import warnings
+from pathlib import Path
 
 import content_hash
 import gpu_common
@@ -53,6 +58,33 @@ def test_gpu_jobs_all_run(at_once, monkeypatch):
     if at_once > 1:
         first = [gpu_test.job_name(job) for job in begun[: 2 * at_once]]  # threads may overtake each other
         assert "tests/kernels/test_forward.py part 1/6" in first
+
+
+def test_a_terminated_run_leaves_no_process(tmp_path):
+    child = tmp_path / "pid"
+    command = ["sh", "-c", f"echo $$ > {child}.new; mv {child}.new {child}; exec sleep 60"]
+    program = f"import gpu_common as g; g.end_with_children(); g.run({command!r}, 60)"
+    run = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT / "tools")})
+    try:
+        wait_for(child.exists)
+        assert runs(int(child.read_text()))
+        run.terminate()
+        assert run.wait(20) == 128 + signal.SIGTERM
+        wait_for(lambda: not runs(int(child.read_text())))
+    finally:
+        run.kill()
+
+
+def wait_for(condition, limit_s: float = 20.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def runs(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
 
 
 def test_parts_hold_every_test_once():
