@@ -39,7 +39,7 @@ _running: set[int] = set()  # process groups
 
 
 def end_with_children() -> None:
-    """A terminated program takes its processes along: what they leave running would spoil the next timing."""
+    """A terminated program takes its processes along: what they leave running would disturb the next timing."""
 
     def end(*_) -> None:
         for group in tuple(_running):
