@@ -172,6 +172,7 @@ struct Problem {
     decode.T_q = 1;
     decode.G = s.G();
     decode.top_k = s.top_k;
+    decode.rope_dim = s.K;
     decode.scale = 1.0 / std::sqrt(double(s.K));
     HTREE_CUDA_CHECK(cudaDeviceSynchronize());
   }
