@@ -375,7 +375,7 @@ private:
     Products s, dp;
     Fragments p = {}, ds = {};
     int row = Cfg::kSequences ? 0 : item.first;
-    // Of several sequences it is read again for every tile, for want of a register.
+    // With several sequences the end is read again for every tile, for want of a register.
     auto const end = [&] { return Cfg::kSequences ? ring_.rows_of_item() : item.end; };
     auto const begin_scores = [&] {
       ring_.barriers.wait_full(at_, "dkdv_entry consumer: full");

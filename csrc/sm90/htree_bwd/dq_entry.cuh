@@ -188,7 +188,7 @@ public:
   }
 
 private:
-  // Of the rows g and g + 8, which of the warp's queries they belong to. One query has both.
+  // Says which of the warp's queries row g (i = 0) or g + 8 (i = 1) belongs to. One query has both.
   __device__ __forceinline__ int query_of_row(int i) const {
     return kQueries == 1 ? 0 : kQueries == 2 ? i : 2 * i + g_ / 4;
   }

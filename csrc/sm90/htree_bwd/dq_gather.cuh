@@ -58,7 +58,7 @@ struct GatherCta {
   sequences::Rows const* rows;  // with sequences of different lengths
 
   __device__ __forceinline__ explicit GatherCta(Args const& args) {
-    // Of a head.
+    // `ctas` counts the CTAs of one head.
     int const ctas = Cfg::kSequences ? args.sequences.gather_ctas : (args.chunk.rows + Cfg::kRows - 1) / Cfg::kRows;
     head = static_cast<int>(blockIdx.x) / ctas;
     int const cta = ctas - 1 - static_cast<int>(blockIdx.x) % ctas;

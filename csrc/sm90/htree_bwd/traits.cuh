@@ -134,7 +134,7 @@ struct DkDvSelectedTraits {
   static constexpr int kDoutSlotBytes = kQueries * kValueStride;
   static_assert(kHeaderBytes <= kHeaderRoom && kHeaderBytes % 16 == 0);
   static_assert(kKeysBegin % 128 == 0 && kQuerySlotBytes % 128 == 0 && kDoutSlotBytes % 128 == 0);
-  // Of the rows of the values, the last 128 bytes, or everything, in the swizzle of global memory.
+  // Shared memory holds the last 128 bytes of the rows of values, or whole rows, in the swizzle of global memory.
   static constexpr int kSharedValues = kHeldValues == kV / 16 ? 0 : kHeldValues == kV / 32 ? 128 : kValueRowBytes;
   static constexpr int kValuesBytes = 16 * kSharedValues;
 

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads) distribute_kernel(const __grid_const
   std::int64_t const bh = args.first_head + head;
   std::int64_t const row = ((bh / args.H_kv) * T + t) * args.H_kv + bh % args.H_kv;
   Element* const out = static_cast<Element*>(args.out) + row * args.dim + column;
-  // Of sequences of different lengths: the token's own, and where its nodes begin.
+  // With sequences of different lengths the token's own sequence says where its nodes begin.
   Sequence sequence{};
   std::int32_t own = 0;
   bool const several = args.sequences != nullptr;
