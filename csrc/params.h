@@ -459,7 +459,7 @@ struct IndexerListedParams {
   std::int64_t topk_length_stride_b;
   std::int64_t topk_length_stride_s;
   std::int64_t topk;
-  // Of the backward alone.
+  // Only the backward reads or writes the members that follow.
   float const* dlogits;  // [B, s_q, topk] of any strides
   std::int64_t dlogits_stride_b;
   std::int64_t dlogits_stride_s;

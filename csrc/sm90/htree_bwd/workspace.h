@@ -19,8 +19,8 @@ namespace htree_cuda::sm90::htree_bwd {
 constexpr std::int64_t kMinChunkBytes = std::int64_t(64) << 20;
 constexpr std::int64_t kMaxChunkBytes = std::int64_t(256) << 20;
 constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
-// Of sequences of different lengths: rows of short ones have the room of long ones, and a chunk of few long rows among
-// them leaves SMs idle.
+// With sequences of different lengths rows of short ones have the room of long ones, and a chunk of few long rows leaves
+// SMs idle.
 constexpr std::int64_t kMaxSequencesChunkBytes = std::int64_t(512) << 20;
 // Rows that the dq kernels compute at once on 132 SMs, eight in a CTA: 3.3 rounds of CTAs take the time of four. The
 // number is the same on any device, since sums are cut where a chunk ends.
@@ -33,7 +33,7 @@ constexpr std::int64_t kMaxSegmentRows = 1024;
 // In entry layers, where a work item is kItemTiles KV tiles and a segment: about eight items for each SM of a large
 // GPU, since half of them lie before the first query that visits their nodes.
 constexpr std::int64_t kTileItems = 1056;
-// Of sequences of different lengths: an item's rows are counted in 16 bits.
+// With sequences of different lengths an item's rows are counted in 16 bits.
 constexpr std::int64_t kMaxSegmentTileRows = 32768;
 static_assert(kMaxSegmentTileRows + kRowStep < sequences::kMaxItemRows);
 // Small groups multiply with two or four queries at a time, so that a work item needs more rows before its sums pay:

@@ -64,7 +64,7 @@ struct KernelParams {
   float* to_sink;            // [B, s_q, h_q], with a sink: minus the gradient that a query gives it
   void* sums;                // [B, s_kv, d_qk] float or int64_t, columns in the order of order.cuh
   int* begun;                // units that have begun, or null: CTAs do not wait for each other
-  // Of kDeterministic alone:
+  // Only kernels with kDeterministic use the members that follow.
   double2* query_bounds;     // [B, s_q]: a contribution is at most x |v| + y
   float* norms;              // [B, s_kv]: |v|, or NaN where the row is not finite
   int* exponents;            // [B, s_kv]: of the largest contribution
