@@ -127,7 +127,7 @@ private:
 
   static constexpr uint32_t kTileWords = 4 * C::kWarps;
 
-  // One of a segment's first tiles: what is handed over is Q, or comes behind it, or nothing was issued yet.
+  // Copies one of a segment's first tiles: what is handed over is Q, or comes behind it, or nothing was issued yet.
   static constexpr int kFirstTiles = C::kCopyLag / C::kTileStages + 1;
   __device__ __forceinline__ void first_tile(Gather<C> const& gather) {
 #pragma unroll
@@ -155,8 +155,8 @@ private:
     }
   }
 
-  // One whose first stage is kFirst. It hands over stages that these warps filled, behind others that they filled: each
-  // warp does so in the order of the ring, and that order is the barriers'.
+  // Copies a tile whose first stage is kFirst. It hands over stages that these warps filled, behind others that they
+  // filled: each warp does so in the order of the ring, and that order is the barriers'.
   template <int kFirst>
   __device__ __forceinline__ void tile(Gather<C> const& gather) {
 #pragma unroll

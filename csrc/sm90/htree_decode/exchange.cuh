@@ -42,7 +42,7 @@ __device__ __forceinline__ uint32_t message_bytes(Args const& args, Message mess
   }
 }
 
-// By one thread. Other CTAs may send once the barrier of the cluster has completed.
+// One thread calls this. Other CTAs may send once the barrier of the cluster has completed.
 template <class Cfg>
 __device__ __forceinline__ void open_inboxes(Args const& args, Smem<Cfg>& smem) {
 #pragma unroll

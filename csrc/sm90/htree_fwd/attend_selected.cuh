@@ -111,7 +111,7 @@ __device__ __forceinline__ void attend_parent(State<Cfg>& s, Waiting& waiting, u
   load_keys(s, keys[0], slot, 0);
   uint32_t p[4];
   probabilities<!kBottom>(s, waiting, expanded, p);
-  // One stretch of code, in which the compiler interleaves the products of either block and the rotations.
+  // What follows is one stretch of code, in which the compiler interleaves products of either block and rotations.
   constexpr int kValueSteps = Cfg::kValueTiles / 2;
   ptx::load_shared_4B_if(wanted, next_query_mask, mask);
   fill(products, 0.0f);

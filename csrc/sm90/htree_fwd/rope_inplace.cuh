@@ -33,7 +33,7 @@ __device__ __forceinline__ uint32_t saved_query(State<Cfg> const& s) {
   return s.rope.shared + s.warp * (Cfg::kSteps * 512) + ptx::lane_index() * 16;
 }
 
-// Where the rotations are fetched from which the query restarts, while the ranks before that pass.
+// The address to which the rotations are fetched from which the query restarts, while the ranks before that pass.
 template <class Cfg>
 __device__ __forceinline__ uint32_t fetched_rotation(State<Cfg> const& s) {
   return s.rope.shared + Cfg::kRotationOffset + s.warp * Cfg::kRotationBytes;

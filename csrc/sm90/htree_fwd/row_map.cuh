@@ -112,7 +112,7 @@ __device__ __forceinline__ QueryTile own_tile(State<Cfg> const& s) {
   return QueryTile(s.args.blocks, tile_of_warp(s));
 }
 
-// Where queries share a warp: the place of the warp's first query in its tile.
+// The place of the warp's first query in its tile, where queries share a warp.
 template <class Cfg>
 __device__ __forceinline__ uint32_t first_query(State<Cfg> const& s) {
   return s.warp % (Cfg::kConsumers / Cfg::kQueriesPerWarp) * Cfg::kQueriesPerWarp;

@@ -88,8 +88,8 @@ __device__ __forceinline__ void add_group_ends_to_lse(State<Cfg>& s, GroupScores
   if (!takes_whole_group(s, 1)) add_end_to_lse(s, 1, scores);
 }
 
-// One step of a butterfly: of 2 kTiles tiles a lane keeps half, the upper ones where bit `lanes` of its number is set,
-// summed with those of the lane that keeps the other half.
+// This is one step of a butterfly: of 2 kTiles tiles a lane keeps half, the upper ones where bit `lanes` of its number
+// is set, summed with those of the lane that keeps the other half.
 template <int kTiles, class Cfg>
 __device__ __forceinline__ void halve(State<Cfg> const& s, float (&sums)[2 * Cfg::kStageSlots][2], int lanes) {
   bool const upper = s.lane & lanes;

@@ -22,7 +22,7 @@ struct Ring {
   __device__ __forceinline__ uint32_t stage(uint32_t slot) const { return stages + slot * Cfg::kStageBytes; }
   // The query mask of consumer `i` for the stage (traits.cuh).
   static __device__ __forceinline__ uint32_t mask(uint32_t stage, int i) { return stage + Cfg::kMaskOffset + 4 * i; }
-  // Its query mask for the stage behind it.
+  // The query mask of consumer `i` for the stage behind this one.
   static __device__ __forceinline__ uint32_t next_mask(uint32_t stage, int i) {
     return stage + Cfg::kNextMaskOffset + 4 * i;
   }

@@ -5,7 +5,7 @@
 
 namespace htree_cuda::sm90::indexer {
 
-// One thread: the queries of both consumers, then every key tile.
+// One thread copies the queries of both consumers, then every key tile.
 template <class C>
 __device__ __forceinline__ void produce(KernelParams const& p, Work const& work, CUtensorMap const& q_map, CUtensorMap const& k_map,
                                         typename C::SharedStorage& shared, RingBarriers<C::kStages> ring) {

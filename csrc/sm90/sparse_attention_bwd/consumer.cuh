@@ -128,7 +128,7 @@ private:
     barriers::warp_arrive(barriers_.ds_full);
     barriers::mbarrier_wait<barriers::Waiting::kPolling>(barriers_.ds_full, rounds_ & 1, "sparse_attention_bwd: dS");
 
-    // dq += dS K.
+    // The products of dq += dS K.
     wgmma::Descriptor const ds(uniform(ds_operand_));
     wgmma::Descriptor const columns(uniform(keys_ + kMe * C::kOwnPanels * C::kPanelBytes), C::kPanelBytes);
     wgmma::fence();

@@ -138,7 +138,7 @@ void launch_chunk(SparseAttentionBackwardParams const& params, KernelParams kern
   kernel.lse_scale = static_cast<float>(std::log2(p.lse_base));
   kernel.dlse_scale = static_cast<float>(1.0 / std::log(p.lse_base));
   CUtensorMap const q_map = host::list_args::encode_q(p, kernel);
-  // One "head" of d_qk columns; a box is one row.
+  // The keys are one "head" of d_qk columns, and a box is one row.
   int one = 0;
   CUtensorMap const kv_map = host::list_args::encode_heads(
       {kernel.kv, p.d_qk, p.B, p.s_kv, 1, p.kv_stride_b, p.kv_stride_s, p.d_qk, p.dtype}, one, kernel.kv_coord_s,

@@ -6,7 +6,7 @@
 
 namespace htree_cuda::sm90::topk_indices {
 
-// Where the list of a row goes.
+// The place that the list of a row is written to.
 struct List {
   int* indices;
   float* values;
