@@ -56,8 +56,21 @@ PYTHON_BENCHMARKS = {
     "sparse_attention_gpu": ["sparse_attention"],
     "sparse_attention_bwd": ["sparse_attention", "--backward"],
     "indexer_gpu": ["indexer", "--types", "bfloat16,float8_e4m3fn"],
+    # A whole prefill of 32,768 queries, whose logits exist in parts only.
+    "indexer_prefill_gpu": [
+        "indexer",
+        "--ops",
+        "indexer_topk",
+        "--queries",
+        "32768",
+        "--index-heads",
+        "32",
+        "--lengths",
+        "32768,65536,262144",
+    ],
     "dsa_gpu": ["dsa"],
     "backward_gpu": ["backward"],
+    "packed_gpu": ["packed", "--backward"],
     "decode_gpu": ["decode", "--quick", "--plot", str(RESULTS / "decode_gpu.png")],
     # Groups and budgets that models use, for the tables of README.md and docs/performance.md.
     "budgets_gpu": ["budgets"],

@@ -41,6 +41,13 @@ def _layouts(text: str) -> list[str]:
     return layouts
 
 
+def _ops(text: str) -> list[str]:
+    ops = text.split(",")
+    if unknown := set(ops) - set(indexer.OPS):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: must be of {', '.join(indexer.OPS)}")
+    return ops
+
+
 def _common(cuda: bool) -> argparse.ArgumentParser:
     """Options of every command."""
     parser = argparse.ArgumentParser(add_help=False)
@@ -156,6 +163,8 @@ def _indexer(cuda: bool) -> argparse.ArgumentParser:
     add("--index-heads", type=int, default=64 if cuda else 8, help="h_i, heads of the indexer")
     add("--index-dim", type=int, default=128 if cuda else 64, help="d_i, head dimension of the indexer")
     add("--types", default="", help="dtypes of q and k, float8_e4m3fn among them, comma-separated; empty: --dtype")
+    ops = ", ".join(indexer.OPS)
+    add("--ops", type=_ops, default=",".join(indexer.OPS), help=f"of {ops}; the first two hold [s_q, s_kv] float32")
     return parser
 
 

@@ -11,6 +11,7 @@ from .inputs import DTYPES
 from .protocol import measure
 
 TYPES = {**DTYPES, "float8_e4m3fn": torch.float8_e4m3fn}
+OPS = ("topk_indices", "indexer_logits", "indexer_topk")
 
 
 def _inputs(args: argparse.Namespace, dtype: torch.dtype, s_q: int, s_kv: int) -> tuple[list, dict]:
@@ -52,14 +53,16 @@ def _indexer(args: argparse.Namespace, name: str, s_kv: int) -> list[dict]:
     (q, k, weights), scales = _inputs(args, TYPES[name], s_q, s_kv)
     options = {**scales, "backend": args.backend}
     flop = 2.0 * s_q * s_kv * args.index_heads * args.index_dim
-    dense = measure(lambda: indexer_logits(q, k, weights, **options), args.device)
-    start = max(s_kv - s_q, 0)
-    both = measure(lambda: indexer_topk(q, k, weights, args.topk, q_start=start, **options), args.device)
-    visible = sum(min(start + s + 1, s_kv) for s in range(s_q)) / (s_q * s_kv)
-    return [
-        _figure(args, "indexer_logits", dense, s_kv, name, flop),
-        _figure(args, "indexer_topk", both, s_kv, name, flop * visible),
-    ]
+    figures = []
+    if "indexer_logits" in args.ops:
+        dense = measure(lambda: indexer_logits(q, k, weights, **options), args.device)
+        figures.append(_figure(args, "indexer_logits", dense, s_kv, name, flop))
+    if "indexer_topk" in args.ops:
+        start = max(s_kv - s_q, 0)
+        both = measure(lambda: indexer_topk(q, k, weights, args.topk, q_start=start, **options), args.device)
+        visible = sum(min(start + s + 1, s_kv) for s in range(s_q)) / (s_q * s_kv)
+        figures.append(_figure(args, "indexer_topk", both, s_kv, name, flop * visible))
+    return figures
 
 
 def run(args: argparse.Namespace) -> list[dict]:
@@ -67,7 +70,8 @@ def run(args: argparse.Namespace) -> list[dict]:
     figures = []
     names = args.types.split(",") if args.types else [args.dtype]
     for s_kv in args.lengths:
-        figures.append(_selector(args, s_kv))
+        if "topk_indices" in args.ops:
+            figures.append(_selector(args, s_kv))
         for name in names:
             figures.extend(_indexer(args, name, s_kv))
     return figures
@@ -76,6 +80,7 @@ def run(args: argparse.Namespace) -> list[dict]:
 COLUMNS = {
     "op": lambda f: f["op"],
     "dtype": lambda f: f["dtype"],
+    "heads": lambda f: str(f.get("h_i", "-")),
     "s_q": lambda f: f"{f['s_q']:,}",
     "s_kv": lambda f: f"{f['s_kv']:,}",
     "ms": lambda f: f"{f['ms']:.3f}",

@@ -89,7 +89,7 @@ def _peer(args: argparse.Namespace, lengths: list[int], H: int, H_kv: int, gradi
     try:
         result = _measured(call, (q, k, v), args, gradients)
     except (RuntimeError, TypeError, ValueError) as error:
-        print(f"torch.nn.attention.varlen does not run: {error}", file=sys.stderr)
+        print(f"torch.nn.attention.varlen does not run: {str(error).splitlines()[0]}", file=sys.stderr)
         return None
     return result | {"name": f"torch.nn.attention.varlen of PyTorch {torch.__version__}, {_flash_attention()}"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tools.update_docs import __main__ as update
-from tools.update_docs import budgets, decode, dispatch, training
+from tools.update_docs import budgets, decode, dispatch, dsa, packed, training
 
 
 def figure(T, ms, dense=None, inputs="iid", **shape):
@@ -120,3 +120,30 @@ def test_training_steps_are_a_table(monkeypatch):
     found["throughput"] = [{"T": 32768, "arm": arm, "step_ms": ms} for arm, ms in steps]
     monkeypatch.setattr(training, "load", lambda name: found if name == "train_steps_gpu" else None)
     assert "| 32,768 | 50.0 | 40.0 | 0.80 |" in training.train_steps()
+
+
+MACHINE = {"gpu": "H100", "driver": "1", "torch": "2", "date": "2026-01-02"}
+
+
+def test_a_pack_stands_beside_what_it_is_compared_with(monkeypatch):
+    shape = {"what": "forward", "sequences": 16, "total": 65536, "H": 32, "H_kv": 8, "K": 128, "top_k": 512}
+    shape |= {"dtype": "bfloat16", "seed": 0, "ms": 2.0}
+    beside = {"ms": 4.0, "name": "FlashAttention"}
+    figures = [shape | {"case": "dense", "beside": beside, "ratio": 0.5}, shape | {"case": "short"}]
+    monkeypatch.setattr(packed, "load", lambda name: {**MACHINE, "figures": figures})
+    lines = packed.packed().splitlines()
+    assert "FlashAttention" in lines[0]
+    assert lines[-2].endswith("| 32 on 8 | 512 | 2.00 | 4.00 | 0.500 |")
+    assert lines[-1].endswith("| 2.00 |  |  |")
+
+
+def test_a_piece_of_dsa_without_a_kernel_has_an_empty_cell(monkeypatch):
+    shape = {"s_q": 1, "h_q": 128, "s_kv": 65536, "topk": 2, "d_qk": 3, "d_v": 4, "h_i": 5, "d_i": 6, "dtype": "x"}
+    figures = [
+        shape | {"piece": "step", "error": "no kernel", "torch_backend": {"ms": 3.0, "peak_bytes": 2**30}},
+        shape | {"piece": "topk_indices", "ms": 1.5, "peer": {"name": "torch.topk", "ms": 2.5}},
+    ]
+    monkeypatch.setattr(dsa, "load", lambda name: {**MACHINE, "figures": figures})
+    *_, first, second = dsa.dsa_step().splitlines()
+    assert first == "| step | 128 | 65,536 |  |  | 3.00 | 1.00 |  |"
+    assert second == "| topk_indices | 128 | 65,536 | 1.50 |  |  |  | torch.topk 2.50 |"

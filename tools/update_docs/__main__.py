@@ -13,11 +13,39 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import backward, budgets, context_parallel, decode, dispatch, forward, lists, pretrained, reports, training, tree
+from . import (
+    backward,
+    budgets,
+    context_parallel,
+    decode,
+    dispatch,
+    dsa,
+    forward,
+    lists,
+    packed,
+    pretrained,
+    reports,
+    training,
+    tree,
+)
 from .common import ROOT
 
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end generated -->)", re.DOTALL)
-MODULES = (forward, backward, budgets, context_parallel, decode, dispatch, lists, pretrained, tree, training, reports)
+MODULES = (
+    backward,
+    budgets,
+    context_parallel,
+    decode,
+    dispatch,
+    dsa,
+    forward,
+    lists,
+    packed,
+    pretrained,
+    reports,
+    training,
+    tree,
+)
 BLOCKS: dict[str, Callable[[], str]] = {name: write for module in MODULES for name, write in module.BLOCKS.items()}
 
 

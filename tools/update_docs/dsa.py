@@ -1,0 +1,61 @@
+"""Blocks about a step of DeepSeek Sparse Attention and about its indexer."""
+
+from __future__ import annotations
+
+from .common import load, markdown, on_gpu
+
+
+def _ms(found: dict) -> str:
+    return f"{found['ms']:.2f}" if "ms" in found else ""
+
+
+def _gib(found: dict) -> str:
+    return f"{found['peak_bytes'] / 2**30:.2f}" if found.get("peak_bytes") is not None else ""
+
+
+def dsa_step() -> str:
+    """Each piece of a decoder's step and the whole, beside PyTorch operations and peers."""
+    report = load("dsa_gpu")
+    if report is None:
+        return "Not measured yet: `python tools/gpu_bench.py --only dsa_gpu` on a Hopper machine."
+    rows = []
+    for f in report["figures"]:
+        torch = f.get("torch_backend", {})
+        peer = f"{f['peer']['name']} {_ms(f['peer'])}" if "peer" in f else ""
+        rows.append(
+            [f["piece"], str(f["h_q"]), f"{f['s_kv']:,}", _ms(f), _gib(f), _ms(torch), _gib(torch), peer],
+        )
+    f = report["figures"][0]
+    header = ["piece", "heads", "s_kv", "ms", "GiB", "PyTorch backend, ms", "GiB", "peer, ms"]
+    return (
+        f"s_q {f['s_q']:,}, topk {f['topk']:,}, d_qk {f['d_qk']}, d_v {f['d_v']}, indexer {f['h_i']} heads of "
+        f"{f['d_i']}, {f['dtype']} ({on_gpu(report)}); GiB is the most memory beyond the inputs:\n\n"
+        + markdown(header, rows)
+    )
+
+
+def indexer() -> str:
+    """The indexer, its selector, and both in one call."""
+    reports = [report for name in ("indexer_gpu", "indexer_prefill_gpu") if (report := load(name)) is not None]
+    if not reports:
+        return "Not measured yet: `python tools/gpu_bench.py --only indexer` on a Hopper machine."
+    rows = [
+        [
+            f["op"],
+            f["dtype"],
+            f"{f['h_i']} x {f['d_i']}" if "h_i" in f else "",
+            f"{f['s_q']:,}",
+            f"{f['s_kv']:,}",
+            str(f.get("topk", "")),
+            _ms(f),
+            f"{f['tflops']:.0f}" if "tflops" in f else "",
+            _ms(f.get("torch_topk", {})),
+        ]
+        for report in reports
+        for f in report["figures"]
+    ]
+    header = ["op", "dtype", "heads", "s_q", "s_kv", "topk", "ms", "TFLOP/s", "torch.topk, ms"]
+    return f"Random inputs ({on_gpu(reports[-1])}):\n\n" + markdown(header, rows)
+
+
+BLOCKS = {"dsa_step": dsa_step, "indexer": indexer}
