@@ -592,8 +592,9 @@ def forward_cached(
     Notes:
         Always strictly causal. Deterministic. Up to 8 rows nothing waits for the device, and the call can be captured
         in a CUDA graph once it has run before with its options (a table of rotations is made then and kept). More rows
-        are a prefill: each sequence has the bits of a call of `forward` on its tokens. The kernels take the lengths of
-        a contiguous cache on the device; with pages, and on the PyTorch backend, they are read on the host.
+        are a prefill: each sequence has the bits of a call of `forward` on its tokens. The kernels take the lengths on
+        the device, and a prefill over pages copies the pages of as many sequences as fit 1 GiB, or of one, at a time;
+        the PyTorch backend reads the lengths on the host.
         The decode kernel needs a rope_dim that is a multiple of 16, or rope_interleaved.
         Work of a call of up to 8 rows grows with the number of layers alone.
 

@@ -109,7 +109,7 @@ def forward_cached(
     if not torch_backend:
         checks.cache.forward_cached_kernel(q, cache, params)
     if q.shape[1] > FEW_QUERIES and q.shape[0]:
-        if not torch_backend and not layout.page_size:
+        if not torch_backend:
             return _prefill_by_lengths(q, seqused_q, cache, layout, params, need_selection, backend)
         return _prefill(q, seqused_q, cache, layout, params, need_selection, backend)
     if torch_backend and q.shape[0] and q.shape[1]:
@@ -152,8 +152,7 @@ def _prefill(
     q: Tensor, seqused_q: Tensor | None, cache: CacheTensors, layout: TreeLayout, params: CachedParams,
     need_selection: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """More than 8 queries, over pages or by the PyTorch backend: the forward op on each sequence. Lengths are read on
-    the host."""
+    """More than 8 queries by the PyTorch backend: the forward op on each sequence. Lengths are read on the host."""
     B, T_q = q.shape[:2]
     out, lse, selection = _empty_results(q, cache, layout, params, need_selection)
     out.zero_(), lse.fill_(-math.inf), selection.fill_(-1)
@@ -195,26 +194,37 @@ def _prefill(
     return out, lse, selection
 
 
-# Bytes of packed keys and values that the sequences of one ragged call may take, one sequence at least.
+# Bytes of keys and values that the sequences of one ragged call may take, one sequence at least.
 _PREFILL_BYTES = 1 << 30
+
+
+def _rows_of_tokens(cache: CacheTensors, layout: TreeLayout, part: slice) -> tuple[Tensor, Tensor]:
+    """k [b, max_tokens, H_kv, K] and v of some sequences: views without pages. With pages copies of all pages that the
+    table names, so that no length is read; an entry that is no page stands for some page, whose rows lie behind the
+    length."""
+    if not layout.page_size:
+        return tuple(x[part, :, : layout.max_tokens].transpose(1, 2) for x in (cache.k, cache.v))
+    pages = cache.block_table[part, : layout.max_pages].long().clamp(0, cache.k.shape[0] - 1)
+    rows = (x[:, :, : layout.page_size].transpose(1, 2)[pages] for x in (cache.k, cache.v))
+    return tuple(x.flatten(1, 2)[:, : layout.max_tokens] for x in rows)
 
 
 def _prefill_by_lengths(
     q: Tensor, seqused_q: Tensor | None, cache: CacheTensors, layout: TreeLayout, params: CachedParams,
     need_selection: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """More than 8 queries over a contiguous cache: the ragged forward, whose lengths stay on the device."""
+    """More than 8 queries: the ragged forward, whose lengths stay on the device."""
     B, T_q = q.shape[:2]
     out, lse, selection = _empty_results(q, cache, layout, params, need_selection)
-    k, v = (x[:, :, : layout.max_tokens].transpose(1, 2) for x in (cache.k, cache.v))
     inv_freq = None if params.rope_inv_freq is None else params.rope_inv_freq.to(q.device)
-    row_bytes = layout.max_tokens * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
+    row_bytes = layout.max_tokens * cache.k.shape[1] * (cache.k.shape[3] + cache.v.shape[3]) * cache.k.element_size()
     step = max(1, _PREFILL_BYTES // row_bytes)
     for first in range(0, B, step):
         part = slice(first, first + step)
         used = None if seqused_q is None else seqused_q[part]
+        k, v = _rows_of_tokens(cache, layout, part)
         results = torch.ops.htree_cuda.forward_varlen(
-            q[part], k[part], v[part], None, None, used, cache.lengths[part], None, params.attn_sink, inv_freq,
+            q[part], k, v, None, None, used, cache.lengths[part], None, params.attn_sink, inv_freq,
             max_seqlen_q=T_q, max_seqlen_k=layout.max_tokens, compression_rate=params.compression_rate,
             top_k_per_layer=params.top_k, max_top_nodes=params.max_top_nodes, scale=params.scale,
             rope_base=params.rope_base, strict_causal=True, need_selection=need_selection, backend=backend,

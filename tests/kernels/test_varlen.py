@@ -480,6 +480,65 @@ def test_memory_is_bounded_by_totals():
     assert many - one <= 4096 * (64 + 4 * 64 + 16 * 16 * 2 * 2 * 128 * 6)
 
 
+# ---- prefill of a cache -----------------------------------------------------------------------------------------
+
+
+def a_cache(k, v, lengths, page_size=None):
+    """Pages of the last sequences come first, and what no sequence has written is NaN."""
+    B, T, H_kv, D = k.shape
+    place = {"dtype": k.dtype, "device": k.device, "page_size": page_size}
+    cache = htree_cuda.TreeCache(B, T, H_kv, D, **place)
+    if page_size is not None:
+        cache._k.fill_(math.nan), cache._v.fill_(math.nan)
+        for row in reversed(range(B)):
+            cache.reserve([lengths[b] if b == row else 0 for b in range(B)])
+    cache.append(k, v, seqused=torch.tensor(lengths, dtype=torch.int32).to(k.device))
+    return cache
+
+
+def prefill(q, cache, used=None):
+    return htree_cuda.forward_cached(
+        q, cache, seqused_q=used, top_k_per_layer=16, return_lse=True, return_selection=True
+    )
+
+
+@pytest.mark.emulated
+def test_a_prefill_over_pages_has_the_bits_of_one_without():
+    g = torch.Generator().manual_seed(0)
+    lengths = [300, 9, 0, 270]
+    q, k, v = (
+        torch.randn(4, rows, heads, 64, generator=g).to(BF16).to(DEVICE)
+        for rows, heads in ((12, 4), (300, 1), (300, 1))
+    )
+    used = torch.tensor([12, 12, 5, 3], dtype=torch.int32).to(DEVICE)
+    for seqused in (None, used):
+        same_bits(prefill(q, a_cache(k, v, lengths, 256), seqused), prefill(q, a_cache(k, v, lengths), seqused))
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize("page_size", [None, 256])
+def test_a_prefill_synchronises_nothing_and_fits_a_graph(page_size):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(3, rows, heads, 64, generator=g).to(BF16).to(DEVICE)
+        for rows, heads in ((40, 8), (3000, 2), (3000, 2))
+    )
+    cache = a_cache(k, v, [2900, 700, 3000], page_size)
+    prefill(q, cache)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        prefill(q, cache)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = prefill(q, cache)
+    for lengths in ([2900, 700, 3000], [2900, 40, 1500], [3, 0, 77]):
+        cache.truncate(lengths)
+        graph.replay()
+        same_bits(captured, prefill(q, cache))
+
+
 # ---- compute-sanitizer ------------------------------------------------------------------------------------------
 
 
