@@ -1,0 +1,625 @@
+// dk and dv of selected layers where sequences have lengths of their own: dkdv_selected without lists of visits, so that
+// a warp looks for the rows that visit its block in the reverse index while it multiplies. A warp holds a KV block and multiplies with the queries that visit it.
+// Groups of 8 and 4 heads fill the 16 rows of a product with two and four of them, a pack, whichever these are: the
+// reverse index lists them, and they need not be neighbours. With bf16 a pack leaves its dS for dq_gather.
+// The grid is persistent: a warp gets its work items, a block and a segment of the rows, from a counter, so that no
+// warp waits for another one's block. What is added to a sum, and in which order, follows from shapes and lists alone.
+//
+// Since <R(q, n - 1), R(k, 16 j + c)> = <R(q, n - 1 - 16 j), R(k, c)> for a block of rank j, scores and gradients need
+// the keys rotated by their place c alone. So dk is summed over all queries in that frame and rotated back once, in the
+// end.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <climits>
+#include <cstdint>
+
+#include "sm90/htree_bwd/args.h"
+#include "device/barriers.cuh"
+#include "device/pairs.cuh"
+#include "device/ptx.cuh"
+#include "host/launch_overlapped.cuh"
+#include "sm90/htree_bwd/operands.cuh"
+#include "sm90/htree_bwd/ordered_sum.cuh"
+#include "sm90/htree_bwd/reverse_index/lookup.cuh"
+#include "sm90/htree_bwd/traits.cuh"
+#include "sm90/htree_bwd/weights.cuh"
+
+namespace htree_cuda::sm90::htree_bwd::sequences {
+
+// What a warp works on: one KV block and one segment of the rows.
+struct WorkItem {
+  int layer;
+  int head;
+  int block;
+  int first;            // the first row
+  int end;              // past the last row
+  int segments_before;  // segments of the block that are added before this one; negative where no row visits the block
+  // Row r stands at position origin + r, and the sequence's first block is block_begin.
+  int origin;
+  int block_begin;
+
+  // One of several sequences, from the chunk's list: the items of the heads alternate.
+  static __device__ WorkItem of_sequence(Args const& args, unsigned index) {
+    int4 const* const words = reinterpret_cast<int4 const*>(args.sequences.selected + index / args.chunk.heads);
+    int4 const x = __ldg(words);
+    int4 const y = __ldg(words + 1);
+    return {x.x, static_cast<int>(index % args.chunk.heads), x.y, x.z, x.w, y.x, y.y, y.z};
+  }
+};
+
+// A warp's own part of shared memory: slots, the values that registers do not hold, the list of visits, the progress of
+// a work item, an mbarrier a slot of q, and the inverse row scales of the keys. The warp arrives once at the barrier of a
+// slot, with the bytes of the copies; the barrier makes the queries of a pack and their rotations visible.
+template <class Cfg>
+struct WarpStorage {
+  uint32_t begin;
+
+  __device__ uint32_t query_slot(uint32_t i) const {
+    return begin + i * (Cfg::kQuerySlotBytes + (Cfg::kOneRing ? Cfg::kDoutSlotBytes : 0));
+  }
+  __device__ uint32_t dout_slot(uint32_t i) const {
+    if constexpr (Cfg::kOneRing) return query_slot(i) + Cfg::kQuerySlotBytes;
+    return begin + Cfg::kQuerySlots * Cfg::kQuerySlotBytes + i * Cfg::kDoutSlotBytes;
+  }
+  __device__ uint32_t values() const {
+    return begin + Cfg::kQuerySlots * Cfg::kQuerySlotBytes + Cfg::kSlots * Cfg::kDoutSlotBytes;
+  }
+  __device__ uint32_t list() const { return values() + Cfg::kValuesBytes; }
+  __device__ uint32_t full(uint32_t i) const { return progress() + Cfg::kItemBytes + 8 * i; }
+  __device__ uint32_t progress() const { return list() + Cfg::kListBytes; }
+  __device__ uint32_t inverse() const { return full(Cfg::kQuerySlots); }
+};
+
+// Where a warp is in its two rings: of q, whose slots have the barriers, and of dO. Two numbers, for want of registers.
+template <class Cfg>
+struct PackPosition {
+  uint32_t packs = 0;  // done so far; rounds where there is one ring
+  uint32_t dout = 0;   // slot of dO
+
+  __device__ __forceinline__ uint32_t query_slot(uint32_t ahead = 0) const {
+    return Cfg::kOneRing ? dout_slot(ahead) : (packs + ahead) % Cfg::kQuerySlots;
+  }
+  __device__ __forceinline__ uint32_t parity() const { return (Cfg::kOneRing ? packs : packs / Cfg::kQuerySlots) & 1u; }
+  __device__ __forceinline__ uint32_t dout_slot(uint32_t ahead = 0) const {
+    uint32_t const slot = dout + ahead;
+    return slot >= Cfg::kSlots ? slot - Cfg::kSlots : slot;
+  }
+  __device__ __forceinline__ void advance() {
+    dout = dout_slot(1);
+    if (!Cfg::kOneRing || dout == 0) ++packs;
+  }
+};
+
+// A work item and the row to look at next. They wait in shared memory, because the products need the registers.
+struct Progress {
+  WorkItem item;
+  int next;
+
+  __device__ __forceinline__ static Progress loaded(uint32_t shared) {
+    uint4 const x = ptx::load_shared_16B(shared);
+    uint4 const y = ptx::load_shared_16B(shared + 16);
+    return {WorkItem{static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z), static_cast<int>(y.x),
+                 static_cast<int>(x.w), static_cast<int>(y.y), static_cast<int>(y.z), static_cast<int>(y.w)},
+            static_cast<int>(y.x)};
+  }
+  __device__ __forceinline__ void store(uint32_t shared) const {
+    ptx::store_shared_16B(shared, {static_cast<uint32_t>(item.layer), static_cast<uint32_t>(item.head),
+                                   static_cast<uint32_t>(item.block), static_cast<uint32_t>(item.end)});
+    ptx::store_shared_16B(shared + 16,
+                          {static_cast<uint32_t>(next), static_cast<uint32_t>(item.segments_before),
+                           static_cast<uint32_t>(item.origin), static_cast<uint32_t>(item.block_begin)});
+  }
+};
+
+// A warp and its KV block, for one work item.
+template <class Cfg>
+class DkDvSelectedWarp {
+  using Element = typename Cfg::Element;
+  static constexpr int kK = Cfg::kK;
+  static constexpr int kV = Cfg::kV;
+  static constexpr int kHalf = kK / 32;
+  static constexpr int kHeld = Cfg::kHeldValues;
+  static constexpr int kQueries = Cfg::kQueries;
+  static constexpr int kHeads = Cfg::kHeads;
+  // Both are multiples of 64, or of 128 where an exclusive or makes addresses.
+  static constexpr int kRowsOffset = Cfg::kKeysBegin + Cfg::kHeaderRoom;
+  static constexpr int kDoutOffset = Cfg::kOneRing ? Cfg::kQuerySlotBytes : 0;
+  static constexpr int kMasks = kQueries == 1 ? 1 : 2;  // of a thread's columns, by eights
+
+public:
+  __device__ DkDvSelectedWarp(Args const& args, WarpStorage<Cfg> const& store, PackPosition<Cfg>& at,
+                              WorkItem const& item)
+      : args_(args), store_(store), at_(at), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4) {
+    word_ = word_of(item, item.first + lane_);
+    load(item);
+#pragma unroll
+    for (int step = 0; step < kK / 16; ++step) clear(dk_[step]);
+    clear(dv_);
+  }
+
+  __device__ void run(WorkItem const& item) {
+    look_for_visits({item, item.first});
+    waiting_ = store_.dout_slot(at_.dout_slot());
+    bool const any = found_ > 0;
+    while (done_ != found_ / kQueries) {
+      add_visits();
+      ++done_;
+      at_.advance();
+      if (done_ >= look_at_) look_for_visits(Progress::loaded(store_.progress()));
+    }
+    StepAddresses const douts = rows<true, Cfg::kValueRowBytes, Cfg::kValueStride>(waiting_);
+#pragma unroll
+    for (int step = 0; step < kV / 16; ++step) add_values(douts, step);
+    finish(Progress::loaded(store_.progress()).item, any);
+  }
+
+private:
+  // ---- the queries that visit the block ----------------------------------------------------------------------------
+
+  // The word of a row in the reverse index.
+  __device__ __forceinline__ uint32_t word_of(WorkItem const& item, int row) const {
+    if (row >= item.end) return 0;
+    return __ldg(reverse_index::word_at(args_, item.layer, item.head, item.block / kWordBlocks, row));
+  }
+
+  __device__ __forceinline__ std::int64_t position_of(WorkItem const& item, int row) const {
+    return item.origin + row;
+  }
+
+  // The block among those of all sequences.
+  static __device__ __forceinline__ int block_of(WorkItem const& item) {
+    return item.block_begin + item.block;
+  }
+
+  static __device__ __forceinline__ uint32_t own_bit(WorkItem const& item) { return 1u << (item.block % kWordBlocks); }
+
+  // Appends the visits of the next 32 rows to the list.
+  __device__ __forceinline__ void scan(Progress& progress) {
+    WorkItem const& item = progress.item;
+    int const row = progress.next + lane_;
+    uint32_t const word = word_;
+    progress.next += 32;
+    word_ = word_of(item, row + 32);
+    bool const visits = row < item.end && (word & own_bit(item)) != 0;
+    unsigned const visitors = __ballot_sync(kFullWarp, visits);
+    if (visits) {
+      int const rank = static_cast<int>(word >> kWordBlocks) + __popc(word & (own_bit(item) - 1u));
+      int const position =
+          candidates_in_selected(position_of(item, row), item.layer, args_.tree.top_k) - 1 - kSiblings * rank;
+      uint32_t const masked =
+          reverse_index::Expanded(args_, item.layer, item.head).of_block(args_, item.block, row) |
+          reverse_index::causal_mask(position);
+      uint32_t const entry = entry_at(found_ + __popc(visitors & ((1u << lane_) - 1u)));
+      ptx::store_shared_4B(entry, row);
+      ptx::store_shared_4B(entry + 4, static_cast<uint32_t>(position) << 16 | (masked & 0xffffu));
+    }
+    found_ += __popc(visitors);
+  }
+
+  // Moves on to the first of the next eight times 32 rows in which some row visits the block.
+  __device__ __forceinline__ void skip(Progress& progress) {
+    WorkItem const& item = progress.item;
+    uint32_t words[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) words[i] = word_of(item, progress.next + 32 * i + lane_);
+    uint32_t empty = 0;
+#pragma unroll
+    for (int i = 7; i >= 0; --i) empty = (words[i] & own_bit(item)) != 0 ? 0 : empty + 1;
+    empty = __reduce_min_sync(kFullWarp, empty);
+    if (empty == 0) return;
+    progress.next += 32 * empty;
+    word_ = word_of(item, progress.next + lane_);
+  }
+
+  __device__ __forceinline__ uint32_t entry_at(int i) const {
+    return store_.list() + static_cast<uint32_t>(i) % Cfg::kListEntries * 8;
+  }
+
+  // Looks for visits until the list holds enough for all slots, and fills the free slots: all but the one whose values
+  // wait. The next look comes when half of the list has been used.
+  __device__ __forceinline__ void look_for_visits(Progress progress) {
+    bool first = true;
+    while (progress.next < progress.item.end && found_ - done_ * kQueries <= Cfg::kListEntries - 32) {
+      if (!first) skip(progress);
+      first = false;
+      scan(progress);
+      if (found_ / kQueries - done_ >= Cfg::kSlots) break;
+    }
+    __syncwarp();  // The list is written, and the progress that is overwritten here has been read.
+    if (lane_ == 0) progress.store(store_.progress());
+    bool const more = progress.next < progress.item.end;
+    if (kQueries > 1 && !more) fill_last_pack();
+    __syncwarp();
+    look_at_ = more ? (found_ - (Cfg::kListEntries - 32) + kQueries - 1) / kQueries : INT_MAX;
+#pragma unroll 1
+    while (sent_ < min(found_ / kQueries, done_ + Cfg::kSlots - 1)) send(progress.item.head);
+  }
+
+  // The last pack of an item repeats its last visit, with all children masked, until it is whole.
+  static constexpr uint32_t kRepeated = 1u << 31;
+  __device__ __forceinline__ void fill_last_pack() {
+    int const missing = (kQueries - found_ % kQueries) % kQueries;
+    if (missing == 0) return;
+    uint2 const last = load_entry(found_ - 1);
+    if (lane_ < missing) {
+      ptx::store_shared_4B(entry_at(found_ + lane_), last.x);
+      ptx::store_shared_4B(entry_at(found_ + lane_) + 4, last.y | kRepeated | 0xffffu);
+    }
+    found_ += missing;
+  }
+
+  __device__ __forceinline__ uint2 load_entry(int i) const {
+    uint32_t const entry = entry_at(i);
+    return {ptx::load_shared_4B(entry), ptx::load_shared_4B(entry + 4)};
+  }
+
+  // Copies the queries of the next pack, and their rotations, to their slots.
+  __device__ __forceinline__ void send(int head) {
+    uint32_t const i = at_.query_slot(sent_ - done_);
+    uint32_t const full = store_.full(i);
+    constexpr int kBytes = static_cast<int>(query_bytes(kK, kV, kHeads));
+    if (ptx::elect()) {
+      barriers::mbarrier_arrive_expect_bytes(full, kQueries * (kBytes + Cfg::kRotationsBytes));
+    }
+    if constexpr (kQueries > 1) __syncwarp();
+    // One query is in uniform registers where the compiler is told that one lane copies.
+    int const query_of_lane = kQueries == 1 ? 0 : lane_;
+    uint2 const entry = load_entry(sent_ * kQueries + query_of_lane % kQueries);
+    if (kQueries == 1 ? ptx::elect() : lane_ < kQueries) {
+      uint32_t const slot = store_.query_slot(i);
+      uint32_t const dout = store_.dout_slot(at_.dout_slot(sent_ - done_));
+      constexpr int kKeyBytes = Cfg::kHeaderBytes + kHeads * Cfg::kKeyRowBytes;
+      ptx::bulk_load(slot + query_of_lane * Cfg::kRotationsBytes,
+                     args_.fragment_rotations + ((entry.y & ~kRepeated) >> 16) * (kK / 8), Cfg::kRotationsBytes, full);
+      char const* const query =
+          args_.queries + (static_cast<std::int64_t>(head) * args_.chunk.rows + entry.x) * kBytes;
+      ptx::bulk_load(header_of(slot, query_of_lane), query, kKeyBytes, full);
+      ptx::bulk_load(dout + query_of_lane * Cfg::kValueStride, query + kKeyBytes, kHeads * Cfg::kValueRowBytes, full);
+    }
+    __syncwarp();
+    ++sent_;
+  }
+
+  // ---- who has which rows of a pack --------------------------------------------------------------------------------
+
+  static __device__ __forceinline__ uint32_t header_of(uint32_t slot, int query) {
+    return slot + Cfg::kKeysBegin + query * Cfg::kKeyStride + Cfg::kHeaderRoom - Cfg::kHeaderBytes;
+  }
+
+  // The query of the columns 2 tq and 2 tq + 1 of a tile, and of row or column g of it.
+  __device__ __forceinline__ int query_of_columns(int tile) const {
+    return kQueries == 1 ? 0 : kQueries == 2 ? tile : 2 * tile + tq_ / 2;
+  }
+  __device__ __forceinline__ int query_of_row(int tile) const {
+    return kQueries == 1 ? 0 : kQueries == 2 ? tile : 2 * tile + g_ / 4;
+  }
+
+  // This lane's addresses for ldmatrix of the 16 rows of a pack, kStride bytes from query to query.
+  template <bool kRowsFirst, int kRowBytes, int kStride>
+  __device__ __forceinline__ StepAddresses rows(uint32_t base) const {
+    if constexpr (kQueries == 1) return StepAddresses(base + ldmatrix_offset<kRowsFirst>(lane_, kRowBytes));
+    int const id = lane_ / 8;
+    int const row = lane_ % 8 + (kRowsFirst ? id % 2 : id / 2) * 8;
+    uint32_t const line = base + row / kHeads * kStride + row % kHeads * kRowBytes;
+    uint32_t const chunk = ((kRowsFirst ? id / 2 : id % 2) ^ (row % kHeads)) << 4;
+    if constexpr (kHeads == 8) return StepAddresses(line + chunk);
+    return StepAddresses(line, chunk);
+  }
+
+  // ---- products --------------------------------------------------------------------------------------------------
+
+  // Two neighbouring elements of a row: columns 16 step + 8 part + 2 tq + {0, 1}.
+  __device__ __forceinline__ uint32_t word(char const* rows, int row_bytes, int row, int step, int part) const {
+    return __ldg(reinterpret_cast<uint32_t const*>(rows + row * row_bytes + (((2 * step + part) ^ (row % 8)) << 4) +
+                                                   4 * tq_));
+  }
+
+  // Loads keys and values of the block to registers, and what these do not hold to shared memory.
+  __device__ __forceinline__ void load(WorkItem const& item) {
+    char const* const packed =
+        args_.kv_blocks[item.layer] +
+        (static_cast<std::int64_t>(item.head) * args_.tree.kv_blocks[item.layer] + block_of(item)) * Cfg::kBlockBytes;
+    char const* const keys = packed + kBlockHeader;
+    char const* const values = keys + 16 * Cfg::kKeyRowBytes;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const row = g_ + 8 * i;
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+#pragma unroll
+        for (int step = 0; step < kK / 16; ++step) {
+          keys_[step][2 * part + i] = word(keys, Cfg::kKeyRowBytes, row, step, part);
+        }
+#pragma unroll
+        for (int step = 0; step < kHeld; ++step) {
+          values_[step][2 * part + i] = word(values, Cfg::kValueRowBytes, row, step, part);
+        }
+      }
+    }
+    __syncwarp();
+    if (lane_ < kSiblings) {
+      ptx::store_shared_4B(store_.inverse() + 4 * lane_, __ldg(reinterpret_cast<uint32_t const*>(packed) + lane_));
+    }
+    if constexpr (Cfg::kValuesBytes > 0) {  // The last bytes of each row go to shared memory.
+      constexpr int kChunks = Cfg::kSharedValues / 16;
+#pragma unroll
+      for (int i = 0; i < kChunks / 2; ++i) {
+        int const chunk = 32 * i + lane_;
+        char const* const row = values + (chunk / kChunks + 1) * Cfg::kValueRowBytes - Cfg::kSharedValues;
+        ptx::store_shared_16B(store_.values() + 16 * chunk,
+                              __ldg(reinterpret_cast<uint4 const*>(row) + chunk % kChunks));
+      }
+    }
+    __syncwarp();
+  }
+
+  // One pack of visits. Rows of the results are children, g and g + 8 in this thread, and columns are heads.
+  __device__ __forceinline__ void add_visits() {
+    uint32_t const slot = store_.query_slot(at_.query_slot());
+    // Where there is one ring, addresses of q serve dO, too.
+    uint32_t const dout = Cfg::kOneRing ? slot : store_.dout_slot(at_.dout_slot());
+    barriers::mbarrier_wait(store_.full(at_.query_slot()), at_.parity(), "dkdv_selected: full");
+    float raw[2][4], dp[2][4];
+    uint32_t rotated[kK / 16][4];
+    products(slot, dout, raw, dp, rotated);
+    waiting_ = dout + kDoutOffset;
+    uint32_t masked[kMasks];
+#pragma unroll
+    for (int tile = 0; tile < kMasks; ++tile) {
+      masked[tile] = ptx::load_shared_4B(entry_at(done_ * kQueries + query_of_columns(tile)) + 4);
+    }
+    float ds[2][4];
+    uint32_t scaled[2][2];  // [children][heads]
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      uint32_t const header = header_of(slot, query_of_columns(tile)) + (tile * 8 + 2 * tq_) % kHeads * 4;
+      float2 const unit = ptx::load_shared_8B(header);
+      float2 const lse2 = ptx::load_shared_8B(header + 4 * kHeads);
+      float2 const delta = ptx::load_shared_8B(header + 8 * kHeads);
+      float2 const size = {unit.x * kHeadroomFactor, unit.y * kHeadroomFactor};
+      [[maybe_unused]] uint32_t for_dq[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float const inverse = ptx::load_shared_float(store_.inverse() + 4 * (g_ + 8 * i));
+        bool const attends = !(masked[tile % kMasks] >> (g_ + 8 * i) & 1u);
+        Weights const x = weights(raw[tile][2 * i], inverse, unit.x, lse2.x, dp[tile][2 * i], delta.x, 1.0f);
+        Weights const y = weights(raw[tile][2 * i + 1], inverse, unit.y, lse2.y, dp[tile][2 * i + 1], delta.y, 1.0f);
+        uint32_t const p = Pairs<Element>::pack(x.p, y.p);
+        p_[2 * tile + i] = attends ? p : 0;
+        if constexpr (Cfg::kStoresDs) {
+          uint32_t const pair = Pairs<__nv_bfloat16>::pack(x.ds, y.ds);
+          for_dq[i] = attends ? pair : 0;
+        }
+        ds[tile][2 * i] = x.ds * size.x;
+        ds[tile][2 * i + 1] = y.ds * size.y;
+        uint32_t const both =
+            Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
+        scaled[i][tile] = attends ? both : 0;
+      }
+      if constexpr (Cfg::kStoresDs) store_ds(tile, for_dq);
+    }
+    bool const overflow = overflows(scaled[0][0], scaled[0][1], scaled[1][0], scaled[1][1]);
+    if (__any_sync(kFullWarp, overflow)) recompute(ds, masked, scaled);
+    __syncwarp();  // The slots of this q and of the dO that waited before have been read and are free.
+    if (sent_ < found_ / kQueries) send(ptx::load_shared_4B(store_.progress() + 4));
+    // dk has columns of K as rows: the weights of a thread for a child are then a B fragment, and transposed q is an A
+    // fragment, without a move between registers.
+#pragma unroll
+    for (int step = 0; step < kK / 16; ++step) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) ptx::mma_fp16(dk_[step][i], rotated[step], scaled[i][0], scaled[i][1]);
+    }
+  }
+
+  // Hands dS of the eight columns of a tile over to dq_gather. Transposed, a thread has four children of one head.
+  __device__ __forceinline__ void store_ds(int tile, uint32_t const (&ds)[2]) const {
+    uint2 const words = {ptx::transpose_matrix(ds[0]), ptx::transpose_matrix(ds[1])};
+    uint32_t const layer = ptx::load_shared_4B(store_.progress());
+    uint32_t const head = ptx::load_shared_4B(store_.progress() + 4);
+    uint2 const entry = load_entry(done_ * kQueries + query_of_row(tile));
+    // Rows of a chunk and their places are fewer than 2^32.
+    uint32_t const place = (head * args_.chunk.rows + entry.x) * args_.tree.top_k + (entry.y >> (16 + kLog2Siblings));
+    char* const to = args_.ds[layer] + static_cast<std::int64_t>(place / 2) * (2 * ds_bytes(kHeads)) +
+                     (g_ % kHeads * 4 + tq_) * 16 + place % 2 * 8;
+    if (!(entry.y & kRepeated)) *reinterpret_cast<uint2*>(to) = words;
+  }
+
+  // Computes the scaled weights once more, after the scale fell because a weight would overflow.
+  __device__ __forceinline__ void recompute(float (&ds)[2][4], uint32_t const (&masked)[kMasks],
+                                            uint32_t (&scaled)[2][2]) {
+    float largest[2] = {};
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        bool const attends = !(masked[tile % kMasks] >> (g_ + 8 * (e / 2)) & 1u);
+        ds[tile][e] = attends ? ds[tile][e] : 0.0f;
+        largest[e / 2] = fmaxf(largest[e / 2], fabsf(ds[tile][e]));
+      }
+    }
+    lower_scale(weight_scale_, largest, [&](float const (&factor)[2]) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float const of_child = of_column(factor[i], e);
+#pragma unroll
+          for (int step = 0; step < kK / 16; ++step) {
+            dk_[step][i][e] *= of_child;
+            dk_[step][i][2 + e] *= of_child;
+          }
+        }
+      }
+    });
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        scaled[i][tile] =
+            Pairs<__half>::pack(ds[tile][2 * i] * weight_scale_[i], ds[tile][2 * i + 1] * weight_scale_[i]);
+      }
+    }
+  }
+
+  // dv += P^T dO of the visit that waits, for 16 columns.
+  __device__ __forceinline__ void add_values(StepAddresses const& douts, int step) {
+    uint32_t b[4];
+    ptx::load_matrix_x4_transposed(b, douts[step]);
+    Pairs<Element>::mma(dv_[2 * step], p_, b[0], b[1]);
+    Pairs<Element>::mma(dv_[2 * step + 1], p_, b[2], b[3]);
+  }
+
+  // The number of child 2 tq + e, from a thread that holds the row of that child.
+  __device__ __forceinline__ float of_column(float of_row, int e) const {
+    return __shfl_sync(kFullWarp, of_row, (2 * tq_ + e) * 4);
+  }
+
+  // Scores and dP, and between their chains of products those of dv of the visit before. `rotated` becomes the rotated
+  // q, transposed, as dk needs it.
+  __device__ __forceinline__ void products(uint32_t slot, uint32_t dout, float (&raw)[2][4], float (&dp)[2][4],
+                                           uint32_t (&rotated)[kK / 16][4]) {
+    StepAddresses const waiting = rows<true, Cfg::kValueRowBytes, Cfg::kValueStride>(waiting_);
+    StepAddresses const queries = rows<false, Cfg::kKeyRowBytes, Cfg::kKeyStride>(slot);
+    StepAddresses const douts = rows<false, Cfg::kValueRowBytes, Cfg::kValueStride>(dout);
+    StepAddresses const values(store_.values() + ldmatrix_offset<true>(lane_, Cfg::kSharedValues));
+    clear(raw);
+    clear(dp);
+#pragma unroll
+    for (int kk = 0; kk < kHalf; ++kk) {
+#pragma unroll
+      for (int step = kk; step < kK / 16; step += kHalf) {
+        ptx::load_matrix_x4(rotated[step], queries[step] + kRowsOffset);
+      }
+      uint4 rotations;
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        if (tile < kMasks) {
+          rotations = ptx::load_shared_16B(slot + query_of_row(tile) * Cfg::kRotationsBytes + kk * 64 + tq_ * 16);
+        }
+        rotate_tile(rotated[kk], rotated[kk + kHalf], tile,
+                    reinterpret_cast<rope::FragmentRotations const&>(rotations));
+      }
+#pragma unroll
+      for (int step = kk; step < kK / 16; step += kHalf) {
+        ptx::mma_fp16(raw[0], keys_[step], rotated[step][0], rotated[step][1]);
+        ptx::mma_fp16(raw[1], keys_[step], rotated[step][2], rotated[step][3]);
+      }
+#pragma unroll
+      for (int step = kk * kV / 16 / kHalf; step < (kk + 1) * kV / 16 / kHalf; ++step) {
+        add_values(waiting, step);
+        uint32_t a[4], b[4];
+        if (step < kHeld) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[i] = values_[step % kHeld][i];
+        } else {
+          ptx::load_matrix_x4(a, values[step % (Cfg::kSharedValues / 32 > 0 ? Cfg::kSharedValues / 32 : 1)]);
+        }
+        ptx::load_matrix_x4(b, douts[step] + kDoutOffset);
+        Pairs<Element>::mma(dp[0], a, b[0], b[1]);
+        Pairs<Element>::mma(dp[1], a, b[2], b[3]);
+      }
+#pragma unroll
+      for (int step = kk; step < kK / 16; step += kHalf) {
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+          rotated[step][2 * tile] = ptx::transpose_matrix(rotated[step][2 * tile]);
+          rotated[step][2 * tile + 1] = ptx::transpose_matrix(rotated[step][2 * tile + 1]);
+        }
+      }
+    }
+  }
+
+  // Adds the sums of this item to those of the block, in the order of the segments.
+  __device__ __forceinline__ void finish(WorkItem const& item, bool any) {
+    int* const segments_added =
+        args_.segments_added + (item.head * args_.node_rows + args_.begin[item.layer]) / kSiblings + block_of(item);
+    wait_for_segments(segments_added, item.segments_before, lane_);
+    if (any) add_sums(item);
+    count_segment(segments_added, lane_);
+  }
+
+  __device__ __forceinline__ void add_sums(WorkItem const& item) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        int const child = 8 * i + 2 * tq_ + e;
+        float const scale = kUnitScale * inverse_of(of_column(weight_scale_[i], e));
+        float* const to = sums_of(item, child, kK, args_.dk) + g_;
+        float2 const* const rotations = args_.rotations + child * (kK / 2) + g_;
+#pragma unroll
+        for (int kk = 0; kk < kHalf; ++kk) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            int const column = 16 * kk + 8 * j;
+            float2 const x = __ldg(rotations + column);
+            float const lo = dk_[kk][i][2 * j + e] * scale;
+            float const hi = dk_[kk + kHalf][i][2 * j + e] * scale;
+            atomicAdd(to + column, lo * x.x + hi * x.y);
+            atomicAdd(to + column + kK / 2, hi * x.x - lo * x.y);
+          }
+        }
+      }
+      float* const to = sums_of(item, 8 * i + g_, kV, args_.dv) + 2 * tq_;
+#pragma unroll
+      for (int tile = 0; tile < kV / 8; ++tile) {
+        atomicAdd(to + 8 * tile, dv_[tile][2 * i]);
+        atomicAdd(to + 8 * tile + 1, dv_[tile][2 * i + 1]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ float* sums_of(WorkItem const& item, int child, int dim, float* sums) const {
+    std::int64_t const row = block_of(item) * static_cast<std::int64_t>(kSiblings) + child;
+    return sums + (item.head * args_.node_rows + args_.begin[item.layer] + row) * dim;
+  }
+
+  Args const& args_;
+  WarpStorage<Cfg> const store_;
+  PackPosition<Cfg>& at_;  // the slots of the pack at hand
+  int const lane_;
+  int const g_;
+  int const tq_;
+  uint32_t word_;  // of the row that this lane looks at next
+  float weight_scale_[2] = {kInitialScale, kInitialScale};
+  uint32_t keys_[kK / 16][4];
+  uint32_t values_[kHeld][4];
+  float dk_[kK / 16][2][4];  // [steps of 16 columns of K][eights of children]; rows are columns of K
+  float dv_[kV / 8][4];
+  // Counts of visits found and put on the list, and of packs copied to their slots and done. look_at_ is the count of
+  // done packs at which the list has room again. dO of the last pack done waits in its slot, at waiting_, for the products
+  // of the next pack.
+  int found_ = 0;
+  int sent_ = 0;
+  int done_ = 0;
+  int look_at_ = 0;
+  uint32_t waiting_;
+  uint32_t p_[4] = {};
+};
+
+template <class Cfg>
+__global__ void __launch_bounds__(Cfg::kThreads, 1) dkdv_selected_kernel(const __grid_constant__ Args args) {
+  extern __shared__ char shared_memory[];
+  uint32_t const shared = align_shared<Cfg>(shared_memory);
+  int const warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
+  wait_for_previous_grid();
+
+  WarpStorage<Cfg> const store{shared + warp * Cfg::kWarpBytes};
+  int const lane = threadIdx.x % 32;
+  if (lane < Cfg::kQuerySlots) barriers::mbarrier_init(store.full(lane), 1);
+  barriers::mbarrier_init_fence();
+  __syncwarp();
+  PackPosition<Cfg> at;
+  for (;;) {
+    int next = 0;
+    if (lane == 0) next = atomicAdd(args.next_item, 1);
+    next = __shfl_sync(kFullWarp, next, 0);
+    if (next >= args.sequences.counts->selected * args.chunk.heads) return;
+    WorkItem const item = WorkItem::of_sequence(args, next);
+    if (item.segments_before >= 0) DkDvSelectedWarp<Cfg>(args, store, at, item).run(item);
+  }
+}
+
+}  // namespace htree_cuda::sm90::htree_bwd::sequences
