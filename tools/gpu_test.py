@@ -40,7 +40,8 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 TEST_LIMIT_S = 300
 SANITIZER_LIMIT_S = 180
 SANITIZERS_AT_ONCE = 4
-ALONE = {"tests/kernels/test_tree_pool.py"}  # compares the device's free memory before and after a call
+# The first compares the device's free memory before and after a call; the second takes two GPUs.
+ALONE = {"tests/kernels/test_tree_pool.py", "tests/kernels/test_context_parallel.py"}
 SANITIZER_ERROR = 86  # exit status of compute-sanitizer where it has something to report
 # Files whose oracles take minutes, in parts that run side by side.
 PARTS = {
@@ -62,6 +63,7 @@ EXPLAINED = {
     ("racecheck", "tests/kernels/test_backward.py"): ONE_LANE,
     ("racecheck", "tests/kernels/test_forward_surroundings.py"): ONE_LANE,
     ("racecheck", "tests/kernels/test_sparse_attention.py"): ONE_LANE,
+    ("racecheck", "tests/kernels/test_sparse_attention_bwd_facts.py"): ONE_LANE,
     ("racecheck", "tests/kernels/test_varlen.py"): ONE_LANE,
 }
 

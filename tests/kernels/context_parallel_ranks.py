@@ -1,5 +1,6 @@
 """One rank of tests/kernels/test_context_parallel.py, on a GPU of its own: `RANK WORLD RENDEZVOUS OUT` writes what each
-check said, an empty text where it passed. Every rank computes what one GPU would and compares its own tokens."""
+check said, an empty text where it passed, up to the first that fails: the ranks may not be in step after it. Every rank
+computes what one GPU would and compares its own tokens."""
 
 from __future__ import annotations
 
@@ -118,8 +119,11 @@ def main() -> None:
                 said[name] = ""
             except Exception:
                 said[name] = traceback.format_exc()
+            Path(f"{out}.{rank}").write_text(json.dumps(said))
+            if said[name]:
+                print(said[name], flush=True)
+                os._exit(1)  # without the group, for which another rank may wait
             torch.cuda.empty_cache()
-    Path(f"{out}.{rank}").write_text(json.dumps(said))
     dist.barrier()
     dist.destroy_process_group()
 

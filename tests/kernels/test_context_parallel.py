@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 RANKS = Path(__file__).with_name("context_parallel_ranks.py")
 CHECKS = re.findall(r"^def (check_\w+)", RANKS.read_text(), re.MULTILINE)
-WALL_LIMIT_S = 240
+WALL_LIMIT_S = 120  # of ranks that take 7 s on two H100
 
 
 @pytest.fixture(autouse=True)
@@ -87,26 +88,30 @@ def said(tmp_path_factory):
     if torch.cuda.device_count() < 2:
         pytest.skip(f"two GPUs are needed, there is {torch.cuda.device_count()}")
     folder, world = tmp_path_factory.mktemp("ranks"), 2
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANKS), str(rank), str(world), str(folder / "rendezvous"), str(folder / "said")],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
+    logs = [folder / f"log.{rank}" for rank in range(world)]
+    ranks = []
     try:
-        outputs = [process.communicate(timeout=WALL_LIMIT_S)[0] for process in ranks]
+        for rank, log in enumerate(logs):
+            command = [sys.executable, RANKS, str(rank), str(world), folder / "rendezvous", folder / "said"]
+            with open(log, "w") as file:  # a pipe that nobody reads would stop a rank that says much
+                ranks.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
+        end = time.monotonic() + WALL_LIMIT_S
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
+            if any(rank.returncode for rank in ranks):  # the others wait for it in vain
+                end = min(end, time.monotonic() + 10)
+            time.sleep(0.1)
     finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
     files = [folder / f"said.{rank}" for rank in range(world)]
-    assert all(file.exists() for file in files), "\n".join(outputs)
-    return [json.loads(file.read_text()) for file in files]
+    said = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    return [(row, log.read_text()[-3000:]) for row, log in zip(said, logs, strict=True)]
 
 
 @pytest.mark.hardware
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_gpus(said, name):
-    for rank, row in enumerate(said):
-        assert row[name] == "", f"rank {rank}: {row[name]}"
+    """A rank ends at the first check that fails: what comes after it was not reached."""
+    for rank, (row, log) in enumerate(said):
+        assert row.get(name, f"not reached; the rank's last words:\n{log}") == "", f"rank {rank}"

@@ -188,5 +188,9 @@ def test_streams_graphs_and_compile():
 
 @pytest.mark.parametrize("topk", [40, 4500])
 def test_sanitizer(topk):
-    _, logits = hostile_rows(n=9001)
-    check(logits[:6].to(DEVICE), topk)
+    """Inputs come from the host and results are judged there: compute-sanitizer watches the project's kernels alone."""
+    names, logits = hostile_rows(n=9001)
+    indices, values = (x.cpu() for x in poisoned(logits[:6].to(DEVICE), topk))
+    assert torch.equal(indices[:, 0], stable_sort(logits[:6], topk)), names[:6]
+    _, expected = htree_cuda.topk_indices(logits[:6], topk, return_values=True, backend="torch")
+    assert torch.equal(values.view(torch.int32), expected.view(torch.int32))
