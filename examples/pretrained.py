@@ -320,31 +320,32 @@ def mean_error(values: list[float]) -> tuple[float, float]:
     return mean, math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1) / len(values))
 
 
+def reference(arms: list[str]) -> str | None:
+    """What other arms of a text and length are compared with: dense attention with linear interpolation where that is
+    among them, which is beyond the trained length, else dense attention."""
+    return next((arm for arm in arms if arm.startswith("linear:")), "dense" if "dense" in arms else None)
+
+
 def table(units: dict[str, dict]) -> list[dict]:
-    """A row for every length, text and arm: loss, and the difference to dense, whose blocks are paired."""
-    rows = []
+    """A row for every length, text and arm: loss, and the difference to the reference, whose blocks are paired."""
+    found: dict[tuple, dict[str, dict]] = {}
     for key, unit in units.items():
         task, T, text, arm = json.loads(key)
-        if task != "nll":
-            continue
-        dense = units.get(json.dumps([task, T, text, "dense"]))
-        loss, error = mean_error(unit["blocks"])
-        row = {
-            "T": T,
-            "text": text,
-            "windows": unit["windows"],
-            "arm": arm,
-            "nll": loss,
-            "error": error,
-            "difference": None,
-            "difference_error": None,
-        }
-        if dense is not None:
-            paired = [a - b for a, b in zip(unit["blocks"], dense["blocks"])]
-            row["difference"], row["difference_error"] = mean_error(paired)
-        overlap = [x for x in unit["overlap"] if x is not None]
-        row["overlap"], row["union"] = (sum(x) / len(x) for x in zip(*overlap)) if overlap else (None, None)
-        rows.append(row)
+        if task == "nll":
+            found.setdefault((T, text), {})[arm] = unit
+    rows = []
+    for (T, text), arms in found.items():
+        name = reference(list(arms))
+        for arm, unit in arms.items():
+            loss, error = mean_error(unit["blocks"])
+            row = {"T": T, "text": text, "windows": unit["windows"], "arm": arm, "nll": loss, "error": error}
+            row |= {"reference": name, "difference": None, "difference_error": None}
+            if name is not None:
+                paired = [a - b for a, b in zip(unit["blocks"], arms[name]["blocks"])]
+                row["difference"], row["difference_error"] = mean_error(paired)
+            overlap = [x for x in unit["overlap"] if x is not None]
+            row["overlap"], row["union"] = (sum(x) / len(x) for x in zip(*overlap)) if overlap else (None, None)
+            rows.append(row)
     return rows
 
 
@@ -361,52 +362,55 @@ def passkey_rows(units: dict[str, dict]) -> list[dict]:
 
 def show(report: dict) -> None:
     for T in sorted({row["T"] for row in report["nll"]}):
-        print(
-            f"\nNegative log-likelihood of the last quarter of {T:,} tokens, nats (difference to dense, standard error)"
-        )
+        print(f"\nNegative log-likelihood of the last quarter of {T:,} tokens, nats")
         for row in report["nll"]:
             if row["T"] != T:
                 continue
-            difference = (
-                "" if row["difference"] is None else f"{row['difference']:+.3f} ({row['difference_error']:.3f})"
-            )
-            overlap = "" if row["overlap"] is None else f"   neighbours share {row['overlap']:.2f}"
-            print(f"  {row['text']:10} {row['arm']:14} {row['nll']:.3f}   {difference:16}{overlap}")
+            difference = overlap = ""
+            if row["reference"] not in (None, row["arm"]):
+                difference = f"{row['difference']:+.3f} ({row['difference_error']:.3f}) to {row['reference']}"
+            if row["overlap"] is not None:
+                overlap = f"neighbours share {row['overlap']:.2f}, union of 16 is {row['union']:.1f} of one"
+            print(f"  {row['text']:10} {row['arm']:16} {row['nll']:.3f}   {difference:28} {overlap}".rstrip())
     for row in report["passkey"]:
-        print(f"  passkeys, {row['T']:,} tokens, {row['arm']:14} {row['right']} of {row['needles']}")
+        print(f"  passkeys, {row['T']:,} tokens, {row['arm']:16} {row['right']} of {row['needles']}")
 
 
 def draw(report: dict, path: Path) -> None:
-    """Difference to dense over the length, one line an arm, the mean over texts."""
+    """Difference to the reference over the length, a line an arm: the mean of texts, where the arm has all of them."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    arms = list(dict.fromkeys(row["arm"] for row in report["nll"] if row["arm"] != "dense"))
+    lines: dict[str, dict[int, list[float]]] = {}
+    for row in report["nll"]:
+        if row["difference"] is not None:
+            kind = row["arm"].split(":")[0]
+            arm = f"{kind}, T / trained" if kind in ("linear", "ntk", "yarn") else row["arm"]
+            lines.setdefault(arm, {}).setdefault(row["T"], []).append(row["difference"])
     lengths = sorted({row["T"] for row in report["nll"]})
-    for i, arm in enumerate(arms):
-        points = []
-        for T in lengths:
-            values = [
-                r["difference"] for r in report["nll"] if (r["arm"], r["T"]) == (arm, T) and r["difference"] is not None
-            ]
-            if values:
-                points.append((T, *mean_error(values)))
-        if points:
-            style = {"marker": "os^Dv*"[i % 6], "color": COLORS[arm.split(":")[0]], "alpha": 1.0 - 0.1 * (i % 4)}
-            axes.errorbar(
-                *zip(*[(T, m) for T, m, _ in points]),
-                yerr=[0 if math.isnan(e) else e for *_, e in points],
-                label=arm,
-                **style,
-            )
-    axes.axhline(0, color=COLORS["dense"], linewidth=1)
+    texts = {T: len({row["text"] for row in report["nll"] if row["T"] == T}) for T in lengths}
+    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    kinds: dict[str, int] = {}
+    for arm, points in lines.items():
+        at = sorted(T for T in points if len(points[T]) == texts[T])
+        if not at:
+            continue
+        kind = arm.split(":")[0].split(",")[0]
+        i = kinds[kind] = kinds.get(kind, -1) + 1
+        means, errors = zip(*(mean_error(points[T]) for T in at))
+        axes.errorbar(
+            at, means, yerr=[0 if math.isnan(e) else e for e in errors], label=arm, capsize=2,
+            marker="os^Dv*"[i % 6], color=COLORS[kind], alpha=1.0 - 0.15 * (i % 5),
+        )  # fmt: skip
     axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{T // 1024}K" for T in lengths])
-    axes.set(xlabel="tokens", ylabel="nats above dense, last quarter", title="Gemma 3 270M, zero-shot")
-    axes.legend(fontsize=8)
+    axes.set_xticks(lengths, [f"{T // 1024}K" if T >= 1024 else str(T) for T in lengths])
+    axes.set_ylim(top=min(1.2, axes.get_ylim()[1]))
+    axes.set(
+        xlabel="tokens", ylabel="nats to dense (beyond 32K: linear interpolation)", title="Gemma 3 270M, zero-shot"
+    )
+    axes.legend(fontsize=7, ncols=2)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -433,6 +437,7 @@ class Progress:
         self.ran += 1
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+        print(f"{self.done}/{self.total} {self.what}: done, {time.monotonic() - self.start:.0f} s in all", flush=True)
 
 
 def texts_by_name(text: str) -> dict[str, str]:

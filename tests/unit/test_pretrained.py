@@ -129,6 +129,38 @@ def test_a_run_is_resumed_and_reported(example, model, tmp_path, monkeypatch, ca
     second = json.loads((tmp_path / "pretrained.json").read_text())
     assert len(second["units"]) == 6 and all(second["units"][key] == unit for key, unit in first["units"].items())
     assert "neighbours share" in capsys.readouterr().out
+    assert example.main([*options[:2], "--texts", f"other={text}", *options[4:], "--arms", "dense,linear:2,htree:2",
+                         "--tasks", "nll", "--windows", "3"]) == 0  # fmt: skip
+    third = json.loads((tmp_path / "pretrained.json").read_text())
+    rows = {row["arm"]: row for row in third["nll"] if row["text"] == "other"}
+    assert len(third["units"]) == 9 and rows["htree:2"]["windows"] == 3 and rows["dense"]["reference"] == "linear:2"
+    blocks = {arm: third["units"][json.dumps(["nll", 512, "other", arm])]["blocks"] for arm in rows}
+    assert len(blocks["dense"]) == 3  # of 128 tokens each
+    expected = sum(a - b for a, b in zip(blocks["htree:2"], blocks["linear:2"])) / 3
+    assert rows["htree:2"]["difference"] == pytest.approx(expected) and rows["linear:2"]["difference"] == 0.0
+    assert rows["htree:2"]["union"] >= 1
+
+
+def test_neighbours_are_compared_parent_by_parent(example, model, monkeypatch):
+    arm = example.Arm("htree:3", model.shape)
+    rows = torch.tensor([[i, i + 1, i + 2] for i in range(32)])  # two of three are shared; 16 of them have 18 parents
+    monkeypatch.setattr(arm, "tree", lambda *a, **options: (None, rows[None, None, :, None]))
+    q = torch.zeros(1, 32, 2, 8)
+    share, union = arm.overlap(q, q, q)
+    assert share == pytest.approx(2 / 3) and union == pytest.approx(18 / 3)
+    rows[:, 2] = -1
+    share, union = arm.overlap(q, q, q)
+    assert share == pytest.approx(1 / 2) and union == pytest.approx(17 / 2)
+
+
+def test_windows_follow_each_other(example, model, monkeypatch):
+    runner = example.Runner(model, lambda what: None, {"x": "nowhere"})
+    runner.texts["x"] = list(range(1, 31))
+    windows = runner.windows("x", 11, 5)
+    assert [w.tolist() for w in windows] == [[0, *range(1 + 10 * i, 11 + 10 * i)] for i in range(3)]
+    assert len(runner.windows("x", 11, 2)) == 2 and len(runner.windows("x", 31, 2)) == 1
+    with pytest.raises(SystemExit, match="x has 30 tokens, fewer than 32"):
+        runner.windows("x", 32, 1)
 
 
 def test_what_is_missing_is_said(example, tmp_path, monkeypatch):
