@@ -344,6 +344,17 @@ def test_gradients_do_not_depend_on_neighbours_or_order():
     for x, y in zip(first, second):
         same_bits([x[keep]], [y[keep]])
         assert (y[begin[-1] :] == 0).all()
+    order = [4, 2, 0, 5, 1, 3]
+    rows = torch.cat([torch.arange(begin[i], begin[i + 1]) for i in order])
+    mixed = [keys[i] for i in order]
+    q, k, v = (x[rows.to(DEVICE)] for x in pack[:3])
+    cu = cu_of(mixed).to(DEVICE)
+    gradients = [x[rows.to(DEVICE)] for x in with_gradients(pack, keys, **SMALL)[2]]
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    results = htree_cuda.forward_varlen(*tensors, cu, cu, max(keys), max(keys), return_lse=True, **SMALL)
+    third = torch.autograd.grad(results, tensors, gradients)
+    same_bits([first[0][rows.to(DEVICE)]], third[:1])
+    same_sums([x[rows.to(DEVICE)] for x in first[1:]], third[1:])
 
 
 @pytest.mark.emulated
@@ -395,6 +406,29 @@ def test_a_pack_of_several_chunks_of_rows_and_heads():
     keys = [70000, 3, 30001, 0, 9000]
     pack = a_pack(keys, H_kv=2, G=16, padding=100)
     check_gradients_against_loop(pack, keys, top_k_per_layer=64)
+
+
+@pytest.mark.hardware
+def test_more_elements_than_32_bits_count():
+    """q and out past 2^31 elements: the last sequences, and padding behind them."""
+    keys = [66000] * 8 + [5000, 1, 17]
+    first = sum(keys) - 5018
+    g = torch.Generator(device=DEVICE).manual_seed(0)
+    shape = (sum(keys) + 9, 32, 128)
+    assert shape[0] * 32 * 128 > 2**31
+    q, dout = (torch.randn(shape, generator=g, device=DEVICE, dtype=BF16) for _ in range(2))
+    k, v = (torch.randn(shape[0], 2, 128, generator=g, device=DEVICE, dtype=BF16) for _ in range(2))
+    cu = cu_of(keys).to(DEVICE)
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = htree_cuda.forward_varlen(*tensors, cu, cu, 66000, 66000, return_lse=True, top_k_per_layer=64)
+    grads = torch.autograd.grad(out, tensors, dout)
+    parts = [x.detach()[first : first + 5000, None].transpose(0, 1).requires_grad_() for x in (q, k, v)]
+    alone_out, alone_lse = htree_cuda.forward(*parts, return_lse=True, top_k_per_layer=64)
+    expected = torch.autograd.grad(alone_out, parts, dout[None, first : first + 5000])
+    rows = slice(first, first + 5000)
+    same_bits((out[rows], lse[rows], grads[0][rows]), (alone_out[0], alone_lse[0], expected[0][0]))
+    same_sums([x[rows] for x in grads[1:]], [x[0] for x in expected[1:]])
+    assert not out[-9:].any() and (lse[-9:] == -math.inf).all() and not any(x[-9:].any() for x in grads)
 
 
 @pytest.mark.hardware
@@ -555,6 +589,7 @@ def test_sanitizer_ragged_rows():
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 300, heads, 64, generator=g).to(BF16).to(DEVICE).requires_grad_() for heads in (4, 2, 2))
     used = torch.tensor([300, 9], dtype=torch.int32).to(DEVICE)
-    out = htree_cuda.forward(q, k, v, seqused_q=used, seqused_k=used, **SMALL)
-    gradients = torch.autograd.grad(out, (q, k, v), out.detach())
+    out, lse = htree_cuda.forward(q, k, v, seqused_q=used, seqused_k=used, return_lse=True, **SMALL)
+    dlse = torch.rand(lse.shape, generator=g).to(DEVICE)  # autograd's zeros would be a kernel's that no tool watches
+    gradients = torch.autograd.grad((out, lse), (q, k, v), (out.detach(), dlse))
     assert all(x.cpu().isfinite().all() for x in (out.detach(), *gradients))

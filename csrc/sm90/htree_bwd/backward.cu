@@ -78,6 +78,8 @@ struct Launcher {
     args.entry_room = w.entry_room;
     args.selected = w.selected;
     args.selected_room = w.selected_room;
+    args.lists = w.list_work;
+    args.list_room = w.list_room;
     args.counts = w.counts;
     sequences::describe_chunk(args, stream);
   }
@@ -190,6 +192,8 @@ struct Launcher {
 
   void list_visits(Args args) {
     args.G = static_cast<int>(p.G);
+    // The number of lists of sequences is known on the device: CTAs take them one after the other.
+    if (has_sequences(p)) args.list_ctas = std::min(args.list_ctas, reverse_index::kListCtasOfSm * sm_count());
     reverse_index::list_visits(args, stream);
   }
 

@@ -174,9 +174,11 @@ __device__ void produce_query_tiles(Args const& args, DkDvEntryRing<Cfg> const& 
     if (!any) return;
 #pragma unroll
     for (int i = 0; i < kItemTiles; ++i) {
+      // Where a sequence has an odd number of tiles, its last one stands for the tile behind it, which no row visits.
+      int const tile = Cfg::kSequences ? min(item.tile + i, (item.blocks(args) - 1) / kTileBlocks) : item.tile + i;
       ptx::bulk_load(ring.tile(i) + Cfg::kBlockOffset,
                      args.kv_tiles[item.layer] +
-                         (static_cast<std::int64_t>(item.head) * args.tiles[item.layer] + item.tile_begin() + item.tile + i) *
+                         (static_cast<std::int64_t>(item.head) * args.tiles[item.layer] + item.tile_begin() + tile) *
                              kv_tile_bytes(Cfg::kK, Cfg::kV),
                      Cfg::kBlockBytes, full);
     }

@@ -30,7 +30,7 @@ namespace htree_cuda::sm90::htree_bwd {
 struct WorkItem {
   int layer;
   int head;
-  int block;
+  int block;            // among those of all sequences
   int segments_before;  // segments of the block that are added before this one; negative where no row visits the block
 
   static __device__ WorkItem at(Args const& args, int index) {
@@ -47,6 +47,12 @@ struct WorkItem {
     int const end = min(first + args.segment_rows[layer], args.chunk.queries);
     int const segments_before = max(first, reached) < end ? segment - reached / args.segment_rows[layer] : -1;
     return {layer, head, block, segments_before};
+  }
+
+  // Where sequences have lengths of their own, from the chunk's list: the items of the heads alternate.
+  static __device__ WorkItem of_sequences(Args const& args, unsigned index) {
+    int4 const x = __ldg(reinterpret_cast<int4 const*>(args.sequences.selected + index / args.chunk.heads));
+    return {x.x, static_cast<int>(index % args.chunk.heads), x.y, x.z};
   }
 };
 
@@ -559,8 +565,8 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) dkdv_selected_kernel(const _
     int next = 0;
     if (lane == 0) next = atomicAdd(args.next_item, 1);
     next = __shfl_sync(kFullWarp, next, 0);
-    if (next >= args.items) return;
-    WorkItem const item = WorkItem::at(args, next);
+    if (next >= (Cfg::kSequences ? args.sequences.counts->selected * args.chunk.heads : args.items)) return;
+    WorkItem const item = Cfg::kSequences ? WorkItem::of_sequences(args, next) : WorkItem::at(args, next);
     if (item.segments_before < 0) continue;
     VisitList const list = VisitList::of_item(args, next);
     if (list.packs > 0) {

@@ -7,7 +7,6 @@
 #include "dq_selected.cuh"
 #include "host/launch_overlapped.cuh"
 #include "launch.h"
-#include "sequences/dkdv_selected.cuh"
 
 namespace htree_cuda::sm90::htree_bwd {
 
@@ -32,11 +31,7 @@ void launch_kernel(Kernel kernel, Args const& args, int ctas, cudaStream_t strea
     case Kernel::kDqEntry: return launch<DqEntry>(dq_entry_kernel<DqEntry>, args, ctas, stream);
     case Kernel::kDqSelected: return launch<DqSelected>(dq_selected_kernel<DqSelected>, args, ctas, stream);
     case Kernel::kDkDvSelected:
-      if constexpr (kSequences) {
-        return launch<DkDvSelected>(sequences::dkdv_selected_kernel<DkDvSelected>, args, ctas, stream);
-      } else {
-        return launch<DkDvSelected>(dkdv_selected_kernel<DkDvSelected>, args, ctas, stream);
-      }
+      return launch<DkDvSelected>(dkdv_selected_kernel<DkDvSelected>, args, ctas, stream);
   }
 }
 

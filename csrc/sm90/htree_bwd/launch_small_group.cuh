@@ -10,7 +10,6 @@
 #include "dq_gather.cuh"
 #include "host/launch_overlapped.cuh"
 #include "launch.h"
-#include "sequences/dkdv_selected.cuh"
 
 namespace htree_cuda::sm90::htree_bwd {
 
@@ -27,12 +26,7 @@ void launch_unit(Kernel kernel, Args const& args, int ctas, cudaStream_t stream)
   switch (kernel) {
     case Kernel::kDkDvEntry: return launch(DkDvEntry{}, dkdv_entry_kernel<DkDvEntry>, ctas);
     case Kernel::kDqEntry: return launch(DqEntry{}, dq_entry_kernel<DqEntry>, of_rows(DqEntry::kRows));
-    case Kernel::kDkDvSelected:
-      if constexpr (kSequences) {
-        return launch(DkDvSelected{}, sequences::dkdv_selected_kernel<DkDvSelected>, ctas);
-      } else {
-        return launch(DkDvSelected{}, dkdv_selected_kernel<DkDvSelected>, ctas);
-      }
+    case Kernel::kDkDvSelected: return launch(DkDvSelected{}, dkdv_selected_kernel<DkDvSelected>, ctas);
     case Kernel::kDqSelected: return;
     case Kernel::kDqGather:
       if constexpr (std::is_same_v<Element, __nv_bfloat16>) {

@@ -16,7 +16,7 @@ inline sequences::Tables tables(Workspace const& w, Chunk const& chunk) {
   int log2_row_tile = 0;
   while (1 << log2_row_tile < w.row_tile) ++log2_row_tile;
   sequences::Rows const* const own = w.row_tiles == nullptr ? nullptr : w.row_tiles + chunk.first_query / w.row_tile;
-  return {own, log2_row_tile, w.gather, w.gather_ctas, w.entry, w.selected, w.counts};
+  return {own, log2_row_tile, w.gather, w.gather_ctas, w.entry, w.selected, w.list_work, w.counts};
 }
 
 // What the matrix kernels of a chunk work on, pointers of the call left out.
@@ -60,16 +60,17 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
     args.segment_rows[l] = w.segment_rows[l];
     args.visits[l] = w.visits[l];
     args.first_list_cta[l] = args.list_ctas;
-    std::int64_t const lists = std::int64_t(chunk.heads) * w.tree.words[l] * w.segments[l];
-    args.list_ctas = static_cast<int>(grid_blocks("backward", args.list_ctas + lists));
     args.first_item[l] = args.items;
     if (several) continue;
+    std::int64_t const lists = std::int64_t(chunk.heads) * w.tree.words[l] * w.segments[l];
+    args.list_ctas = static_cast<int>(grid_blocks("backward", args.list_ctas + lists));
     std::int64_t const items = std::int64_t(chunk.heads) * w.tree.kv_blocks[l] * w.segments[l];
     args.items = static_cast<int>(grid_blocks("backward", args.items + items));
   }
   if (several) {
     args.tile_items = static_cast<int>(grid_blocks("backward_varlen", chunk.heads * w.entry_room));
     args.items = static_cast<int>(grid_blocks("backward_varlen", chunk.heads * w.selected_room));
+    args.list_ctas = static_cast<int>(grid_blocks("backward_varlen", chunk.heads * w.list_room));
     args.sequences = tables(w, chunk);
   }
   return args;
@@ -83,7 +84,7 @@ void schedule_chunk(Workspace const& w, Chunk const& chunk, Sink& sink) {
   sink.pack_queries(chunk);
   sink.build_index(chunk);
   Args const args = chunk_args(w, chunk);
-  if (args.items > 0 && !w.sequences_given) sink.list_visits(args);
+  if (args.items > 0) sink.list_visits(args);
   for (Rule const& rule : kRules) {
     if (rule.runs_for(w.hands_over_ds) && (!rule.only_selected || args.items > 0)) sink.multiply(rule, args);
   }

@@ -70,9 +70,10 @@ struct Workspace {
   bool sequences_given = false;              // of different lengths
   int row_tile = 0;                          // rows of a sequence come in multiples of it, where lengths differ
   int gather_rows = 0;                       // of a CTA of dq_gather
-  int gather_ctas = 0;                       // of a head of a chunk; of sequences of different lengths, like the next two
+  int gather_ctas = 0;                       // of a head of a chunk; of sequences of different lengths, like the next three
   std::int64_t entry_room = 0;
   std::int64_t selected_room = 0;
+  std::int64_t list_room = 0;
   std::int64_t bytes = 0;
 
   float2* rotations = nullptr;
@@ -100,6 +101,7 @@ struct Workspace {
   sequences::Rows* gather = nullptr;
   sequences::EntryWork* entry = nullptr;
   sequences::SelectedWork* selected = nullptr;
+  sequences::ListWork* list_work = nullptr;
   sequences::Counts* counts = nullptr;
   std::int32_t* stream_begins = nullptr;
   std::int32_t* stream_ends = nullptr;
@@ -114,7 +116,7 @@ struct Workspace {
     int const unit = unit_heads(static_cast<int>(p.G));
     hands_over_ds = unit < kMaxGroupHeads && p.dtype == DType::kBFloat16;
     std::int64_t const row_ds = hands_over_ds ? p.top_k * ds_bytes(unit) : 0;
-    for (int l = 0; l < max_entry; ++l) row_bytes += 4 * tree.words[l] + row_ds + (sequences_given ? 0 : p.top_k * sizeof(uint2));
+    for (int l = 0; l < max_entry; ++l) row_bytes += 4 * tree.words[l] + row_ds + p.top_k * sizeof(uint2);
     std::int64_t const rows_of_q = has_sequences(p) ? p.sequences.total_q : p.T_q;
     std::int64_t const input_bytes = 2 * all_heads * rows_of_q * p.G * (p.K + p.V);
     std::int64_t const chunk_bytes = std::clamp(input_bytes / 2, kMinChunkBytes, sequences_given ? kMaxSequencesChunkBytes : kMaxChunkBytes);
@@ -140,8 +142,7 @@ struct Workspace {
     for (int l = 0; l < tree.layers; ++l) {
       std::int64_t wanted = std::max(kBlockItems / (heads * blocks[l]), ceil_div(rows, kMaxSegmentRows));
       if (pack > 1) {
-        std::int64_t const longer = sequences_given ? 2 : 1;  // without lists of visits an item costs more
-        std::int64_t const enough = longer * std::min(kItemPacks * pack * blocks[l] / p.top_k, kMaxSmallGroupRows);
+        std::int64_t const enough = std::min(kItemPacks * pack * blocks[l] / p.top_k, kMaxSmallGroupRows);
         wanted = std::max(kSmallGroupItems / (heads * blocks[l]), rows / std::max(enough, kMinSegmentRows));
       }
       split(wanted, kMinSegmentRows, segments[l], segment_rows[l]);
@@ -163,8 +164,8 @@ struct Workspace {
       place(ds[l], base, heads * rows * row_ds);
     }
     std::int64_t items = 0;
-    for (int l = 0; l < max_entry && !sequences_given; ++l) {
-      std::int64_t const of_layer = heads * tree.kv_blocks[l] * segments[l];
+    for (int l = 0; l < max_entry; ++l) {
+      std::int64_t const of_layer = heads * (sequences_given ? selected_room_of(p, l) : tree.kv_blocks[l] * segments[l]);
       place(visits[l], base, list_capacity(heads * rows * p.top_k, of_layer));
       items += of_layer;
     }
@@ -198,15 +199,24 @@ private:
   }
 
   // Lists of work have room for what the totals and maxima allow. A sequence has a segment more than its rows fill.
+  std::int64_t sequences_in_chunk(ForwardParams const& p) const { return std::min(p.sequences.count, rows / row_tile); }
+
+  // Work items of dkdv_selected in a layer, of a head.
+  std::int64_t selected_room_of(ForwardParams const& p, int l) const {
+    std::int64_t const all_blocks = tree.kv_blocks[l];
+    return rows / segment_rows[l] * blocks[l] + std::min(all_blocks, sequences_in_chunk(p) * blocks[l]);
+  }
+
   void place_sequences(ForwardParams const& p, char* base) {
     std::int64_t const count = p.sequences.count;
-    std::int64_t const in_chunk = std::min(count, rows / row_tile);  // sequences that have rows there
+    std::int64_t const in_chunk = sequences_in_chunk(p);
     for (int l = 0; l <= max_entry; ++l) {
       std::int64_t const all_pairs = (p.sequences.total_k >> (kLog2Siblings * l + 7)) + count;
       entry_room += rows / tile_segment_rows[l] * pairs[l] + std::min(all_pairs, in_chunk * pairs[l]);
       if (l == max_entry) break;
-      std::int64_t const all_blocks = tree.kv_blocks[l];
-      selected_room += rows / segment_rows[l] * blocks[l] + std::min(all_blocks, in_chunk * blocks[l]);
+      selected_room += selected_room_of(p, l);
+      std::int64_t const all_words = tree.kv_blocks[l] / kWordBlocks + count;
+      list_room += rows / segment_rows[l] * tree.words[l] + std::min(all_words, in_chunk * tree.words[l]);
     }
     gather_ctas = hands_over_ds ? static_cast<int>(rows / gather_rows + in_chunk) : 0;
     place(sequences, base, count);
@@ -214,8 +224,9 @@ private:
     place(gather, base, gather_ctas);
     place(entry, base, entry_room);
     place(selected, base, selected_room);
+    place(list_work, base, list_room);
     place(counts, base, 1);
-    place(stream_begins, base, (2 * max_entry + 2) * count);
+    place(stream_begins, base, sequences::streams_of(max_entry) * count);
     place(stream_ends, base, sequences::kStreams + 2);
   }
   static_assert(kItemTiles * kTileRows == 1 << 7);
@@ -254,8 +265,7 @@ private:
     for (int l = min_entry; l <= max_entry; ++l) {
       pairs[l] = static_cast<int>(ceil_div(std::min(blocks[l], tree.top_k), kItemTiles * kTileBlocks));
       tiles[l] = kItemTiles * pairs[l];
-      // A pair at the end of a sequence may read a tile further.
-      if (several) tiles[l] = static_cast<int>((total_k >> (kLog2Siblings * l + 6)) + count + 1);
+      if (several) tiles[l] = static_cast<int>((total_k >> (kLog2Siblings * l + 6)) + count);
     }
     positions = std::max<std::int64_t>(std::min(p.T, p.top_k * kSiblings), kSiblings);
   }

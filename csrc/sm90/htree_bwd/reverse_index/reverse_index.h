@@ -9,6 +9,8 @@
 
 namespace htree_cuda::sm90::htree_bwd::reverse_index {
 
+inline constexpr int kListCtasOfSm = 8;
+
 struct BuildArgs {
   Chunk chunk;
   Tree tree;

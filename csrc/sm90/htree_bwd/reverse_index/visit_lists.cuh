@@ -17,6 +17,7 @@ namespace htree_cuda::sm90::htree_bwd::reverse_index {
 inline constexpr int kListWarps = 8;
 
 // The word of the index and the rows that a CTA lists.
+template <bool kSequences>
 struct ListCta {
   int layer;
   int head;
@@ -25,8 +26,7 @@ struct ListCta {
   int first;  // the first row that may visit the first block of the word
   int end;    // past the last row of the segment
 
-  __device__ explicit ListCta(Args const& args) {
-    int index = static_cast<int>(blockIdx.x);
+  __device__ ListCta(Args const& args, int index) {
     layer = args.max_entry - 1;
     while (layer > 0 && index >= args.first_list_cta[layer - 1]) --layer;
     index -= args.first_list_cta[layer];
@@ -44,18 +44,41 @@ struct ListCta {
     int const blocks = args.tree.kv_blocks[layer];
     return args.first_item[layer] + (head * args.segments[layer] + segment) * blocks + blocks - 1 - block;
   }
+  __device__ __forceinline__ int blocks(Args const& args) const { return args.tree.kv_blocks[layer]; }
+  __device__ __forceinline__ std::int64_t position(Args const& args, int row) const { return args.chunk.position(row); }
 };
 
-template <int kQueries>
-__global__ void __launch_bounds__(kListWarps * 32) visit_lists_kernel(const __grid_constant__ Args args) {
-  // By warp, of each block: how many visits, then where the next one goes.
-  __shared__ uint32_t places[kListWarps][kWordBlocks];
-  __shared__ uint32_t totals[kWordBlocks];
-  __shared__ uint32_t ends[kWordBlocks];
-  wait_for_previous_grid();
+// The same of one of several sequences, from the chunk's list: the work of the heads alternates.
+template <>
+struct ListCta<true> : sequences::ListWork {
+  int head;
+
+  __device__ ListCta(Args const& args, unsigned index) {
+    int4 const* const words = reinterpret_cast<int4 const*>(args.sequences.lists + index / args.chunk.heads);
+    int4 const x = __ldg(words);
+    int4 const y = __ldg(words + 1);
+    static_cast<sequences::ListWork&>(*this) = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, 0};
+    head = static_cast<int>(index % args.chunk.heads);
+  }
+
+  __device__ __forceinline__ int item(Args const& args, int block) const {
+    return (sequences::ListWork::item - block) * args.chunk.heads + head;
+  }
+  __device__ __forceinline__ int blocks(Args const&) const { return sequences::ListWork::blocks; }
+  __device__ __forceinline__ std::int64_t position(Args const&, int row) const { return origin + row; }
+};
+
+struct ListStorage {
+  uint32_t places[kListWarps][kWordBlocks];  // by warp, of each block: how many visits, then where the next one goes
+  uint32_t totals[kWordBlocks];
+  uint32_t ends[kWordBlocks];
+};
+
+template <int kQueries, bool kSequences>
+__device__ __forceinline__ void list_visits_of(Args const& args, ListCta<kSequences> const& cta, ListStorage& store) {
+  auto& [places, totals, ends] = store;
   int const warp = threadIdx.x / 32;
   int const lane = threadIdx.x % 32;
-  ListCta const cta(args);
   int const slice = ((max(cta.end - cta.first, 0) + kListWarps - 1) / kListWarps + 31) / 32 * 32;
   int const begin = cta.first + warp * slice;
   int const end = min(begin + slice, cta.end);
@@ -108,7 +131,7 @@ __global__ void __launch_bounds__(kListWarps * 32) visit_lists_kernel(const __gr
       }
       ends[lane] = place;
       int const block = cta.word * kWordBlocks + lane;
-      if (block < args.tree.kv_blocks[cta.layer]) {
+      if (block < cta.blocks(args)) {
         args.lists[cta.item(args, block)] = {first, (total + kQueries - 1) / kQueries};
       }
     }
@@ -123,7 +146,7 @@ __global__ void __launch_bounds__(kListWarps * 32) visit_lists_kernel(const __gr
   for (int base = begin; base < end; base += 32) {
     int const row = base + lane;
     uint32_t const word = row < end ? __ldg(words + row) : 0;
-    int const last = candidates_in_selected(args.chunk.position(row), cta.layer, args.tree.top_k) - 1;
+    int const last = candidates_in_selected(cta.position(args, row), cta.layer, args.tree.top_k) - 1;
 #pragma unroll
     for (int p = 0; p < kWordBlocks; ++p) {
       bool const visited = word >> p & 1u;
@@ -140,14 +163,30 @@ __global__ void __launch_bounds__(kListWarps * 32) visit_lists_kernel(const __gr
       place[p] += __popc(visitors);
     }
   }
-  if constexpr (kQueries > 1) {  // A thread fills the last pack of a block's list.
-    __syncthreads();
-    if (threadIdx.x >= kWordBlocks) return;
-    int const missing = (kQueries - static_cast<int>(totals[threadIdx.x]) % kQueries) % kQueries;
+  // A thread fills the last pack of a block's list, or the last two visits, which are copied together.
+  __syncthreads();
+  if (threadIdx.x < kWordBlocks) {
+    constexpr int kFilled = kQueries > 1 ? kQueries : 2;
+    int const missing = (kFilled - static_cast<int>(totals[threadIdx.x]) % kFilled) % kFilled;
     if (missing == 0) return;
     uint32_t const list_end = ends[threadIdx.x];
     uint2 const last = visits[list_end - 1];
     for (int i = 0; i < missing; ++i) visits[list_end + i] = {last.x, last.y | kRepeated | 0xffffu};
+  }
+}
+
+template <int kQueries, bool kSequences>
+__global__ void __launch_bounds__(kListWarps * 32) visit_lists_kernel(const __grid_constant__ Args args) {
+  __shared__ ListStorage store;
+  wait_for_previous_grid();
+  if constexpr (kSequences) {
+    unsigned const lists = args.sequences.counts->lists * args.chunk.heads;
+    for (unsigned index = blockIdx.x; index < lists; index += gridDim.x) {
+      __syncthreads();  // The storage of the list before has been read.
+      list_visits_of<kQueries>(args, ListCta<true>(args, index), store);
+    }
+  } else {
+    list_visits_of<kQueries>(args, ListCta<false>(args, static_cast<int>(blockIdx.x)), store);
   }
 }
 

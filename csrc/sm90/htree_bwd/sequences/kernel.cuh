@@ -64,21 +64,42 @@ struct Work {
   }
 
   __device__ __forceinline__ std::int32_t items() const { return width * segments; }
+  __device__ __forceinline__ std::int32_t words() const { return (width + kWordBlocks - 1) / kWordBlocks; }
 
 private:
   __device__ __forceinline__ void split(int rows) { segments = (end - base + rows - 1) / rows; }
 };
 
 // Streams: CTAs of dq_gather; then work items of dkdv_entry, the lowest layer first; then those of dkdv_selected, the
-// highest layer first.
-__device__ __forceinline__ int entry_stream(int layer) { return 1 + layer; }
-__device__ __forceinline__ int selected_stream(ChunkArgs const& args, int layer) { return 1 + 2 * args.max_entry - layer; }
+// highest layer first; then those of visit_lists in the same order.
+enum class Kind { kGather, kEntry, kSelected, kLists };
+
+struct Stream {
+  Kind kind;
+  int layer;
+
+  __device__ __forceinline__ static Stream of(ChunkArgs const& args, int stream) {
+    int const entry = args.max_entry + 1;  // layers that are the entry layer of some query
+    if (stream == 0) return {Kind::kGather, 0};
+    if (stream <= entry) return {Kind::kEntry, stream - 1};
+    if (stream < entry + entry) return {Kind::kSelected, 2 * entry - 1 - stream};
+    return {Kind::kLists, 3 * entry - 2 - stream};
+  }
+};
+
+// The first stream of a kind, in the order above; of a kind past the last, the number of streams.
+__device__ __forceinline__ int first_stream(ChunkArgs const& args, Kind kind) {
+  if (kind == Kind::kGather) return 0;
+  return kind == Kind::kEntry ? 1 : kind == Kind::kSelected ? args.max_entry + 2 : 2 * args.max_entry + 2;
+}
 
 __device__ __forceinline__ std::int32_t count_of(ChunkArgs const& args, Span const& span, int stream) {
   if (span.begin >= span.end) return 0;
-  if (stream == 0) return (span.end - span.begin + args.gather_rows - 1) / args.gather_rows;
-  if (stream <= entry_stream(args.max_entry)) return Work::entry(args, span, stream - 1).items();
-  return Work::selected(args, span, 1 + 2 * args.max_entry - stream).items();
+  auto const [kind, layer] = Stream::of(args, stream);
+  if (kind == Kind::kGather) return (span.end - span.begin + args.gather_rows - 1) / args.gather_rows;
+  if (kind == Kind::kEntry) return Work::entry(args, span, layer).items();
+  Work const work = Work::selected(args, span, layer);
+  return kind == Kind::kSelected ? work.items() : work.words() * work.segments;
 }
 
 static __global__ void __launch_bounds__(kScanThreads) count_kernel(const __grid_constant__ ChunkArgs args) {
@@ -117,7 +138,8 @@ static __global__ void __launch_bounds__(kScanThreads) count_kernel(const __grid
   args.ends[kStreams + 1] = to;
   Counts counts{};  // of this thread's own stores
   for (int stream = 1; stream < args.streams(); ++stream) {
-    (stream <= entry_stream(args.max_entry) ? counts.entry : counts.selected) += args.ends[stream];
+    Kind const kind = Stream::of(args, stream).kind;
+    (kind == Kind::kEntry ? counts.entry : kind == Kind::kSelected ? counts.selected : counts.lists) += args.ends[stream];
   }
   *args.counts = counts;
 }
@@ -162,22 +184,46 @@ __device__ __forceinline__ EntryWork entry_work(ChunkArgs const& args, int layer
           static_cast<std::int32_t>(first_tile(sequence.key, own, layer)), end - first};
 }
 
+// The rows of a segment of a selected layer, from the first one on that may visit a block.
+struct SegmentRows {
+  std::int32_t reached;  // may lie before the segment
+  std::int32_t first;    // whole steps of rows where that stays in the segment: neighbouring lanes then read one line
+  std::int32_t begin;
+  std::int32_t end;
+
+  __device__ __forceinline__ SegmentRows(Span const& span, Work const& work, std::int32_t rows, int layer, std::int32_t segment,
+                                         std::int32_t block) {
+    reached = min(max(span.row_at(static_cast<std::int64_t>(block) << (kLog2Siblings * (layer + 1))), work.begin), work.end);
+    begin = work.base + segment * rows;
+    end = min(begin + rows, work.end);
+    first = max(begin, reached / kRowStep * kRowStep);
+  }
+};
+
 __device__ __forceinline__ SelectedWork selected_work(ChunkArgs const& args, int layer, std::int32_t own, std::int32_t place) {
   Sequence const sequence = args.sequences[own];
   Span const span(args, sequence);
   Work const work = Work::selected(args, span, layer);
-  std::int32_t const rows = args.segment_rows[layer];
   std::int32_t const segment = place / work.width;
   // The last block first, because it belongs to the most recent tokens, which are visited most.
   std::int32_t const block = work.width - 1 - place % work.width;
-  std::int32_t const reached = min(
-      max(span.row_at(static_cast<std::int64_t>(block) << (kLog2Siblings * (layer + 1))), work.begin), work.end);
-  std::int32_t const begin = work.base + segment * rows;
-  std::int32_t const end = min(begin + rows, work.end);
-  // Whole steps of rows where that stays in the segment: neighbouring lanes then read one line.
-  std::int32_t const first = max(begin, reached / kRowStep * kRowStep);
-  return {layer, block, first, end, segments_before(work, segment, rows, reached, begin, end), span.origin,
-          static_cast<std::int32_t>(sequence_blocks(sequence.key, own, layer, 1)), 0};
+  std::int32_t const rows = args.segment_rows[layer];
+  SegmentRows const own_rows(span, work, rows, layer, segment, block);
+  return {layer, static_cast<std::int32_t>(sequence_blocks(sequence.key, own, layer, 1)) + block,
+          segments_before(work, segment, rows, own_rows.reached, own_rows.begin, own_rows.end), 0};
+}
+
+__device__ __forceinline__ ListWork list_work(ChunkArgs const& args, int stream, int layer, std::int32_t own, std::int32_t place) {
+  Span const span(args, args.sequences[own]);
+  Work const work = Work::selected(args, span, layer);
+  std::int32_t const segment = place / work.words();
+  std::int32_t const word = place % work.words();
+  SegmentRows const rows(span, work, args.segment_rows[layer], layer, segment, word * kWordBlocks);
+  // The items of the same layer and sequence, which the streams before it precede.
+  int const items = stream - args.max_entry;
+  std::int32_t item = args.begins[static_cast<std::int64_t>(items) * args.count + own] + (segment + 1) * work.width - 1;
+  for (int before = first_stream(args, Kind::kSelected); before < items; ++before) item += args.ends[before];
+  return {layer, word, rows.first, rows.end, span.origin, work.width, item, 0};
 }
 
 static __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constant__ ChunkArgs args) {
@@ -197,20 +243,30 @@ static __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_
     return;
   }
   index -= args.gather_ctas;
-  bool const entry = index < args.entry_room;
-  if (!entry) index -= args.entry_room;
-  if (!entry && index >= args.selected_room) return;
-  int stream = entry ? entry_stream(0) : entry_stream(args.max_entry) + 1;
-  int const end = entry ? entry_stream(args.max_entry) + 1 : args.streams();
+  Kind kind = Kind::kEntry;
+  if (index >= args.entry_room) {
+    index -= args.entry_room;
+    kind = Kind::kSelected;
+    if (index >= args.selected_room) {
+      index -= args.selected_room;
+      kind = Kind::kLists;
+      if (index >= args.list_room) return;
+    }
+  }
+  int stream = first_stream(args, kind);
+  int const end = kind == Kind::kLists ? args.streams() : first_stream(args, kind == Kind::kEntry ? Kind::kSelected : Kind::kLists);
   std::int32_t place = static_cast<std::int32_t>(index);
   while (stream < end && place >= args.ends[stream]) place -= args.ends[stream++];
   if (stream == end) return;
   std::int32_t const own = owner(args, stream, place);
   place = place_in_owner(args, stream, own, place);
-  if (entry) {
-    args.entry[index] = entry_work(args, stream - 1, own, place);
+  int const layer = Stream::of(args, stream).layer;
+  if (kind == Kind::kEntry) {
+    args.entry[index] = entry_work(args, layer, own, place);
+  } else if (kind == Kind::kSelected) {
+    args.selected[index] = selected_work(args, layer, own, place);
   } else {
-    args.selected[index] = selected_work(args, 1 + 2 * args.max_entry - stream, own, place);
+    args.lists[index] = list_work(args, stream, layer, own, place);
   }
 }
 

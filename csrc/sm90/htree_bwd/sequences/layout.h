@@ -44,15 +44,24 @@ struct alignas(16) EntryWork {
   std::int32_t count;            // rows from first to end
 };
 
-// A KV block of a sequence and a segment of its rows: what a warp of dkdv_selected works on.
+// A KV block and a segment of the rows of its sequence: what a warp of dkdv_selected works on.
 struct alignas(16) SelectedWork {
   std::int32_t layer;
-  std::int32_t block;
-  std::int32_t first;
-  std::int32_t end;
-  std::int32_t segments_before;
-  std::int32_t origin;
-  std::int32_t block_begin;
+  std::int32_t block;            // among those of all sequences
+  std::int32_t segments_before;  // as EntryItem's
+  std::int32_t unused;
+};
+
+// A word of the reverse index and a segment of the rows: what a CTA of visit_lists lists. Blocks and words are counted
+// within the sequence.
+struct alignas(16) ListWork {
+  std::int32_t layer;
+  std::int32_t word;
+  std::int32_t first;   // the first row that may visit the first block of the word
+  std::int32_t end;     // past the last row of the segment
+  std::int32_t origin;  // row r stands at position origin + r
+  std::int32_t blocks;  // that the rows of the sequence visit in this layer
+  std::int32_t item;    // place among SelectedWork of block 0 and the segment; block i is i places before it
   std::int32_t unused;
 };
 
@@ -60,6 +69,7 @@ struct alignas(16) SelectedWork {
 struct Counts {
   std::int32_t entry;
   std::int32_t selected;
+  std::int32_t lists;
 };
 
 // What the matrix kernels of a chunk are given of it.
@@ -70,6 +80,7 @@ struct Tables {
   int gather_ctas;
   EntryWork const* entry;
   SelectedWork const* selected;
+  ListWork const* lists;
   Counts const* counts;
 
   // The rows of a row tile from `row` of the chunk on, at most `most` of them.
@@ -89,7 +100,7 @@ struct Tables {
   }
 };
 
-// The sequence's first KV tile in a layer: of as many as (total_k >> (4 layer + 6)) + N, and one that may be read.
+// The sequence's first KV tile in a layer, of as many as (total_k >> (4 layer + 6)) + N.
 __host__ __device__ inline std::int64_t first_tile(std::int32_t key, std::int32_t sequence, int layer) {
   return sequence_blocks(key, sequence, layer, kTileBlocks) / kTileBlocks;
 }
