@@ -52,6 +52,44 @@ struct Listed {
   }
 };
 
+// Whether the last tile of a stream is copied without the blocks that the stream does not have. At the bottom of a packed
+// call these may not have been packed (tree/pack): each sequence has tiles of its own, and of 4,096 sequences of 16
+// tokens three blocks of four would be zeros.
+template <class Cfg>
+__device__ __forceinline__ bool copies_parts(Args const& args) {
+  return Cfg::kKind == LayerKind::kEntry && Cfg::kReadsValues && args.blocks.entries != nullptr && args.layer == 0;
+}
+
+// Copies the first `slots` blocks of a tile, panel by panel. The others get values of zero, because their probabilities
+// of zero multiply them; their keys may be anything, since their scores are masked.
+template <class Cfg>
+__device__ __forceinline__ void copy_part(uint32_t stage, char const* tile, int slots, uint32_t full) {
+  constexpr int kPanelBlockBytes = Cfg::kPanelBytes / Cfg::kStageSlots;
+  constexpr int kKeyPanels = Cfg::kK / 64;
+  constexpr int kPanels = kKeyPanels + Cfg::kV / 64;
+  static_assert(kPanels < 32 && Cfg::kValueOffset == Cfg::kKeyOffset + kKeyPanels * Cfg::kPanelBytes);
+  int const lane = threadIdx.x % 32;
+#pragma unroll
+  for (int panel = kKeyPanels; panel < kPanels; ++panel) {
+    uint32_t const end = stage + Cfg::kKeyOffset + (panel + 1) * Cfg::kPanelBytes;
+    for (uint32_t at = end - (Cfg::kStageSlots - slots) * kPanelBlockBytes + lane * 16; at < end; at += 32 * 16) {
+      ptx::store_shared_16B(at, {0u, 0u, 0u, 0u});
+    }
+  }
+  ptx::fence_proxy_async_shared();
+  __syncwarp();
+  if (lane == 0) {
+    barriers::mbarrier_arrive_expect_bytes(full, slots * (Cfg::kScaleBytes + kPanels * kPanelBlockBytes));
+  }
+  __syncwarp();
+  if (lane < kPanels) {
+    ptx::bulk_load(stage + Cfg::kKeyOffset + lane * Cfg::kPanelBytes,
+                   tile + Cfg::kStageSlots * Cfg::kScaleBytes + lane * Cfg::kPanelBytes, slots * kPanelBlockBytes, full);
+  } else if (lane == kPanels) {
+    ptx::bulk_load(stage + Cfg::kScaleOffset, tile, slots * Cfg::kScaleBytes, full);
+  }
+}
+
 // The warp that copies KV blocks to their stages.
 template <class Cfg>
 __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
@@ -75,6 +113,12 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
         int const slot = lane % Cfg::kStageSlots;
         ring.barriers.wait_empty(at, "htree_fwd producer: empty");
         uint32_t const full = ring.barriers.full_at(at.slot);
+        if constexpr (Cfg::kKind == LayerKind::kEntry) {
+          if (slots < Cfg::kStageSlots && copies_parts<Cfg>(args)) {
+            copy_part<Cfg>(ring.stage(at.slot), packed + (base + group * Cfg::kStageSlots) * args.block_bytes, slots, full);
+            return;  // nothing comes behind it
+          }
+        }
         __syncwarp();
         if (lane == 0) barriers::mbarrier_arrive_expect_bytes(full, copies * Cfg::kCopyBytes);
         __syncwarp();

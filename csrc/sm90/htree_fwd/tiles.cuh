@@ -102,7 +102,7 @@ __device__ __forceinline__ int stream_count(Args const& args) {
       if (Cfg::kSharesWarp && index < 0) continue;
       QueryTile const block(args.blocks, index);
 #pragma unroll 1
-      for (int i = kQueryTile - 1; i >= 0 && count == 0; --i) count = parents_of<Cfg>(args, block, i);
+      for (int i = min(kQueryTile, block.count) - 1; i >= 0 && count == 0; --i) count = parents_of<Cfg>(args, block, i);
     }
     return count;
   }

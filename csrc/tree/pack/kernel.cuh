@@ -157,7 +157,9 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     int const shift = kLog2Siblings * args.layer;
     N = min(N, (sequence.keys + (std::int64_t(1) << shift) - 1) >> shift);
     parent -= sequence_blocks(sequence.key, own, args.layer, together);
-    if (parent < 0 || parent / together * together * kSiblings >= N) return;
+    // Tiles are read as a whole, but at the bottom without the blocks that do not exist (sm90/htree_fwd/producer.cuh).
+    int const whole = args.layer == 0 ? 1 : together;
+    if (parent < 0 || parent / whole * whole * kSiblings >= N) return;
     h = bh;
     b = own;
     k_row = args.k.first_row(sequence.key, own);
