@@ -12,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "host/recording_api.h"
 #include "params.h"
 
 namespace py = pybind11;
@@ -25,6 +26,7 @@ void* as_pointer(std::uintptr_t address) { return reinterpret_cast<void*>(addres
 template <class Launch>
 void on_device(int device, Launch&& launch) {
   py::gil_scoped_release release;
+  if (device < 0) return launch();  // a recording, which needs no device
   DeviceGuard guard(device);
   launch();
 }
@@ -119,6 +121,26 @@ py::list explained(Explain const& explain) {
   };
   explain(sink, &rows);
   return rows;
+}
+
+void bind_recording(py::module_& module) {
+  module.def(
+      "recorded",
+      [](py::function const& call, int processors) {
+        return explained([&](LaunchSink sink, void* context) {
+          begin_recording(processors);
+          try {
+            call();
+          } catch (...) {
+            end_recording(nullptr, nullptr);
+            throw;
+          }
+          end_recording(sink, context);
+        });
+      },
+      py::arg("call"), py::kw_only(), py::arg("processors"),
+      "The kernels over index lists that `call` would launch through this module, in their order, a dict each. Nothing is "
+      "launched; device is -1 in the calls. Needs no GPU.");
 }
 
 void bind_forward(py::module_& module) {
@@ -635,6 +657,7 @@ PYBIND11_MODULE(_C, module) {
   bind_forward(module);
   bind_backward(module);
   bind_tree_cache(module);
+  bind_recording(module);
   bind_attn_dist(module);
   bind_sparse_attention(module);
   bind_topk_indices(module);

@@ -1,4 +1,4 @@
-"""`python -m htree_cuda explain`: which kernels a call of htree attention runs, in which order, why, and their cost.
+"""`python -m htree_cuda explain`: which kernels a call of htree attention or DSA runs, in which order, why, their cost.
 
 The kernels come from the library, which runs the same schedule and counts launches where a call makes them; no GPU is
 needed. Their share of the time is a prediction of `cost_model`.
@@ -12,10 +12,11 @@ import sys
 
 import torch
 
-from . import checks, cost_model, kernels
+from . import checks, cost_model, explain_dsa, kernels
 from .bench.inputs import DTYPES
 from .definition import layer_sizes
 
+DSA_DTYPES = {name: DTYPES[name] for name in ("bfloat16", "float16")} | {"float8_e4m3fn": torch.float8_e4m3fn}
 DEFAULT_SMS = 132  # of an H100 or H200 SXM
 HOW_TO_GET_ONE = (
     "install a wheel that holds the kernels, or build them, for which no GPU is needed: "
@@ -166,16 +167,18 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m htree_cuda explain", description=__doc__.splitlines()[0].split(": ", 1)[1],
     )  # fmt: skip
     add = parser.add_argument
-    add("--T", type=int, required=True, help="tokens of the context")
+    add("--op", choices=["forward", *explain_dsa.OPS], default="forward", help="the operation (default: forward)")
+    add("--T", type=int, required=True, help="tokens of the context, or key rows")
     add("--H", type=int, required=True, help="query heads")
-    add("--H-kv", type=int, required=True, help="KV heads; divides --H")
-    add("--top-k", type=int, default=512, help="nodes expanded per layer (default: 512)")
+    add("--H-kv", type=int, help="KV heads; divides --H; of forward, which needs it")
+    add("--top-k", type=int, help="nodes expanded per layer (default: 512), or slots of a list (default: 2048)")
     add("--T-q", type=int, help="queries, the last ones (default: T)")
     add("--B", type=int, default=1, help="sequences (default: 1)")
-    add("--K", type=int, default=128, help="head dimension of keys (default: 128)")
+    add("--K", type=int, help="head dimension of keys (default: 128; of attn_dist and sparse_attention 576)")
     add("--V", type=int, help="head dimension of values (default: K)")
-    add("--dtype", choices=["bfloat16", "float16"], default="bfloat16", help="of q, k and v (default: bfloat16)")
+    add("--dtype", choices=list(DSA_DTYPES), default="bfloat16", help="of q, k and v (default: bfloat16)")
     add("--backward", action="store_true", help="the kernels of the backward")
+    add("--deterministic", action="store_true", help="of the backward of sparse_attention: repeatable sums")
     add("--sms", type=int, help="SMs of the GPU (default: those of this one, else 132)")
     add("--json", action="store_true", help="machine-readable")
     return parser
@@ -187,18 +190,32 @@ def _sms() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
+def _call(args: argparse.Namespace) -> dict:
+    dtype, sms = DSA_DTYPES[args.dtype], args.sms or _sms()
+    if args.op != "forward":
+        K = args.K or (576 if args.op in ("attn_dist", "sparse_attention") else 128)
+        return explain_dsa.explain(
+            args.op, T=args.T, H=args.H, K=K, top_k=args.top_k or 2048, T_q=args.T_q, B=args.B, dtype=dtype,
+            backward=args.backward, deterministic=args.deterministic, sms=sms,
+        )  # fmt: skip
+    if args.H_kv is None:
+        raise ExplainError("--H-kv is missing: the KV heads of forward")
+    return explain(
+        T=args.T, H=args.H, H_kv=args.H_kv, top_k_per_layer=args.top_k or 512, T_q=args.T_q, B=args.B, K=args.K or 128,
+        V=args.V, dtype=dtype, backward=args.backward, sms=sms,
+    )  # fmt: skip
+
+
 def main(argv: list[str] | None = None) -> int:
     """Prints the report; 0, or 2 with one line on stderr where the user can put something right."""
     args = _parser().parse_args(argv)
     try:
         if not kernels.built():
             raise ExplainError(f"there are no kernels to explain ({kernels.why_not_built()}); {HOW_TO_GET_ONE}")
-        call = explain(
-            T=args.T, H=args.H, H_kv=args.H_kv, top_k_per_layer=args.top_k, T_q=args.T_q, B=args.B, K=args.K, V=args.V,
-            dtype=DTYPES[args.dtype], backward=args.backward, sms=args.sms or _sms(),
-        )  # fmt: skip
+        call = _call(args)
     except (ExplainError, ValueError, checks.UnsupportedError) as error:
         print(f"htree_cuda explain: {str(error).removeprefix('explain: ')}", file=sys.stderr)
         return 2
-    print(json.dumps(call, indent=2) if args.json else render(call))
+    text = render if args.op == "forward" else explain_dsa.render
+    print(json.dumps(call, indent=2) if args.json else text(call))
     return 0

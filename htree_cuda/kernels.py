@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -104,6 +105,8 @@ def _dtype(x: Tensor):
 
 def _place(x: Tensor) -> dict[str, int]:
     """Device and current stream, as every launcher takes them."""
+    if x.device.type == "meta":  # of `recorded`
+        return {"device": -1, "stream": 0}
     return {"device": x.get_device(), "stream": torch.cuda.current_stream(x.device).cuda_stream}
 
 
@@ -277,6 +280,12 @@ def forward(
         workspace_bytes=workspace.numel(),
         **_place(q),
     )
+
+
+def recorded(call: Callable[[], None], *, sms: int) -> list[dict]:
+    """The kernels over index lists that `call` would launch on a GPU with so many SMs, as `htree_cuda.explain` tells
+    them. `call` calls functions of this file with meta tensors; nothing is launched."""
+    return load().recorded(call, processors=sms)
 
 
 def explain_forward(q: Tensor, k: Tensor, v: Tensor, params, *, sms: int) -> list[dict]:

@@ -1,6 +1,11 @@
+#include <memory>
+#include <utility>
+
 #include "params.h"
 #include "driver.h"
 #include "mixed_dims.h"
+#include "recording.h"
+#include "recording_api.h"
 
 #ifndef HTREE_CUDA_PARAMS_HASH
 #error "the build defines HTREE_CUDA_PARAMS_HASH (build_backend/htree_cuda_compile.py)"
@@ -9,6 +14,22 @@
 namespace htree_cuda {
 
 using namespace host;
+
+namespace {
+
+thread_local std::unique_ptr<Recording> told;
+
+}  // namespace
+
+host::Recording* host::recording() { return told.get(); }
+
+void begin_recording(int processors) { told.reset(new Recording{processors, {}}); }
+
+void end_recording(LaunchSink sink, void* context) {
+  std::unique_ptr<Recording> const rows = std::move(told);
+  if (rows == nullptr || sink == nullptr) return;
+  for (LaunchRow const& row : rows->rows) tell(row, -1, sink, context);
+}
 
 char const* library_params_hash() { return HTREE_CUDA_PARAMS_HASH; }
 

@@ -15,6 +15,7 @@
 #include "driver.h"
 #include "math.h"
 #include "params.h"
+#include "recording.h"
 #include "device/slots.cuh"
 
 namespace htree_cuda::host::list_args {
@@ -122,6 +123,7 @@ struct Heads {
 // always 0: its `coord` is then 0, else 1.
 inline CUtensorMap encode_heads(Heads const& x, int& coord_h, int& coord_s, int& coord_b,
                                 int box_heads = kGroupHeads) {
+  if (recording() != nullptr) return {};
   static auto const encode =
       driver_entry_point<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled", 12000);
   struct Dimension {

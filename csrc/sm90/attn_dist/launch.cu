@@ -10,6 +10,7 @@
 #include "host/cuda_check.h"
 #include "host/dispatch_dtype.h"
 #include "host/math.h"
+#include "host/recording.h"
 #include "params.h"
 #include "host/list_args.h"
 #include "config.cuh"
@@ -52,6 +53,17 @@ void launch_passes(AttnDistParams const& p, KernelParams kernel, CUtensorMap con
   kernel.units = p.B * p.s_q * passes * kernel.tiles;
   int const grid = static_cast<int>(std::min<std::int64_t>(processors, kernel.units));
   host::list_args::require(kOp, kernel.units / grid < std::numeric_limits<int>::max(), "too much work for one launch");
+  if (host::Recording* const told = host::recording()) {
+    bool const wide = kSplit == Split::kHeads;
+    told->add("attn_dist",
+              std::string("attn_dist_kernel<") + host::dtype_name(p.dtype) + ", " + std::to_string(p.d_qk) + ", " +
+                  (wide ? "heads" : "keys") + ">",
+              std::string(wide ? "128" : "64") + " heads of a query x 64 keys at a time",
+              wide ? "the two consumers have 64 heads each and share what is gathered"
+                   : "64 heads or fewer are left: the consumers take every other tile of keys",
+              grid);
+    return;
+  }
   if (p.dtype == DType::kBFloat16) {
     dispatch_head_dim<cutlass::bfloat16_t, kSplit>(p.d_qk, kernel, map, grid, stream);
   } else {
@@ -97,11 +109,7 @@ using namespace sm90::attn_dist;
 void attn_dist(AttnDistParams const& params, void* stream) {
   check(params);
   if (params.B == 0 || params.s_q == 0 || params.topk == 0) return;
-  int device = 0;
-  int processors = 0;
-  HTREE_CUDA_CHECK(cudaGetDevice(&device));
-  HTREE_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-
+  int const processors = host::sm_count();
   std::int64_t const groups = ceil_div(params.h_q, kGroupHeads);
   host::list_args::for_each_chunk(params, [&](std::int64_t b, std::int64_t batches, bool one_start) {
     AttnDistParams part = params;

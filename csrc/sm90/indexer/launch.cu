@@ -10,6 +10,7 @@
 #include "host/cuda_check.h"
 #include "host/driver.h"
 #include "host/math.h"
+#include "host/recording.h"
 #include "host/window_args.h"
 #include "params.h"
 #include "config.cuh"
@@ -53,6 +54,7 @@ struct Dimension {
 
 // A tensor map of (column, three dimensions) in boxes of one 128-byte panel of columns. What lies outside reads zeros.
 CUtensorMap encode(DType dtype, void const* pointer, std::int64_t columns, Dimension const (&dimensions)[3], int const (&box)[3]) {
+  if (host::recording() != nullptr) return {};
   static auto const encode_tiled =
       host::driver_entry_point<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled", 12000);
   int const bytes = element_bytes(dtype);
@@ -89,6 +91,16 @@ void launch_batches(IndexerLogitsParams const& p, KernelParams kernel, cudaStrea
   require(kOp, units <= std::numeric_limits<int>::max(), "too much work for one launch");
   kernel.query_tiles = static_cast<int>(tiles);
   int const grid = static_cast<int>(units);
+  if (host::Recording* const told = host::recording()) {
+    told->add("logits",
+              std::string("indexer_logits_kernel<") + host::dtype_name(p.dtype) + ", " + std::to_string(kDim) + ", " +
+                  std::to_string(kHeads) + (p.h_i == kHeads ? ">" : ", padded>"),
+              std::to_string(2 * kQueries) + " queries x " + std::to_string(kSegmentKeys) + " keys",
+              kHeads == 32 ? "32 heads or fewer: a consumer multiplies keys with 8 queries at once"
+                           : "more than 32 heads: a consumer multiplies keys with 4 queries at once",
+              grid);
+    return;
+  }
   if (p.h_i == kHeads) {
     launch<Element, kDim, kHeads, false>(kernel, q_map, k_map, grid, stream);
   } else {

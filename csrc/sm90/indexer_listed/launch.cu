@@ -6,6 +6,7 @@
 
 #include "host/cuda_check.h"
 #include "host/math.h"
+#include "host/recording.h"
 #include "host/window_args.h"
 #include "params.h"
 #include "config.cuh"
@@ -76,6 +77,14 @@ void run(IndexerListedParams const& params, cudaStream_t stream) {
     kernel.h_i = static_cast<int>(p.h_i);
     kernel.topk = static_cast<int>(params.topk);
     int const grid = static_cast<int>(batches * p.s_q);
+    if (host::Recording* const told = host::recording()) {
+      bool const forward = kPass == Pass::kForward;
+      told->add(forward ? "logits" : "gradients",
+                std::string("indexer_listed_kernel<") + host::dtype_name(p.dtype) + ", " + std::to_string(p.d_i) +
+                    (forward ? ", forward>" : ", backward>"),
+                "a query and its list, 64 slots at a time", "only the rows that the list names are read", grid);
+      return;
+    }
     if (p.dtype == DType::kBFloat16) {
       dispatch_dim<cutlass::bfloat16_t, kPass>(p.d_i, kernel, grid, stream);
     } else {

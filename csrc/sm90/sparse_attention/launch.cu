@@ -9,6 +9,7 @@
 #include "host/cuda_check.h"
 #include "host/dispatch_dtype.h"
 #include "host/math.h"
+#include "host/recording.h"
 #include "params.h"
 #include "host/list_args.h"
 #include "config.cuh"
@@ -53,6 +54,13 @@ void launch_chunk(SparseAttentionParams const& p, bool one_start, int processors
   kernel.lse_scale = static_cast<float>(1.0 / std::log2(p.lse_base));
   CUtensorMap const map = host::list_args::encode_q(p, kernel);
   int const grid = static_cast<int>(std::min<std::int64_t>(processors, p.B * p.s_q * kernel.groups));
+  if (host::Recording* const told = host::recording()) {
+    told->add("attend",
+              std::string("sparse_attention_kernel<") + host::dtype_name(p.dtype) + ", " + std::to_string(p.d_qk) + ">",
+              "64 heads of a query x 64 keys at a time", "a list is gathered once for 64 heads; a CTA takes query after query",
+              grid);
+    return;
+  }
   bool const bf16 = p.dtype == DType::kBFloat16;
   auto const run = p.d_qk == 576 ? (bf16 ? launch<cutlass::bfloat16_t, 576> : launch<cutlass::half_t, 576>)
                                     : (bf16 ? launch<cutlass::bfloat16_t, 512> : launch<cutlass::half_t, 512>);
@@ -70,11 +78,7 @@ using namespace sm90::sparse_attention;
 void sparse_attention(SparseAttentionParams const& params, void* stream) {
   check(params);
   if (params.B == 0 || params.s_q == 0) return;
-  int device = 0;
-  int processors = 0;
-  HTREE_CUDA_CHECK(cudaGetDevice(&device));
-  HTREE_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-
+  int const processors = host::sm_count();
   host::list_args::for_each_chunk(params, [&](std::int64_t b, std::int64_t batches, bool one_start) {
     SparseAttentionParams part = params;
     part.B = batches;

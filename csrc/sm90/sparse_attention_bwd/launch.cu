@@ -10,6 +10,7 @@
 #include "host/cuda_check.h"
 #include "host/list_args.h"
 #include "host/math.h"
+#include "host/recording.h"
 #include "params.h"
 #include "config.cuh"
 #include "finish.cuh"
@@ -89,6 +90,27 @@ void advance(T*& pointer, std::int64_t elements) {
   if (pointer != nullptr) pointer += elements;
 }
 
+// What launch.cuh's launch_sums launches, in its order.
+void record(host::Recording& told, SparseAttentionParams const& p, bool deterministic, bool paced, int grid) {
+  std::string const kind = std::string("<") + host::dtype_name(p.dtype) + ", " + std::to_string(p.d_qk);
+  std::string const sums = kind + (deterministic ? ", deterministic>" : ", atomic>");
+  std::int64_t const rows = p.B * p.s_q;
+  std::int64_t const keys = p.B * p.s_kv;
+  told.add("prepare", "prepare_kernel" + sums, "a query", "terms of each head: lse, out times dout, the sink", rows);
+  if (keys > 0 && deterministic) {
+    char const* const reason = "sums are integers: how large a key row's contributions are decides their unit";
+    told.add("bounds", "norms_kernel" + kind + ">", "8 keys", reason, ceil_div(keys, 8));
+    told.add("bounds", "bounds_kernel", "a query", reason, rows);
+    told.add("bounds", "factors_kernel", "256 keys", reason, ceil_div(keys, 256));
+  }
+  told.add("gradients", "sparse_attention_bwd_kernel" + sums, "64 heads of a query x 64 keys at a time",
+           paced ? "sums of dkv exceed L2: CTAs begin their queries together" : "sums of dkv stay in L2, or lists have lengths", grid);
+  if (keys > 0) {
+    told.add("finish", "finish_kernel" + sums, "256 times 8 columns", "sums of dkv rounded to the dtype",
+             ceil_div(keys * (p.d_qk / 8), kFinishThreads));
+  }
+}
+
 // Batches b .. b + batches - 1, few enough for one launch. `kernel` has the workspace.
 void launch_chunk(SparseAttentionBackwardParams const& params, KernelParams kernel, std::int64_t b, std::int64_t batches,
                   bool one_start, int processors, cudaStream_t stream) {
@@ -152,6 +174,9 @@ void launch_chunk(SparseAttentionBackwardParams const& params, KernelParams kern
                      batches * p.s_q * kernel.groups <= std::numeric_limits<int>::max() - processors;
   if (!paced) kernel.begun = nullptr;
   int const grid = static_cast<int>(std::min<std::int64_t>(processors, batches * p.s_q * kernel.groups));
+  if (host::Recording* const told = host::recording()) {
+    return record(*told, p, params.deterministic, kernel.begun != nullptr, grid);
+  }
   bool const bf16 = p.dtype == DType::kBFloat16;
   auto const run = p.d_qk == 576 ? (bf16 ? launch<cutlass::bfloat16_t, 576> : launch<cutlass::half_t, 576>)
                                  : (bf16 ? launch<cutlass::bfloat16_t, 512> : launch<cutlass::half_t, 512>);
@@ -178,15 +203,16 @@ void sparse_attention_backward(SparseAttentionBackwardParams const& params, void
   KernelParams kernel{};
   lay_out(params, static_cast<char*>(params.workspace), kernel);
   if (f.B > 0 && f.s_q > 0) {
-    int device = 0;
-    int processors = 0;
-    HTREE_CUDA_CHECK(cudaGetDevice(&device));
-    HTREE_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    int const processors = host::sm_count();
     host::list_args::for_each_chunk(f, [&](std::int64_t b, std::int64_t batches, bool one_start) {
       launch_chunk(params, kernel, b, batches, one_start, processors, cuda_stream);
     });
-  } else if (f.B > 0 && f.s_kv > 0) {
+  } else if (f.B > 0 && f.s_kv > 0 && host::recording() == nullptr) {
     HTREE_CUDA_CHECK(cudaMemsetAsync(params.dkv, 0, 2 * f.B * f.s_kv * f.d_qk, cuda_stream));
+  }
+  if (host::Recording* const told = host::recording()) {
+    if (f.attn_sink != nullptr) told->add("sink", "sink_kernel", "32 heads", "sums over queries, in a fixed order", ceil_div(f.h_q, 32));
+    return;
   }
   if (f.attn_sink != nullptr) {
     sink_kernel<1024><<<static_cast<unsigned>(ceil_div(f.h_q, 32)), 1024, 0, cuda_stream>>>(

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include "host/recording.h"
 #include "host/window_args.h"
 #include "params.h"
 #include "config.cuh"
@@ -46,6 +47,14 @@ void topk_indices(TopkIndicesParams const& p, void* stream) {
     kernel.n = static_cast<int>(p.n);
     kernel.topk = static_cast<int>(p.topk);
     auto const cuda_stream = static_cast<cudaStream_t>(stream);
+    if (host::Recording* const told = host::recording()) {
+      bool const buffered = p.topk <= Config::kMaxBuffered;
+      told->add("select", buffered ? "topk_indices_buffered" : "topk_indices_rescan", "the logits of a query",
+                buffered ? "the winners so far fit in shared memory: the row is read once"
+                         : "more winners than fit in shared memory: the row is read again for each histogram",
+                kernel.rows);
+      return;
+    }
     p.topk <= Config::kMaxBuffered ? launch_buffered(kernel, cuda_stream) : launch_rescan(kernel, cuda_stream);
   });
 }
