@@ -488,11 +488,23 @@ def test_graph_capture_and_replay():
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("T", [16384, 65536, 131072, 1 << 20])
-def test_memory_beyond_inputs_and_gradients(T):
+@pytest.mark.parametrize("top_k", [64, 128, 512])
+@pytest.mark.parametrize(("H", "H_kv"), [(16, 1), (32, 8), (64, 8)])
+def test_memory_beyond_inputs_and_gradients(H, H_kv, top_k):
     """At most q + out, at the heads of the benchmark; the op allocates gradients and workspace, nothing else."""
-    q, k, v = (torch.empty(1, dtype=BF16, device=DEVICE).expand(1, T, heads, 128) for heads in (16, 1, 1))
-    assert kernels.backward_workspace(q, k, v, tree_params(q, k, v)) <= 2 * T * 16 * (128 + 128)
+    for T in (16384, 65536, 131072, 1 << 20):
+        q, k, v = (torch.empty(1, dtype=BF16, device=DEVICE).expand(1, T, heads, 128) for heads in (H, H_kv, H_kv))
+        workspace = kernels.backward_workspace(q, k, v, tree_params(q, k, v, top_k_per_layer=top_k))
+        assert workspace <= 2 * T * H * (128 + 128), T
+
+
+@pytest.mark.emulated
+def test_chunks_of_a_part_of_the_queries_are_as_large():
+    """The queries of a rank of context parallelism are few beside its tokens: they take what k and v take, too."""
+    _, *kv = (torch.empty(1, dtype=BF16, device=DEVICE).expand(1, 1 << 17, heads, 128) for heads in (12, 3, 3))
+    part, whole = (torch.empty(1, dtype=BF16, device=DEVICE).expand(1, T_q, 12, 128) for T_q in (1 << 15, 1 << 17))
+    of_part, of_whole = (kernels.backward_workspace(q, *kv, tree_params(q, *kv)) for q in (part, whole))
+    assert of_part > 0.6 * of_whole
 
 
 @pytest.mark.parametrize(("T", "T_q", "K", "V", "dtype"), [(40, 40, 64, 64, BF16), (300, 14, 128, 128, FP16)])

@@ -11,6 +11,21 @@
 
 namespace htree_cuda::sm90::htree_bwd {
 
+// How dkdv_entry cuts the work of an entry layer: an item is kItemTiles KV tiles and a segment of the rows.
+struct EntrySegments {
+  int first_item;   // the number of the layer's first item
+  int pairs;        // kItemTiles KV tiles each: those that rows of the chunk visit
+  int first_row;    // a multiple of kRowStep, like `rows`
+  int segments;
+  int rows;         // of a segment
+  bool sums_apart;  // items leave their sums in entry_sums, and add_segments adds them; else items add them in order
+  int first_sums;   // then: the place of the first item's sums there
+
+  __host__ __device__ std::int64_t place_of_sums(int item) const { return first_sums + (item - first_item); }
+
+  __host__ __device__ int of_row(int row) const { return (row - first_row) / rows; }
+};
+
 struct Args {
   Tree tree;
   Chunk chunk;
@@ -30,11 +45,9 @@ struct Args {
   char* query_tiles;                  // [heads, rows / tile_queries, query_tile_bytes]; later dq of the entry layer
   char const* kv_tiles[kMaxLayers];   // [heads, tiles[l], kv_tile_bytes]
   int tiles[kMaxLayers];              // KV tiles of a head, an even number
-  // A work item is kItemTiles KV tiles and a segment of the rows.
-  int tile_segments[kMaxLayers];
-  int tile_segment_rows[kMaxLayers];  // a multiple of 32
-  int first_tile_item[kMaxLayers];
+  EntrySegments entry[kMaxLayers];
   int tile_items;
+  float* entry_sums;                  // [places][kItemNodes (K + V)]: dk of an item's nodes, then dv; see EntrySegments
   int* next_tile_item;                // the first item that nobody has begun
   int* tile_segments_added;           // [heads, node_rows / 16]: segments that were added to a KV block's sums
 
@@ -45,8 +58,9 @@ struct Args {
   int G;
 
   // ---- dk and dv of selected layers ----
-  // A work item is a KV block and a segment of the rows. Items are ordered by layer, the highest first, then head,
-  // segment and block, the last block first, because it belongs to the most recent tokens, which are visited most.
+  // A work item is a KV block and a segment of the rows. Items are ordered by layer, the lowest first, whose blocks
+  // differ most in their visits, then head, segment and block, the last block first, because it belongs to the most recent
+  // tokens, which are visited most.
   int first_item[kMaxLayers];
   int items;
   int segments[kMaxLayers];

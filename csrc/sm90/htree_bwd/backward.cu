@@ -210,6 +210,10 @@ struct Launcher {
     (has_sequences(p) ? variant.launch_sequences : variant.launch)(rule.kernel, args, ctas, stream);
   }
 
+  void add_segments(Args const& args) {
+    pack::add_segments(args, static_cast<int>(p.K), static_cast<int>(p.V), stream);
+  }
+
   void distribute(std::int64_t first_head, int heads) {
     auto const tokens = [&](float const* sums, void* out, std::int64_t dim) {
       pack::Distribute args{};

@@ -35,13 +35,6 @@
 
 namespace htree_cuda::sm90::htree_bwd {
 
-// The first of the rows of an entry layer that visits a node of that layer; rows.end where none does. Row 0 stands at
-// `origin`.
-__device__ __forceinline__ int first_visiting_row(std::int64_t origin, int layer, EntryRows const& rows, int node) {
-  std::int64_t const late = (static_cast<std::int64_t>(node) << (kLog2Siblings * layer)) - origin;
-  return static_cast<int>(min(max(late, static_cast<std::int64_t>(rows.begin)), static_cast<std::int64_t>(rows.end)));
-}
-
 // What a CTA works on: two KV tiles and a segment of the rows.
 struct EntryItem {
   int layer;
@@ -55,21 +48,20 @@ struct EntryItem {
   // earlier segments of an item's nodes were begun before.
   static __device__ __forceinline__ EntryItem at(Args const& args, unsigned index) {
     int layer = args.min_entry;
-    while (layer < args.max_entry && index >= static_cast<unsigned>(args.first_tile_item[layer + 1])) ++layer;
-    index -= args.first_tile_item[layer];
-    unsigned const per_segment = args.tiles[layer] / kItemTiles;
-    int const tile = static_cast<int>(index % per_segment) * kItemTiles;
-    index /= per_segment;
-    unsigned const segments = args.tile_segments[layer];
-    int const head = static_cast<int>(index / segments);
-    int const segment = static_cast<int>(index % segments);
+    while (layer < args.max_entry && index >= static_cast<unsigned>(args.entry[layer + 1].first_item)) ++layer;
+    index -= args.entry[layer].first_item;
+    EntrySegments const split = args.entry[layer];
+    int const tile = static_cast<int>(index % split.pairs) * kItemTiles;
+    index /= split.pairs;
+    int const head = static_cast<int>(index / split.segments);
+    int const segment = static_cast<int>(index % split.segments);
     EntryRows const rows(args.chunk, layer, args.tree.top_k);
-    int const segment_rows = args.tile_segment_rows[layer];
     int const reached = first_visiting_row(args.chunk.position(0), layer, rows, tile * kTileRows);
     int const queries = tile_queries(unit_heads(args.G));
-    int const first = max(segment * segment_rows, reached / queries * queries);
-    int const end = min((segment + 1) * segment_rows, rows.end);
-    int const segments_before = max(first, reached) < end ? segment - reached / segment_rows : -1;
+    int const begin = split.first_row + segment * split.rows;
+    int const first = max(begin, reached / queries * queries);
+    int const end = min(begin + split.rows, rows.end);
+    int const segments_before = max(first, reached) < end ? segment - split.of_row(reached) : -1;
     return {layer, head, tile, first, end, segments_before};
   }
 
@@ -228,8 +220,9 @@ public:
       if (static_cast<int>(ptx::load_shared_4B(ring_.number)) < 0) return;
       multiply();
       Item const item = this_item();
+      int const number = static_cast<int>(ptx::load_shared_4B(ring_.number));
       barriers::release(ring_.item_barriers.empty_at(0));
-      finish(item);
+      finish(item, number);
     }
   }
 
@@ -511,43 +504,64 @@ private:
 
   // ---- sums ------------------------------------------------------------------------------------------------------
 
-  // Adds the sums of this item to those of the block, in the order of the segments.
-  __device__ __forceinline__ void finish(Item const& item) {
+  // Leaves the sums of this item for add_segments, or adds them to those of the block, in the order of the segments.
+  __device__ __forceinline__ void finish(Item const& item, int number) {
     if (block_of(item) >= item.blocks(args_)) return;
-    int* const segments_added = args_.tile_segments_added +
-                                (item.head * args_.node_rows + args_.begin[item.layer]) / kSiblings +
-                                item.block_begin() + block_of(item);
-    wait_for_segments(segments_added, item.segments_before, lane_);
-    add_sums(item);
-    count_segment(segments_added, lane_);
+    std::int64_t const block = item.block_begin() + block_of(item);
+    std::int64_t const row = item.head * args_.node_rows + args_.begin[item.layer] + block * kSiblings;
+    int* const segments_added = args_.tile_segments_added + row / kSiblings;
+    float* dk = args_.dk + row * kK;
+    float* dv = args_.dv + row * kV;
+    EntrySegments const& split = args_.entry[item.layer];
+    bool const apart = !Cfg::kSequences && split.sums_apart;
+    if (apart) {
+      dk = args_.entry_sums + split.place_of_sums(number) * (kItemNodes * (kK + kV));
+      dv = dk + kItemNodes * kK + warp() * kSiblings * kV;
+      dk += warp() * kSiblings * kK;
+    } else {
+      wait_for_segments(segments_added, item.segments_before, lane_);
+    }
+    int const nodes = static_cast<int>(item.nodes(args_) - block_of(item) * kSiblings);
+    each_four_columns(item, dk, dv, [&](int node, float* to, float4 four) {
+      ptx::reduce_add_16B_if(!apart && node < nodes, to, four);
+      if (apart) *reinterpret_cast<float4*>(to) = four;
+    });
+    if (!apart) count_segment(segments_added, lane_);
   }
 
-  __device__ __forceinline__ void add_sums(Item const& item) const {
+  // Calls add(node of the block, address, values) for the sums of this thread's nodes, four columns of dk or dv at a
+  // time. The block's rows begin at `dk` and `dv`.
+  template <class Add>
+  __device__ __forceinline__ void each_four_columns(Item const& item, float* dk, float* dv, Add&& add) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      int const node = block_of(item) * kSiblings + g_ + 8 * i;
-      if (node >= item.nodes(args_)) continue;
-      std::int64_t const row = item.head * args_.node_rows + args_.begin[item.layer] +
-                               static_cast<std::int64_t>(item.block_begin()) * kSiblings + node;
+      int const node = g_ + 8 * i;
+      auto const add_four = [&](FourColumns const& x) { add(node, x.to, x.values); };
       float const scale = kUnitScale * inverse_of(weight_scale_[i]);
-      float* const dk = args_.dk + row * kK + 2 * tq_;
-      float const* const rotations = reinterpret_cast<float const*>(args_.rotations + node * (kK / 2)) + 4 * tq_;
+      float* const keys = dk + node * kK + 2 * tq_;
+      float const* const rotations =
+          reinterpret_cast<float const*>(args_.rotations + (block_of(item) * kSiblings + node) * (kK / 2)) + 4 * tq_;
 #pragma unroll
       for (int block = 0; block < kK / 16; ++block) {
         float4 const rotation = __ldg(reinterpret_cast<float4 const*>(rotations + 16 * block));
+        float lo[2], hi[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          float const lo = dk_[4 * block + 2 * i + e] * scale;
-          float const hi = dk_[4 * block + 2 * i + e + kK / 4] * scale;
+          float const x = dk_[4 * block + 2 * i + e] * scale;
+          float const y = dk_[4 * block + 2 * i + e + kK / 4] * scale;
           float const cosine = e == 0 ? rotation.x : rotation.z;
           float const sine = e == 0 ? rotation.y : rotation.w;
-          atomicAdd(dk + 8 * block + e, lo * cosine + hi * sine);
-          atomicAdd(dk + 8 * block + e + kK / 2, hi * cosine - lo * sine);
+          lo[e] = x * cosine + y * sine;
+          hi[e] = y * cosine - x * sine;
         }
+        add_four(four_columns(keys + 8 * block, keys + 8 * block + kK / 2, {lo[0], lo[1]}, {hi[0], hi[1]}, tq_));
       }
-      float* const dv = args_.dv + row * kV + 2 * tq_;
+      float* const values = dv + node * kV + 2 * tq_;
 #pragma unroll
-      for (int e = 0; e < kV / 4; ++e) atomicAdd(dv + e / 2 * 8 + e % 2, dv_[4 * (e / 2) + 2 * i + e % 2]);
+      for (int block = 0; block < kV / 8; block += 2) {
+        auto const of = [&](int which) { return float2{dv_[4 * which + 2 * i], dv_[4 * which + 2 * i + 1]}; };
+        add_four(four_columns(values + 8 * block, values + 8 * block + 8, of(block), of(block + 1), tq_));
+      }
     }
   }
 

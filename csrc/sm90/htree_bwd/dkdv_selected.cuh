@@ -12,6 +12,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "args.h"
 #include "device/barriers.cuh"
@@ -35,8 +36,9 @@ struct WorkItem {
 
   static __device__ WorkItem at(Args const& args, int index) {
     // Opaque, because the compiler would otherwise keep it in a register that the products need.
-    int layer = static_cast<int>(ptx::opaque(static_cast<uint32_t>(args.max_entry))) - 1;
-    while (layer > 0 && index >= args.first_item[layer - 1]) --layer;
+    int const top = static_cast<int>(ptx::opaque(static_cast<uint32_t>(args.max_entry))) - 1;
+    int layer = 0;
+    while (layer < top && index >= args.first_item[layer + 1]) ++layer;
     index -= args.first_item[layer];
     int const block = args.tree.kv_blocks[layer] - 1 - index % args.tree.kv_blocks[layer];
     index /= args.tree.kv_blocks[layer];
@@ -68,8 +70,9 @@ struct VisitList {
 };
 
 // A warp's own part of shared memory: slots, the values that registers do not hold, the next visits, the work item, an
-// mbarrier a slot of q, and the inverse row scales of the keys. The warp arrives once at the barrier of a slot, with the
-// bytes of the copies; the barrier makes the queries of a pack and their rotations visible.
+// mbarrier a slot of q, and the inverse row scales of the keys. One query is copied in bulk: the warp arrives once at the
+// barrier of a slot, with the bytes of the copies. Two or four are copied by the lanes, 16 bytes at a time, because
+// bulk copies of several lanes are issued one after the other, 12 a pack of four queries; a group of copies is a pack.
 template <class Cfg>
 struct WarpStorage {
   uint32_t begin;
@@ -132,6 +135,13 @@ __device__ __forceinline__ int* segments_added_of(Args const& args, WorkItem con
   return args.segments_added + (item.head * args.node_rows + args.begin[item.layer]) / kSiblings + item.block;
 }
 
+// The first item that nobody has begun, for the whole warp.
+__device__ __forceinline__ int take_item(Args const& args, int lane) {
+  int next = 0;
+  if (lane == 0) next = atomicAdd(args.next_item, 1);
+  return __shfl_sync(kFullWarp, next, 0);
+}
+
 // A warp and its KV block, for one work item.
 template <class Cfg>
 class DkDvSelectedWarp {
@@ -148,6 +158,9 @@ class DkDvSelectedWarp {
   static constexpr int kBatch = Cfg::kListEntries / 2;  // visits that are copied at a time
   static constexpr int kBatchPacks = kBatch / kQueries;
   static constexpr int kMasks = kQueries == 1 ? 1 : 2;  // of a thread's columns, by eights
+  static constexpr int kAhead = Cfg::kSlots - 1;        // packs that are copied ahead: all slots but that whose values wait
+  // The first pack of a batch of visits is sent when these have been copied: see fetch and run.
+  static_assert(Cfg::kCopiesInBulk || 2 * kAhead <= kBatchPacks);
 
 public:
   __device__ DkDvSelectedWarp(Args const& args, WarpStorage<Cfg> const& store, PackPosition<Cfg>& at,
@@ -157,29 +170,33 @@ public:
     if (lane_ == 0) stored.store(store_.item());
     fetch(stored, 0);
     fetch(stored, 1);
+    ptx::copy_async_commit();
     load(stored.item);
 #pragma unroll
     for (int step = 0; step < kK / 16; ++step) clear(dk_[step]);
     clear(dv_);
   }
 
-  // There is one pack at least.
-  __device__ void run(int head) {
+  // There is one pack at least. Returns the number of the next item.
+  __device__ int run() {
     waiting_ = store_.dout_slot(at_.dout_slot());
-    // All free slots: all but the one whose values wait.
+    if constexpr (!Cfg::kCopiesInBulk) wait_for_copies<0>();
 #pragma unroll 1
-    while (sent_ < min(packs_, Cfg::kSlots - 1)) send(head);
+    for (int i = 0; i < kAhead; ++i) send();
 #pragma unroll 1
     while (done_ != packs_) {
       add_visits();
       ++done_;
       at_.advance();
-      if (done_ % kBatchPacks == 0) fetch(StoredItem::loaded(store_.item()), done_ / kBatchPacks + 1);
+      if (done_ % kBatchPacks == 0) {
+        fetch(StoredItem::loaded(store_.item()), done_ / kBatchPacks + 1);
+        if constexpr (Cfg::kCopiesInBulk) ptx::copy_async_commit();  // else with the next pack
+      }
     }
     StepAddresses const douts = rows<true, Cfg::kValueRowBytes, Cfg::kValueStride>(waiting_);
 #pragma unroll
     for (int step = 0; step < kV / 16; ++step) add_values(douts, step);
-    finish(StoredItem::loaded(store_.item()).item);
+    return finish(StoredItem::loaded(store_.item()).item);
   }
 
 private:
@@ -192,7 +209,13 @@ private:
       uint2 const* const visits = args_.visits[stored.item.layer] + static_cast<std::int64_t>(stored.list.first) * kListUnit;
       ptx::copy_async_16B(entry_at(i), visits + i, 0);
     }
-    ptx::copy_async_commit();
+  }
+
+  // Waits for the copies of all lanes but those of the latest kPending groups.
+  template <int kPending>
+  __device__ __forceinline__ void wait_for_copies() const {
+    ptx::copy_async_wait<kPending>();
+    __syncwarp();
   }
 
   __device__ __forceinline__ uint32_t entry_at(int i) const {
@@ -204,35 +227,75 @@ private:
     return {ptx::load_shared_4B(entry), ptx::load_shared_4B(entry + 4)};
   }
 
-  // Copies the queries of the next pack, and their rotations, to their slots.
-  __device__ __forceinline__ void send(int head) {
+  // Copies the queries of the next pack, and their rotations, to their slots, where there is another pack.
+  __device__ __forceinline__ void send() {
+    if (sent_ < packs_) {
+      int const head = static_cast<int>(ptx::load_shared_4B(store_.item() + 4));
+      if constexpr (Cfg::kCopiesInBulk) {
+        send_in_bulk(head);
+      } else {
+        send_by_lanes(head);
+      }
+      ++sent_;
+    }
+    // A group is committed in any case, so that as many groups are younger than a pack's.
+    if constexpr (!Cfg::kCopiesInBulk) ptx::copy_async_commit();
+  }
+
+  __device__ __forceinline__ char const* query_of(int head, uint2 entry) const {
+    constexpr int kBytes = static_cast<int>(query_bytes(kK, kV, kHeads));
+    return args_.queries + (static_cast<std::int64_t>(head) * args_.chunk.rows + entry.x) * kBytes + query_begin(kHeads);
+  }
+  __device__ __forceinline__ rope::FragmentRotations const* rotations_of(uint2 entry) const {
+    return args_.fragment_rotations + ((entry.y & ~kRepeated) >> 16) * (kK / 8);
+  }
+
+  __device__ __forceinline__ void send_in_bulk(int head) {
     if (sent_ % kBatchPacks == 0) {  // The first pack of a batch, which was copied long before, save the first two.
-      ptx::copy_async_wait<0>();
-      __syncwarp();
+      wait_for_copies<0>();
     }
     uint32_t const i = at_.query_slot(sent_ - done_);
     uint32_t const full = store_.full(i);
-    constexpr int kBytes = static_cast<int>(query_bytes(kK, kV, kHeads));
     if (ptx::elect()) {
-      barriers::mbarrier_arrive_expect_bytes(full, kQueries * (kBytes + Cfg::kRotationsBytes));
+      barriers::mbarrier_arrive_expect_bytes(full, kHeads * (Cfg::kKeyRowBytes + Cfg::kValueRowBytes) + Cfg::kHeaderBytes + Cfg::kRotationsBytes);
     }
-    if constexpr (kQueries > 1) __syncwarp();
-    // One query is in uniform registers where the compiler is told that one lane copies.
-    int const query_of_lane = kQueries == 1 ? 0 : lane_;
-    uint2 const entry = load_entry(sent_ * kQueries + query_of_lane % kQueries);
-    if (kQueries == 1 ? ptx::elect() : lane_ < kQueries) {
+    uint2 const entry = load_entry(sent_);
+    if (ptx::elect()) {
       uint32_t const slot = store_.query_slot(i);
       uint32_t const dout = store_.dout_slot(at_.dout_slot(sent_ - done_));
       constexpr int kKeyBytes = Cfg::kHeaderBytes + kHeads * Cfg::kKeyRowBytes;
-      ptx::bulk_load(slot + query_of_lane * Cfg::kRotationsBytes,
-                     args_.fragment_rotations + ((entry.y & ~kRepeated) >> 16) * (kK / 8), Cfg::kRotationsBytes, full);
-      char const* const query =
-          args_.queries + (static_cast<std::int64_t>(head) * args_.chunk.rows + entry.x) * kBytes;
-      ptx::bulk_load(header_of(slot, query_of_lane), query, kKeyBytes, full);
-      ptx::bulk_load(dout + query_of_lane * Cfg::kValueStride, query + kKeyBytes, kHeads * Cfg::kValueRowBytes, full);
+      ptx::bulk_load(slot, rotations_of(entry), Cfg::kRotationsBytes, full);
+      char const* const query = query_of(head, entry);
+      ptx::bulk_load(header_of(slot, 0), query, kKeyBytes, full);
+      ptx::bulk_load(dout, query + kKeyBytes, kHeads * Cfg::kValueRowBytes, full);
     }
     __syncwarp();
-    ++sent_;
+  }
+
+  // Each query has as many lanes, which copy neighbouring chunks of 16 bytes.
+  __device__ __forceinline__ void send_by_lanes(int head) const {
+    constexpr int kLanes = 32 / kQueries;
+    int const query = lane_ / kLanes;
+    uint32_t const chunk = lane_ % kLanes * 16;
+    uint2 const entry = load_entry(sent_ * kQueries + query);
+    uint32_t const slot = store_.query_slot(at_.query_slot(sent_ - done_));
+    auto const copy = [&](uint32_t to, void const* from, auto bytes) {
+#pragma unroll
+      for (int done = 0; done < bytes; done += 16 * kLanes) {
+        if (done + 16 * kLanes <= bytes || chunk < bytes - done) {
+          ptx::copy_async_16B(to + chunk + done, static_cast<char const*>(from) + chunk + done, 0);
+        }
+      }
+    };
+    using std::integral_constant;
+    char const* const from = query_of(head, entry);
+    constexpr int kKeyBytes = kHeads * Cfg::kKeyRowBytes;
+    uint32_t const header = header_of(slot, query);
+    copy(header, from, integral_constant<int, Cfg::kHeaderBytes>{});
+    copy(header + Cfg::kHeaderBytes, from + Cfg::kHeaderBytes, integral_constant<int, kKeyBytes>{});
+    copy(store_.dout_slot(at_.dout_slot(sent_ - done_)) + query * Cfg::kValueStride, from + Cfg::kHeaderBytes + kKeyBytes,
+         integral_constant<int, kHeads * Cfg::kValueRowBytes>{});
+    copy(slot + query * Cfg::kRotationsBytes, rotations_of(entry), integral_constant<int, Cfg::kRotationsBytes>{});
   }
 
   // ---- who has which rows of a pack --------------------------------------------------------------------------------
@@ -313,7 +376,11 @@ private:
     uint32_t const slot = store_.query_slot(at_.query_slot());
     // Where there is one ring, addresses of q serve dO, too.
     uint32_t const dout = Cfg::kOneRing ? slot : store_.dout_slot(at_.dout_slot());
-    barriers::mbarrier_wait(store_.full(at_.query_slot()), at_.parity(), "dkdv_selected: full");
+    if constexpr (Cfg::kCopiesInBulk) {
+      barriers::mbarrier_wait(store_.full(at_.query_slot()), at_.parity(), "dkdv_selected: full");
+    } else {
+      wait_for_copies<kAhead - 1>();
+    }
     float raw[2][4], dp[2][4];
     uint32_t rotated[kK / 16][4];
     products(slot, dout, raw, dp, rotated);
@@ -356,7 +423,7 @@ private:
     bool const overflow = overflows(scaled[0][0], scaled[0][1], scaled[1][0], scaled[1][1]);
     if (__any_sync(kFullWarp, overflow)) recompute(ds, masked, scaled);
     __syncwarp();  // The slots of this q and of the dO that waited before have been read and are free.
-    if (sent_ < packs_) send(ptx::load_shared_4B(store_.item() + 4));
+    send();
     // dk has columns of K as rows: the weights of a thread for a child are then a B fragment, and transposed q is an A
     // fragment, without a move between registers.
 #pragma unroll
@@ -484,41 +551,49 @@ private:
     }
   }
 
-  // Adds the sums of this item to those of the block, in the order of the segments.
-  __device__ __forceinline__ void finish(WorkItem const& item) {
+  // Adds the sums of this item to those of the block, in the order of the segments. Returns the number of the next item,
+  // which comes while the sums are on their way.
+  __device__ __forceinline__ int finish(WorkItem const& item) {
     int* const segments_added = segments_added_of(args_, item);
     wait_for_segments(segments_added, item.segments_before, lane_);
     add_sums(item);
+    int const next = lane_ == 0 ? atomicAdd(args_.next_item, 1) : 0;
     count_segment(segments_added, lane_);
+    return __shfl_sync(kFullWarp, next, 0);
   }
 
   __device__ __forceinline__ void add_sums(WorkItem const& item) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+      float const scales[2] = {kUnitScale * inverse_of(of_column(weight_scale_[i], 0)),
+                               kUnitScale * inverse_of(of_column(weight_scale_[i], 1))};
+      int const child = 8 * i + 2 * tq_;
+      float2 const* const rotations = args_.rotations + child * (kK / 2) + g_;
+      // Transposed, a thread has four columns of one child, in the first or in the second half of the pairs.
+      float* const keys = sums_of(item, child + g_ % 2, kK, args_.dk) + g_ / 4 * 4 + g_ / 2 % 2 * (kK / 2);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        int const child = 8 * i + 2 * tq_ + e;
-        float const scale = kUnitScale * inverse_of(of_column(weight_scale_[i], e));
-        float* const to = sums_of(item, child, kK, args_.dk) + g_;
-        float2 const* const rotations = args_.rotations + child * (kK / 2) + g_;
+      for (int kk = 0; kk < kHalf; ++kk) {
 #pragma unroll
-        for (int kk = 0; kk < kHalf; ++kk) {
+        for (int j = 0; j < 2; ++j) {
+          int const column = 16 * kk + 8 * j;
+          float of_lo[2], of_hi[2];
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            int const column = 16 * kk + 8 * j;
-            float2 const x = __ldg(rotations + column);
-            float const lo = dk_[kk][i][2 * j + e] * scale;
-            float const hi = dk_[kk + kHalf][i][2 * j + e] * scale;
-            atomicAdd(to + column, lo * x.x + hi * x.y);
-            atomicAdd(to + column + kK / 2, hi * x.x - lo * x.y);
+          for (int e = 0; e < 2; ++e) {
+            float2 const x = __ldg(rotations + e * (kK / 2) + column);
+            float const lo = dk_[kk][i][2 * j + e] * scales[e];
+            float const hi = dk_[kk + kHalf][i][2 * j + e] * scales[e];
+            of_lo[e] = lo * x.x + hi * x.y;
+            of_hi[e] = hi * x.x - lo * x.y;
           }
+          ptx::reduce_add_16B_if(true, keys + column, transpose_four({of_lo[0], of_lo[1], of_hi[0], of_hi[1]}, g_));
         }
       }
-      float* const to = sums_of(item, 8 * i + g_, kV, args_.dv) + 2 * tq_;
+      float* const values = sums_of(item, 8 * i + g_, kV, args_.dv) + 2 * tq_;
 #pragma unroll
-      for (int tile = 0; tile < kV / 8; ++tile) {
-        atomicAdd(to + 8 * tile, dv_[tile][2 * i]);
-        atomicAdd(to + 8 * tile + 1, dv_[tile][2 * i + 1]);
+      for (int tile = 0; tile < kV / 8; tile += 2) {
+        auto const of = [&](int which) { return float2{dv_[which][2 * i], dv_[which][2 * i + 1]}; };
+        FourColumns const four = four_columns(values + 8 * tile, values + 8 * tile + 8, of(tile), of(tile + 1), tq_);
+        ptx::reduce_add_16B_if(true, four.to, four.values);
       }
     }
   }
@@ -557,24 +632,29 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) dkdv_selected_kernel(const _
 
   WarpStorage<Cfg> const store{shared + warp * Cfg::kWarpBytes};
   int const lane = threadIdx.x % 32;
-  if (lane < Cfg::kQuerySlots) barriers::mbarrier_init(store.full(lane), 1);
-  barriers::mbarrier_init_fence();
-  __syncwarp();
+  if constexpr (Cfg::kCopiesInBulk) {
+    if (lane < Cfg::kQuerySlots) barriers::mbarrier_init(store.full(lane), 1);
+    barriers::mbarrier_init_fence();
+    __syncwarp();
+  }
   PackPosition<Cfg> at;
-  for (;;) {
-    int next = 0;
-    if (lane == 0) next = atomicAdd(args.next_item, 1);
-    next = __shfl_sync(kFullWarp, next, 0);
-    if (next >= (Cfg::kSequences ? args.sequences.counts->selected * args.chunk.heads : args.items)) return;
+  // Counted again for every item, for want of a register.
+  auto const items = [&] {
+    return Cfg::kSequences ? args.sequences.counts->selected * static_cast<int>(ptx::opaque(args.chunk.heads)) : args.items;
+  };
+  int next = take_item(args, lane);
+  while (next < items()) {
     WorkItem const item = Cfg::kSequences ? WorkItem::of_sequences(args, next) : WorkItem::at(args, next);
-    if (item.segments_before < 0) continue;
-    VisitList const list = VisitList::of_item(args, next);
+    VisitList const list = item.segments_before < 0 ? VisitList{} : VisitList::of_item(args, next);
     if (list.packs > 0) {
-      DkDvSelectedWarp<Cfg>(args, store, at, {item, list}).run(item.head);
-    } else {
+      next = DkDvSelectedWarp<Cfg>(args, store, at, {item, list}).run();
+      continue;
+    }
+    if (item.segments_before >= 0) {
       wait_for_segments(segments_added_of(args, item), item.segments_before, lane);
       count_segment(segments_added_of(args, item), lane);
     }
+    next = take_item(args, lane);
   }
 }
 

@@ -150,7 +150,7 @@ private:
   __device__ __forceinline__ void load() {
     int const heads = unit_heads(args_.G);
     char const* const packed = args_.queries + (static_cast<std::int64_t>(head_) * args_.chunk.rows + row_) *
-                                                   query_bytes(kK, kV, heads);
+                                                   query_bytes(kK, kV, heads) + query_begin(heads);
     load(q_, packed + query_header(heads), heads);
     load(dout_, packed + query_header(heads) + heads * Cfg::Slot::kKeyRowBytes, heads);
     float const* const header = reinterpret_cast<float const*>(packed);

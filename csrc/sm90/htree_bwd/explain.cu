@@ -95,6 +95,10 @@ public:
     row.pairs = sweep.pairs * p_.B * p_.H_kv;
   }
 
+  void add_segments(Args const&) {
+    at("sums", -1, "entry", "add_segments_kernel", "", "adds the sums of the segments of the rows, in their order").launches += 1;
+  }
+
   void distribute(std::int64_t, int) {
     at("distribute", -1, "", "distribute_kernel", "", "a node's sum goes to its children in equal parts; dk, then dv")
         .launches += 2;

@@ -76,6 +76,14 @@ private:
   }
 };
 
+// The first of the rows of an entry layer that visits a node of that layer; rows.end where none does. Row 0 stands at
+// `origin`.
+__host__ __device__ inline int first_visiting_row(std::int64_t origin, int layer, EntryRows const& rows, int node) {
+  std::int64_t const late = (static_cast<std::int64_t>(node) << (kLog2Siblings * layer)) - origin;
+  std::int64_t const row = late < rows.begin ? rows.begin : late;
+  return static_cast<int>(row < rows.end ? row : rows.end);
+}
+
 // ---- lists of visits -----------------------------------------------------------------------------------------------
 
 // The rows of a segment that visit a KV block, ascending, eight bytes each: the row; the position n - 1 - 16 rank of the
@@ -106,10 +114,12 @@ __host__ __device__ constexpr std::int64_t operand_bytes(std::int64_t K, std::in
   return rows * 2 * (K + V);
 }
 
-// A query has unit_heads rows, and so many numbers of each kind in its header.
+// A query has unit_heads rows, and so many numbers of each kind in its header. Before the header of a small group's
+// query are bytes that nobody reads, so that its rows lie at multiples of 128 bytes, the lines that copies read.
 __host__ __device__ constexpr int query_header(int heads) { return 3 * heads * 4; }
+__host__ __device__ constexpr int query_begin(int heads) { return heads < 16 ? 128 - query_header(heads) : 0; }
 __host__ __device__ constexpr std::int64_t query_bytes(std::int64_t K, std::int64_t V, int heads) {
-  return query_header(heads) + operand_bytes(K, V, heads);
+  return query_begin(heads) + query_header(heads) + operand_bytes(K, V, heads);
 }
 
 // What dkdv_selected hands over to dq_gather for a row and a KV block that it visits: dS = P (dP - delta) in bf16, zeros
@@ -136,6 +146,7 @@ inline constexpr int kPanelBytes = kTileRows * 128;
 inline constexpr int kKvTileHeader = kTileRows * 4;
 inline constexpr int kQueryTileHeader = 3 * kTileRows * 4;
 inline constexpr int kItemTiles = 2;  // KV tiles that a CTA of dkdv_entry works on at a time
+inline constexpr int kItemNodes = kItemTiles * kTileRows;
 
 __host__ __device__ constexpr std::int64_t panels_bytes(std::int64_t K, std::int64_t V) {
   return kTileRows * 2 * (K + V);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 
 #include "dispatch.h"
 #include "host/launch_overlapped.cuh"
@@ -39,20 +40,23 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
   args.tile_segments_added = w.tile_segments_added;
   args.query_tiles = w.query_tiles;
   args.next_tile_item = w.next_tile_item;
+  args.entry_sums = w.entry_sums;
   bool const several = w.sequences_given;
+  std::int64_t sums = 0;  // places of entry_sums
   args.min_entry = several ? w.min_entry : entry_layer(chunk.position(0), w.tree.top_k);
   args.max_entry = several ? w.max_entry : entry_layer(chunk.position(chunk.queries - 1), w.tree.top_k);
   for (int l = args.min_entry; l <= args.max_entry; ++l) {
     args.kv_tiles[l] = w.kv_tiles[l];
     args.tiles[l] = w.tiles[l];
-    args.tile_segments[l] = w.tile_segments[l];
-    args.tile_segment_rows[l] = w.tile_segment_rows[l];
-    args.first_tile_item[l] = args.tile_items;
     if (several) continue;
-    std::int64_t const items = std::int64_t(chunk.heads) * w.pairs[l] * w.tile_segments[l];
+    EntrySegments& split = args.entry[l] = w.entry_segments(chunk, l);
+    split.first_item = args.tile_items;
+    split.first_sums = static_cast<int>(sums);
+    std::int64_t const items = std::int64_t(chunk.heads) * split.pairs * split.segments;
+    if (split.sums_apart) sums += items;
     args.tile_items = static_cast<int>(grid_blocks("backward", args.tile_items + items));
   }
-  for (int l = args.max_entry - 1; l >= 0; --l) {
+  for (int l = 0; l < args.max_entry; ++l) {
     args.kv_blocks[l] = w.kv_blocks[l];
     args.keys[l] = w.keys[l];
     args.ds[l] = w.ds[l];
@@ -77,7 +81,8 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
 }
 
 // Sink: describe_sequences(), describe_chunk(chunk), make_rotations(), pool(), pack_kv(layer, in_tiles, first_head, heads),
-// clear_sums(heads), pack_queries(chunk), build_index(chunk), list_visits(args), multiply(rule, args), distribute(first_head, heads).
+// clear_sums(heads), pack_queries(chunk), build_index(chunk), list_visits(args), multiply(rule, args),
+// add_segments(args), distribute(first_head, heads).
 template <class Sink>
 void schedule_chunk(Workspace const& w, Chunk const& chunk, Sink& sink) {
   if (w.sequences_given) sink.describe_chunk(chunk);
@@ -86,7 +91,12 @@ void schedule_chunk(Workspace const& w, Chunk const& chunk, Sink& sink) {
   Args const args = chunk_args(w, chunk);
   if (args.items > 0) sink.list_visits(args);
   for (Rule const& rule : kRules) {
-    if (rule.runs_for(w.hands_over_ds) && (!rule.only_selected || args.items > 0)) sink.multiply(rule, args);
+    if (!rule.runs_for(w.hands_over_ds) || (rule.only_selected && args.items == 0)) continue;
+    sink.multiply(rule, args);
+    auto const apart = [](EntrySegments const& segments) { return segments.sums_apart; };
+    if (rule.kernel == Kernel::kDkDvEntry && std::any_of(std::begin(args.entry), std::end(args.entry), apart)) {
+      sink.add_segments(args);
+    }
   }
 }
 
@@ -102,9 +112,7 @@ void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
       if (l >= w.min_entry) sink.pack_kv(l, true, head, heads);
     }
     sink.clear_sums(heads);
-    // The first chunk has the rows that whole chunks leave over: where the call begins with its sequence, it has the
-    // least work.
-    std::int64_t queries = w.sequences_given ? w.rows : (p.T_q - 1) % w.rows + 1;
+    std::int64_t queries = w.first_rows();
     for (std::int64_t first = 0; first < w.all_rows; first += queries, queries = w.rows) {
       schedule_chunk(w, {head, heads, first, static_cast<int>(queries), static_cast<int>(w.rows), p.q_start}, sink);
     }

@@ -145,6 +145,7 @@ struct DkDvSelectedTraits {
   // One query has q and dO side by side, in one ring. More of them fit with slots of q that are free a visit earlier: a
   // power of two, at least kSlots - 1.
   static constexpr bool kOneRing = kQueries == 1;
+  static constexpr bool kCopiesInBulk = kQueries == 1;  // or by lanes, 16 bytes at a time
   static constexpr int kQuerySlots = kOneRing ? kSlots : kSlots == 3 ? 2 : 4;
   static constexpr int kItemBytes = 32;
   static constexpr int kAlignment = 256;

@@ -7,6 +7,7 @@
 
 #include "host/math.h"
 #include "host/tree_args.h"
+#include "args.h"
 #include "layout.h"
 #include "params.h"
 #include "sequences/sequences.h"
@@ -14,10 +15,13 @@
 namespace htree_cuda::sm90::htree_bwd {
 
 // Bytes that live at once, besides the pooled tree and the tables of rotations. The rows of a chunk of queries take
-// half the bytes of q and out, within the first two bounds, and what fills the chunk's last round. Nodes and their sums
-// take kTreeBytes for as many heads as fit, one head at least.
+// half the bytes of q and out, within the first two bounds, and what fills the chunk's last round. Where dS is handed
+// over, they take three eighths of q and out and the bytes of k and v, up to the third bound: dS is most of a row there,
+// and calls whose queries are a part of the sequence's, as those of a rank of context parallelism are, fill the GPU with
+// their chunks, too. Nodes and their sums take kTreeBytes for as many heads as fit, one head at least.
 constexpr std::int64_t kMinChunkBytes = std::int64_t(64) << 20;
 constexpr std::int64_t kMaxChunkBytes = std::int64_t(256) << 20;
+constexpr std::int64_t kMaxHandOverChunkBytes = std::int64_t(512) << 20;
 constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
 // With sequences of different lengths rows of short ones have the room of long ones, and a chunk of few long rows leaves
 // SMs idle.
@@ -33,6 +37,10 @@ constexpr std::int64_t kMaxSegmentRows = 1024;
 // In entry layers, where a work item is kItemTiles KV tiles and a segment: about eight items for each SM of a large
 // GPU, since half of them lie before the first query that visits their nodes.
 constexpr std::int64_t kTileItems = 1056;
+// Where the rows are too few for that, all items run at the same time, with at least kMinEntryRows rows, and their sums are
+// kept apart until a kernel adds them: added in order, they would wait for each other.
+constexpr std::int64_t kEntryRoundItems = 132;
+constexpr std::int64_t kMinEntryRows = 128;
 // With sequences of different lengths an item's rows are counted in 16 bits.
 constexpr std::int64_t kMaxSegmentTileRows = 32768;
 static_assert(kMaxSegmentTileRows + kRowStep < sequences::kMaxItemRows);
@@ -63,6 +71,7 @@ struct Workspace {
   int tile_segments[kMaxLayers] = {};
   int tile_segment_rows[kMaxLayers] = {};
   bool hands_over_ds = false;                // from dkdv_selected to dq_gather
+  std::int64_t pack = 0;                     // queries that fill 16 rows of a product
   std::int64_t all_heads = 0;
   std::int64_t all_rows = 0;                 // of a head in the call, at most
   int blocks[kMaxLayers] = {};               // KV blocks of a sequence, at most; likewise pairs of KV tiles
@@ -96,6 +105,7 @@ struct Workspace {
   int* next_tile_item = nullptr;
   int* segments_added = nullptr;
   int* tile_segments_added = nullptr;
+  float* entry_sums = nullptr;
   Sequence* sequences = nullptr;
   sequences::Rows* row_tiles = nullptr;      // of the call, whole chunks
   sequences::Rows* gather = nullptr;
@@ -119,7 +129,11 @@ struct Workspace {
     for (int l = 0; l < max_entry; ++l) row_bytes += 4 * tree.words[l] + row_ds + p.top_k * sizeof(uint2);
     std::int64_t const rows_of_q = has_sequences(p) ? p.sequences.total_q : p.T_q;
     std::int64_t const input_bytes = 2 * all_heads * rows_of_q * p.G * (p.K + p.V);
-    std::int64_t const chunk_bytes = std::clamp(input_bytes / 2, kMinChunkBytes, sequences_given ? kMaxSequencesChunkBytes : kMaxChunkBytes);
+    bool const large = hands_over_ds && !sequences_given;
+    std::int64_t const wanted_bytes =
+        large ? input_bytes * 3 / 8 + 2 * all_heads * p.T * (p.K + p.V) : input_bytes / 2;
+    std::int64_t const max_bytes = large ? kMaxHandOverChunkBytes : sequences_given ? kMaxSequencesChunkBytes : kMaxChunkBytes;
+    std::int64_t const chunk_bytes = std::clamp(wanted_bytes, kMinChunkBytes, max_bytes);
     std::int64_t const key_bytes = hands_over_ds ? kSiblings * 2 * p.K : 0;
     std::int64_t head_bytes = node_rows / kSiblings * (block_bytes + key_bytes) + node_rows * (p.K + p.V) * 4;
     // Where there are many sequences their tiles are many, too.
@@ -129,16 +143,17 @@ struct Workspace {
     heads = std::min({all_heads, kTreeBytes / head_bytes, chunk_bytes / (rows * row_bytes)});
     if (heads < 1) {
       heads = 1;
-      rows = std::min(rows, round_up(chunk_bytes / row_bytes + 1, kRoundRows));
+      std::int64_t const fit = chunk_bytes / row_bytes;
+      rows = std::min(rows, large ? round_up(fit + 1, kRowStep) : round_up(fit + 1, kRoundRows));
       // A last round of dq_gather that is less than half full takes as long as a full one.
       std::int64_t const round = kGatherRoundWarps * kMaxGroupHeads / unit;
       if (sequences_given) {
         rows = even_rows(p, rows);
-      } else if (hands_over_ds && rows > round && rows % round < round / 2) {
+      } else if (large && rows > round && rows % round < round / 2) {
         rows = (rows - rows % round) / kRowStep * kRowStep;
       }
     }
-    std::int64_t const pack = kMaxGroupHeads / unit;  // queries
+    pack = kMaxGroupHeads / unit;
     for (int l = 0; l < tree.layers; ++l) {
       std::int64_t wanted = std::max(kBlockItems / (heads * blocks[l]), ceil_div(rows, kMaxSegmentRows));
       if (pack > 1) {
@@ -150,7 +165,7 @@ struct Workspace {
     for (int l = min_entry; l <= max_entry; ++l) {
       std::int64_t const wanted = kTileItems / (heads * pairs[l]);
       std::int64_t const least = sequences_given ? ceil_div(rows, kMaxSegmentTileRows) : 0;
-      split(std::max(wanted, least), pack > 1 ? 2 * kMinSegmentRows : kMinSegmentRows, tile_segments[l], tile_segment_rows[l]);
+      split(std::max(wanted, least), min_entry_rows(), tile_segments[l], tile_segment_rows[l]);
     }
 
     place(rotations, base, positions * (p.K / 2));
@@ -174,6 +189,7 @@ struct Workspace {
     place(dv, base, heads * node_rows * p.V);
     place(queries, base, heads * rows * query_bytes);
     place(query_tiles, base, heads * rows / queries_of_tile * tile_bytes);
+    place(entry_sums, base, max_items_apart(p) * kItemNodes * (p.K + p.V));
     std::int64_t const before = bytes;
     place(next_item, base, 1);
     place(next_tile_item, base, 1);
@@ -187,7 +203,47 @@ struct Workspace {
 
   std::int64_t chunks() const { return ceil_div(all_rows, rows); }
 
+  // Rows of the first chunk: those that whole chunks leave over. Where the call begins with its sequence, it has the
+  // least work.
+  std::int64_t first_rows() const { return sequences_given ? rows : (all_rows - 1) % rows + 1; }
+
+  // Rows of a segment of an entry layer, at least, where items add their sums in order.
+  std::int64_t min_entry_rows() const { return pack > 1 ? 2 * kMinSegmentRows : kMinSegmentRows; }
+
+  // How dkdv_entry cuts an entry layer of a chunk; first_item and first_sums are left to the caller.
+  EntrySegments entry_segments(Chunk const& chunk, int l) const {
+    EntryRows const rows_of_layer(chunk, l, tree.top_k);
+    if (rows_of_layer.begin >= rows_of_layer.end) return {};
+    std::int64_t const all = std::int64_t(chunk.heads) * pairs[l];
+    bool const few = rows / min_entry_rows() < kTileItems / all;
+    std::int64_t const reached = (chunk.position(rows_of_layer.end - 1) >> (kLog2Siblings * l)) + 1;
+    int const own = static_cast<int>(ceil_div(std::min(reached, tree.N[l]), std::int64_t(kItemNodes)));
+    int const first = rows_of_layer.begin / kRowStep * kRowStep;
+    std::int64_t const own_rows = rows_of_layer.end - first;
+    std::int64_t const most = kEntryRoundItems * own_rows / chunk.queries / (std::int64_t(chunk.heads) * own);
+    std::int64_t const count = std::min(most, own_rows / kMinEntryRows);
+    if (!few || count < 2) return {0, pairs[l], 0, tile_segments[l], tile_segment_rows[l], false, 0};
+    int const segment = static_cast<int>(round_up(ceil_div(own_rows, count), kRowStep));
+    return {0, own, first, static_cast<int>(ceil_div(own_rows, std::int64_t(segment))), segment, true, 0};
+  }
+
 private:
+  // Work items of dkdv_entry in a chunk that leave their sums apart, at most.
+  std::int64_t max_items_apart(ForwardParams const& p) const {
+    std::int64_t most = 0;
+    if (sequences_given) return most;
+    for (std::int64_t first = 0, queries = first_rows(); first < all_rows; first += queries, queries = rows) {
+      Chunk const chunk{0, static_cast<int>(heads), first, static_cast<int>(queries), static_cast<int>(rows), p.q_start};
+      std::int64_t items = 0;
+      for (int l = min_entry; l <= max_entry; ++l) {
+        EntrySegments const split = entry_segments(chunk, l);
+        if (split.sums_apart) items += std::int64_t(heads) * split.pairs * split.segments;
+      }
+      most = std::max(most, items);
+    }
+    return most;
+  }
+
   // Rows of chunks that are about equal. Where all sequences have to be as long as the longest, a chunk has whole ones,
   // or equal parts of one: what a block is visited by then lies in few chunks.
   std::int64_t even_rows(ForwardParams const& p, std::int64_t most) const {

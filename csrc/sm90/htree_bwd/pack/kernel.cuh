@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
   }
   int const heads = exists ? args.G : 0;
   int const unit = unit_heads(args.G);
-  char* const packed = args.packed + item * query_bytes(kK, kV, unit);
+  char* const packed = args.packed + item * query_bytes(kK, kV, unit) + query_begin(unit);
   char* const tile = args.tiles + item / tile_queries(unit) * query_tile_bytes(kK, kV);
   int const tile_row = static_cast<int>(item % tile_queries(unit)) * unit;
   char* const panels = tile + kQueryTileHeader;
@@ -200,6 +200,7 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
     int const chunk = lane % kLanes;
 #pragma unroll
     for (int step = 0; step < kMaxGroupHeads / kRows; ++step) {
+      if (step * kRows >= unit) break;
       int const g = step * kRows + lane / kLanes;
       uint4 x = {0, 0, 0, 0};
       float dout[8] = {}, out[8] = {};
@@ -232,6 +233,7 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
     int const chunk = lane % kLanes;
 #pragma unroll
     for (int step = 0; step < kMaxGroupHeads / kRows; ++step) {
+      if (step * kRows >= unit) break;
       int const g = step * kRows + lane / kLanes;
       float q[8] = {};
       if (g < heads) {

@@ -1,4 +1,5 @@
 #include "host/mixed_dims.h"
+#include "add_segments.cuh"
 #include "distribute.cuh"
 #include "kernel.cuh"
 
@@ -31,6 +32,13 @@ void pack_kv(PackKv const& args, DType dtype, cudaStream_t stream) {
 
 void pack_queries(PackQueries const& args, DType dtype, cudaStream_t stream) {
   dtype == DType::kFloat16 ? pack_queries_of<__half>(args, stream) : pack_queries_of<__nv_bfloat16>(args, stream);
+}
+
+void add_segments(Args const& args, int K, int V, cudaStream_t stream) {
+  std::int64_t pairs = 0;
+  for (int l = args.min_entry; l <= args.max_entry; ++l) pairs += std::int64_t(args.chunk.heads) * args.entry[l].pairs;
+  unsigned const blocks = grid_blocks("backward", pairs * (kItemNodes * (K + V) / 4), kThreads);
+  launch_overlapped(add_segments_kernel, blocks, kThreads, 0, stream, args, K, V);
 }
 
 void distribute(Distribute const& args, DType dtype, cudaStream_t stream) {

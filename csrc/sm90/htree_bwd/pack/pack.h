@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "sm90/htree_bwd/args.h"
 #include "sm90/htree_bwd/layout.h"
 #include "sm90/htree_bwd/sequences/layout.h"
 
@@ -68,6 +69,9 @@ struct PackQueries {
 };
 
 void pack_queries(PackQueries const& args, DType dtype, cudaStream_t stream);
+
+// Adds what work items of dkdv_entry have left in entry_sums to dk and dv, segments of the rows in ascending order.
+void add_segments(Args const& args, int K, int V, cudaStream_t stream);
 
 // Gradients of the tokens: every ancestor's sum, divided by the number of its children at each step down.
 struct Distribute {

@@ -27,8 +27,8 @@ struct ListCta {
   int end;    // past the last row of the segment
 
   __device__ ListCta(Args const& args, int index) {
-    layer = args.max_entry - 1;
-    while (layer > 0 && index >= args.first_list_cta[layer - 1]) --layer;
+    layer = 0;
+    while (layer < args.max_entry - 1 && index >= args.first_list_cta[layer + 1]) ++layer;
     index -= args.first_list_cta[layer];
     word = index % args.tree.words[layer];
     index /= args.tree.words[layer];
