@@ -152,11 +152,14 @@ def test_one_query_repeats_and_agrees_with_prefill(G):
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize(("G", "strict_causal"), [(3, True), (4, False), (7, True), (8, False)])
-def test_queries_that_share_a_warp_in_a_selected_layer_that_selects(G, strict_causal):
+@pytest.mark.parametrize(
+    ("G", "strict_causal", "dtype"),
+    [(3, True, BF16), (4, False, BF16), (7, True, BF16), (8, False, BF16), (4, True, FP16), (8, True, FP16)],
+)
+def test_queries_that_share_a_warp_in_a_selected_layer_that_selects(G, strict_causal, dtype):
     """Three layers; neighbours that agree, others that do not, and the first query whose layer 1 is selected."""
     T, T_q, top_k = 4700, 31, 16
-    (q, k, v), _ = inputs(T, T_q, G=G, K=64, V=64, seed=G)
+    (q, k, v), _ = inputs(T, T_q, G=G, K=64, V=64, dtype=dtype, seed=G)
     q[:, 8:20] = (q[:, 8:9].float() + 0.1 * q[:, 8:20].float()).to(q.dtype)
     for q_start in (4080, T - T_q):
         check((q, k, v), tuple(x.to(DEVICE, copy=True) for x in (q, k, v)), top_k, q_start=q_start, share=0.9,
@@ -212,14 +215,15 @@ def test_lists_of_most_of_the_parents(q_start, T_q):
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("kind", ["iid", "local", "skewed", "rising", "uneven"])
+@pytest.mark.parametrize("kind", ["iid", "local", "skewed", "rising", "uneven", "fp16"])
 @pytest.mark.parametrize("q_start", [4090, 6121, 7000])
 def test_which_parents_share_a_stage_leaves_no_trace(q_start, kind):
     """Windows of a call, whose blocks have other neighbours and other unions, bit for bit."""
     T_q = 41
-    (q, k, v), _ = inputs(q_start + T_q, T_q, H_kv=2, G=11 if q_start == 6121 else 4, K=64, V=64, seed=q_start)
+    G, dtype = 11 if q_start == 6121 else 4, FP16 if kind == "fp16" else BF16
+    (q, k, v), _ = inputs(q_start + T_q, T_q, H_kv=2, G=G, K=64, V=64, dtype=dtype, seed=q_start)
     g = torch.Generator().manual_seed(q_start)
-    if kind == "local":  # neighbours select much the same
+    if kind in ("local", "fp16"):  # neighbours select much the same
         for i in range(1, T_q):
             q[:, i] = 0.99 * q[:, i - 1] + 0.14 * q[:, i]
     elif kind == "skewed":  # the later half of the parents takes nearly all

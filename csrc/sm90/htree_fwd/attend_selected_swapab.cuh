@@ -1,4 +1,4 @@
-// Attend passes of selected layers for groups of 8 heads or fewer, in bf16: two or four neighbouring queries share a
+// Attend passes of selected layers for groups of 8 heads or fewer: two or four neighbouring queries share a
 // warp (swapab.cuh). Scores are S^T = K q^T, and O^T = V^T P^T, both m16n8k16; movmatrix brings P into operand order. P
 // of a query that does not take a block is zero.
 //

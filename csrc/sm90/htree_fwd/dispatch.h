@@ -33,27 +33,25 @@ struct Rule {
 
 // The first rule that matches holds. Groups of 8 and 4 heads leave half and three quarters of a product's 16 rows
 // empty, unless two or four neighbouring queries share a warp. In their entry layer all queries read the same blocks.
-// In a selected layer what a warp reads serves those of its queries that selected the block. fp16 queries restart at
-// every rank, which the packed rotations of swap A/B have no room for. Both passes over a layer read the same blocks,
-// so that they have the same kind of kernel.
+// In a selected layer what a warp reads serves those of its queries that selected the block. Both passes over a layer
+// read the same blocks, so that they have the same kind of kernel.
 inline constexpr Rule kRules[] = {
     {Pass::kScore, DType::kBFloat16, 4, {4, 4}, "4 queries share what a warp reads of a block"},
     {Pass::kScore, DType::kBFloat16, 8, {2, 2}, "2 queries share what a warp reads of a block"},
     {Pass::kScore, DType::kBFloat16, 16, {1, 1}, "one query fills the rows"},
-    {Pass::kScore, DType::kFloat16, 4, {1, 4}, "fp16 restarts at every rank; entry: 4 queries fill 16 rows"},
-    {Pass::kScore, DType::kFloat16, 8, {1, 2}, "fp16 restarts at every rank; entry: 2 queries fill 16 rows"},
+    {Pass::kScore, DType::kFloat16, 4, {4, 4}, "4 queries share what a warp reads of a block"},
+    {Pass::kScore, DType::kFloat16, 8, {2, 2}, "2 queries share what a warp reads of a block"},
     {Pass::kScore, DType::kFloat16, 16, {1, 1}, "one query fills the rows"},
     {Pass::kAttend, DType::kBFloat16, 4, {4, 4}, "4 queries share what a warp reads of a block"},
     {Pass::kAttend, DType::kBFloat16, 8, {2, 2}, "2 queries share what a warp reads of a block"},
     {Pass::kAttend, DType::kBFloat16, 16, {1, 1}, "one query fills the rows"},
-    {Pass::kAttend, DType::kFloat16, 4, {1, 4}, "fp16 restarts at every rank; entry: 4 queries fill 16 rows"},
-    {Pass::kAttend, DType::kFloat16, 8, {1, 2}, "fp16 restarts at every rank; entry: 2 queries fill 16 rows"},
+    {Pass::kAttend, DType::kFloat16, 4, {4, 4}, "4 queries share what a warp reads of a block"},
+    {Pass::kAttend, DType::kFloat16, 8, {2, 2}, "2 queries share what a warp reads of a block"},
     {Pass::kAttend, DType::kFloat16, 16, {1, 1}, "one query fills the rows"},
 };
 
 // The variants that kernels are built for. Score passes read no values, so that their kernels serve both dtypes.
-inline constexpr Variant kSharedVariants[] = {{1, 1}, {2, 2}, {4, 4}};  // bf16
-inline constexpr Variant kEntryVariants[] = {{1, 1}, {1, 2}, {1, 4}};   // fp16
+inline constexpr Variant kVariants[] = {{1, 1}, {2, 2}, {4, 4}};
 
 inline constexpr Rule const& rule_of(Pass pass, DType dtype, std::int64_t G, std::int64_t T_q) {
   std::int64_t const group = T_q == 1 ? 16 : G;  // the one query of a call has all warps of its CTA
@@ -86,7 +84,7 @@ inline int queries_of_entry(ForwardParams const& p) {
 
 // Ranks that a query rotates through, or blocks that it leaves out, before it restarts from its unrotated self.
 // Rounding adds up to 0.53 of the error that rounding bf16 operands makes, 0.83 where keys are rounded to bf16 too (the
-// bottom), and 1.22 of that of fp16 operands (tests/unit/test_rotation.py).
+// bottom), and of that of fp16 operands 1.22, or 1.30 with packed rotations (tests/unit/test_rotation.py).
 constexpr int kRestartPeriod = 16;
 constexpr int kRestartPeriodFp16 = 1;
 static_assert(kMinTopK % kRestartPeriod == 0, "attend_selected_swapab.cuh counts on whole periods in top_k ranks");

@@ -97,36 +97,17 @@ __device__ __forceinline__ void merge_heads(State<Cfg>& s, Ring<Cfg> const& ring
   }
 }
 
-// The states of several queries in the layout that a selected layer reads. Where it reads fragments each query has 16
-// rows, and rows without a head get a sum of one.
+// The states of several queries, each of the heads that exist, rounded up to 4 or 8.
 template <class Cfg>
 __device__ __forceinline__ void write_states(State<Cfg> const& s) {
-  constexpr int kLanes = 32 / Cfg::kPerUnit;  // lanes that have rows of one query
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (!row_active(s, i)) continue;
-    if (s.tq == 0) {
-      float2* const sums = s.args.state_sum + state_row(s, i) * 16 + head_of_row(s, i);
-      sums[0] = {s.max[i], s.sum[i]};
-      if constexpr (!Cfg::kStateOfHeads) {
-#pragma unroll
-        for (int rest = Cfg::kUnitHeads; rest < 16; rest += Cfg::kUnitHeads) sums[rest] = {0.0f, 1.0f};
-      }
-    }
-    if constexpr (Cfg::kStateOfHeads) {
-      float* const o = state_of_row<Cfg>(s.args, state_row(s, i)) + 8 * head_of_row(s, i) + 2 * s.tq;
-#pragma unroll
-      for (int tile = 0; tile < Cfg::kValueTiles; ++tile) {
-        *reinterpret_cast<float2*>(o + tile * 8 * Cfg::kUnitHeads) = {s.o[tile][2 * i], s.o[tile][2 * i + 1]};
-      }
-      continue;
-    }
+    if (s.tq == 0) s.args.state_sum[state_row(s, i) * 16 + head_of_row(s, i)] = {s.max[i], s.sum[i]};
+    float* const o = state_of_row<Cfg>(s.args, state_row(s, i)) + 8 * head_of_row(s, i) + 2 * s.tq;
 #pragma unroll
     for (int tile = 0; tile < Cfg::kValueTiles; ++tile) {
-      float4* const out = s.args.state_out + (state_row(s, i) * Cfg::kValueTiles + tile) * 32 + s.lane % kLanes;
-      out[0] = {s.o[tile][2 * i], s.o[tile][2 * i + 1], 0.0f, 0.0f};
-#pragma unroll
-      for (int rest = kLanes; rest < 32; rest += kLanes) out[rest] = {0.0f, 0.0f, 0.0f, 0.0f};
+      *reinterpret_cast<float2*>(o + tile * 8 * Cfg::kUnitHeads) = {s.o[tile][2 * i], s.o[tile][2 * i + 1]};
     }
   }
 }

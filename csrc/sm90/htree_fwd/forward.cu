@@ -49,23 +49,12 @@ row_scale::ScoreScale score_scale(double scale) {
 // The launch function of a variant. The variants are those of dispatch.h.
 using Launch = void (*)(Args const&, Grid const&, cudaStream_t);
 
-template <bool kShared, class Element, int kK, int kV, Pass kPass>
-Launch launch_among(Variant variant) {
-  constexpr Variant kTwo = kShared ? kSharedVariants[1] : kEntryVariants[1];
-  constexpr Variant kFour = kShared ? kSharedVariants[2] : kEntryVariants[2];
-  return variant == kTwo ? launch<Element, kK, kV, kPass, kTwo.selected_queries, kTwo.entry_queries>
-                         : launch<Element, kK, kV, kPass, kFour.selected_queries, kFour.entry_queries>;
-}
-
 template <class Element, int kK, int kV, Pass kPass>
 Launch launch_of(Variant variant) {
-  if (variant.entry_queries == 1) return launch<Element, kK, kV, kPass, 1, 1>;
-  if constexpr (kPass == Pass::kAttend) {
-    return launch_among<std::is_same_v<Element, __nv_bfloat16>, Element, kK, kV, kPass>(variant);
-  } else {
-    return variant.selected_queries > 1 ? launch_among<true, Element, kK, kV, kPass>(variant)
-                                        : launch_among<false, Element, kK, kV, kPass>(variant);
-  }
+  constexpr Variant kOne = kVariants[0], kTwo = kVariants[1], kFour = kVariants[2];
+  if (variant == kOne) return launch<Element, kK, kV, kPass, kOne.selected_queries, kOne.entry_queries>;
+  return variant == kTwo ? launch<Element, kK, kV, kPass, kTwo.selected_queries, kTwo.entry_queries>
+                         : launch<Element, kK, kV, kPass, kFour.selected_queries, kFour.entry_queries>;
 }
 
 // Takes the steps of schedule.h on a stream.

@@ -251,7 +251,7 @@ __device__ __forceinline__ std::int64_t first_head_of(State<Cfg> const& s, uint3
   return ((b * s.args.blocks.T_q + block.first + ptx::opaque(query)) * s.args.H_kv + h_kv) * s.args.G;
 }
 
-// The unnormalised output of a row, [V / 8, heads, 8] (traits.cuh, kStateOfHeads).
+// The unnormalised output of a row, [V / 8, heads, 8].
 template <class Cfg>
 __device__ __forceinline__ float* state_of_row(Args const& args, std::int64_t row) {
   return reinterpret_cast<float*>(args.state_out) + row * (Cfg::kV * Cfg::kUnitHeads);

@@ -1,4 +1,4 @@
-// Score passes of selected layers for groups of 8 heads or fewer, in bf16: two or four neighbouring queries share a warp
+// Score passes of selected layers for groups of 8 heads or fewer: two or four neighbouring queries share a warp
 // (swapab.cuh). Scores are S^T = K q^T. Heads are columns, so a thread has two children of two heads in a fragment of
 // products: sums over children stay in the thread until the end of the sweep, and importance, a sum over the heads of a
 // query, takes one or two shuffles.

@@ -1,4 +1,4 @@
-// Swap A/B in selected layers, for groups of 8 heads or fewer, in bf16: what score and attend passes share. Two or four
+// Swap A/B in selected layers, for groups of 8 heads or fewer: what score and attend passes share. Two or four
 // neighbouring queries share a warp.
 //
 // The children of a block are the rows of its products and heads are columns: scores are S^T = K q^T, by m16n8k16. The
@@ -196,6 +196,7 @@ __device__ __forceinline__ void rotate_units_to(State<Cfg>& s, uint32_t const (&
 // Rotates the queries that take the block to their next rank, 16 positions back.
 template <int kUnits, bool kAll, class Cfg>
 __device__ __forceinline__ void rotate_on(State<Cfg>& s, uint32_t const (&query_masks)[2]) {
+  if constexpr (Cfg::kRestartsAlways) return;
   uint32_t const rotations = s.rope.shared + Cfg::kStepOffset + static_cast<uint32_t>(s.tq) * Cfg::kStepBytes;
   bool const rotated[2] = {unit_takes<Cfg, kAll>(query_masks[0], of_rows(s)),
                            unit_takes<Cfg, kAll>(query_masks[1], of_rows(s))};

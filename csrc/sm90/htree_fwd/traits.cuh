@@ -159,10 +159,8 @@ struct Traits {
   static constexpr int kHalfSteps = kK / 32;  // k-steps that hold first elements of RoPE pairs, in the order of memory
   static constexpr int kValueTiles = kReadsValues ? kV / 8 : 1;
   static constexpr int kPerUnit = kSharesWarp ? kQueriesPerWarp / 2 : 1;  // queries in 8 rows
+  // Heads of a query in a unit, and in the state between layers where queries share a warp.
   static constexpr int kUnitHeads = 8 / kPerUnit;
-  // The state between layers has so many heads a query; where queries share no warp 16, in fragments. A selected layer
-  // of fp16 reads fragments.
-  static constexpr bool kStateOfHeads = kSharesWarp && std::is_same_v<Element, __nv_bfloat16>;
   static constexpr int kOwnLanes = 32 / kPerUnit;    // lanes that have rows of the same queries
   static constexpr int kRows = kSharesWarp ? 2 : 1;  // rows of a thread that may belong to different queries
   // In an entry layer blocks pass by all queries alike, and rows differ in their first position alone: two numbers of
@@ -173,6 +171,8 @@ struct Traits {
   static constexpr int kGroupsFetched = kOwnLanes / kMaskWords;
   // kSwapAB: the bits of one slot in a query mask, those of a unit side by side.
   static constexpr uint32_t kOfSlot = kQueriesPerWarp == 4 ? 0x01010101u : 0x0101u;
+  // fp16 queries restart at every rank (dispatch.h). The score passes serve both dtypes.
+  static constexpr bool kRestartsAlways = std::is_same_v<Element, __half>;
   static constexpr int kUnitBits = kQueryBits * kPerUnit;
   static constexpr uint32_t kOfUnit = (1u << kUnitBits) - 1;
   static constexpr int kValueTileRows = kV / 16;

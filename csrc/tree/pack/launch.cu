@@ -16,8 +16,11 @@ void launch(Args const& args, cudaStream_t stream) {
 }  // namespace
 
 void tree_pack(Args const& args, DType dtype, cudaStream_t stream) {
-  if (dtype == DType::kFloat16) return launch<__half, false>(args, stream);
-  args.operands_a ? launch<__nv_bfloat16, true>(args, stream) : launch<__nv_bfloat16, false>(args, stream);
+  if (dtype == DType::kFloat16) {
+    args.operands_a ? launch<__half, true>(args, stream) : launch<__half, false>(args, stream);
+  } else {
+    args.operands_a ? launch<__nv_bfloat16, true>(args, stream) : launch<__nv_bfloat16, false>(args, stream);
+  }
 }
 
 void make_rotations(float2* rotations, rope::FragmentRotations* fragment_rotations,
