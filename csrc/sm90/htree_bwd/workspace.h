@@ -43,7 +43,7 @@ constexpr std::int64_t kEntryRoundItems = 132;
 constexpr std::int64_t kMinEntryRows = 128;
 // With sequences of different lengths an item's rows are counted in 16 bits.
 constexpr std::int64_t kMaxSegmentTileRows = 32768;
-static_assert(kMaxSegmentTileRows + kRowStep < sequences::kMaxItemRows);
+static_assert(kMaxSegmentTileRows * 3 / 2 + kRowStep < sequences::kMaxItemRows);
 // Small groups multiply with two or four queries at a time, so that a work item needs more rows before its sums pay:
 // items of about so many packs in selected layers, but at least four for each warp of a large GPU.
 constexpr std::int64_t kItemPacks = 32;

@@ -42,10 +42,11 @@ struct Work {
   std::int32_t base;      // where the first segment begins
   std::int32_t width;     // pairs of KV tiles, or KV blocks
   std::int32_t segments;
+  std::int32_t rows;      // of a segment
 
   __device__ __forceinline__ static Work entry(ChunkArgs const& args, Span const& span, int layer) {
     auto const first_at = [&](int l) { return span.row_at(static_cast<std::int64_t>(args.top_k) << (kLog2Siblings * l)); };
-    Work work{layer == 0 ? span.begin : first_at(layer), first_at(layer + 1), 0, 0, 0};
+    Work work{layer == 0 ? span.begin : first_at(layer), first_at(layer + 1), 0, 0, 0, 0};
     if (work.begin >= work.end) return work;
     int const nodes = candidates_in_entry(static_cast<std::int64_t>(span.origin) + work.end - 1, layer);
     work.base = work.begin / args.tile_queries * args.tile_queries;
@@ -55,7 +56,7 @@ struct Work {
   }
 
   __device__ __forceinline__ static Work selected(ChunkArgs const& args, Span const& span, int layer) {
-    Work work{span.row_at(static_cast<std::int64_t>(args.top_k) << (kLog2Siblings * (layer + 1))), span.end, 0, 0, 0};
+    Work work{span.row_at(static_cast<std::int64_t>(args.top_k) << (kLog2Siblings * (layer + 1))), span.end, 0, 0, 0, 0};
     if (work.begin >= work.end) return work;
     work.base = max(work.begin / kRowStep * kRowStep, span.begin);
     work.width = static_cast<std::int32_t>(span.last_position() >> (kLog2Siblings * (layer + 1))) + 1;
@@ -67,7 +68,12 @@ struct Work {
   __device__ __forceinline__ std::int32_t words() const { return (width + kWordBlocks - 1) / kWordBlocks; }
 
 private:
-  __device__ __forceinline__ void split(int rows) { segments = (end - base + rows - 1) / rows; }
+  // About equal segments of about so many rows: a short one behind a long one would wait for the other's sums.
+  __device__ __forceinline__ void split(int wanted) {
+    segments = max((end - base + wanted / 2) / wanted, 1);
+    rows = ((end - base + segments - 1) / segments + kRowStep - 1) / kRowStep * kRowStep;
+    segments = (end - base + rows - 1) / rows;
+  }
 };
 
 // Streams: CTAs of dq_gather; then work items of dkdv_entry, the lowest layer first; then those of dkdv_selected, the
@@ -161,16 +167,16 @@ __device__ __forceinline__ Rows rows_of(Sequence const& sequence, std::int32_t o
 }
 
 // How many segments of a block's rows are added before one; -1 where none of the segment's rows comes to the block.
-__device__ __forceinline__ std::int32_t segments_before(Work const& work, std::int32_t segment, std::int32_t rows,
-                                                        std::int32_t reached, std::int32_t first, std::int32_t end) {
-  return max(first, reached) < end ? segment - (reached - work.base) / rows : -1;
+__device__ __forceinline__ std::int32_t segments_before(Work const& work, std::int32_t segment, std::int32_t reached,
+                                                        std::int32_t first, std::int32_t end) {
+  return max(first, reached) < end ? segment - (reached - work.base) / work.rows : -1;
 }
 
 __device__ __forceinline__ EntryWork entry_work(ChunkArgs const& args, int layer, std::int32_t own, std::int32_t place) {
   Sequence const sequence = args.sequences[own];
   Span const span(args, sequence);
   Work const work = Work::entry(args, span, layer);
-  std::int32_t const rows = args.tile_segment_rows[layer];
+  std::int32_t const rows = work.rows;
   std::int32_t const segment = place / work.width;
   std::int32_t const tile = place % work.width * kItemTiles;
   std::int32_t const reached =
@@ -178,7 +184,7 @@ __device__ __forceinline__ EntryWork entry_work(ChunkArgs const& args, int layer
   std::int32_t const first = max(work.base + segment * rows, reached / args.tile_queries * args.tile_queries);
   std::int32_t const end = min(work.base + (segment + 1) * rows, work.end);
   std::int64_t const width = std::int64_t(1) << (kLog2Siblings * layer);
-  return {layer, tile, first, end, segments_before(work, segment, rows, reached, first, end), span.origin, work.begin,
+  return {layer, tile, first, end, segments_before(work, segment, reached, first, end), span.origin, work.begin,
           work.end, static_cast<std::int32_t>((sequence.keys + width - 1) / width),
           static_cast<std::int32_t>(sequence_blocks(sequence.key, own, layer, 1)),
           static_cast<std::int32_t>(first_tile(sequence.key, own, layer)), end - first};
@@ -191,11 +197,11 @@ struct SegmentRows {
   std::int32_t begin;
   std::int32_t end;
 
-  __device__ __forceinline__ SegmentRows(Span const& span, Work const& work, std::int32_t rows, int layer, std::int32_t segment,
+  __device__ __forceinline__ SegmentRows(Span const& span, Work const& work, int layer, std::int32_t segment,
                                          std::int32_t block) {
     reached = min(max(span.row_at(static_cast<std::int64_t>(block) << (kLog2Siblings * (layer + 1))), work.begin), work.end);
-    begin = work.base + segment * rows;
-    end = min(begin + rows, work.end);
+    begin = work.base + segment * work.rows;
+    end = min(begin + work.rows, work.end);
     first = max(begin, reached / kRowStep * kRowStep);
   }
 };
@@ -207,10 +213,9 @@ __device__ __forceinline__ SelectedWork selected_work(ChunkArgs const& args, int
   std::int32_t const segment = place / work.width;
   // The last block first, because it belongs to the most recent tokens, which are visited most.
   std::int32_t const block = work.width - 1 - place % work.width;
-  std::int32_t const rows = args.segment_rows[layer];
-  SegmentRows const own_rows(span, work, rows, layer, segment, block);
+  SegmentRows const rows(span, work, layer, segment, block);
   return {layer, static_cast<std::int32_t>(sequence_blocks(sequence.key, own, layer, 1)) + block,
-          segments_before(work, segment, rows, own_rows.reached, own_rows.begin, own_rows.end), 0};
+          segments_before(work, segment, rows.reached, rows.begin, rows.end), 0};
 }
 
 __device__ __forceinline__ ListWork list_work(ChunkArgs const& args, int stream, int layer, std::int32_t own, std::int32_t place) {
@@ -218,7 +223,7 @@ __device__ __forceinline__ ListWork list_work(ChunkArgs const& args, int stream,
   Work const work = Work::selected(args, span, layer);
   std::int32_t const segment = place / work.words();
   std::int32_t const word = place % work.words();
-  SegmentRows const rows(span, work, args.segment_rows[layer], layer, segment, word * kWordBlocks);
+  SegmentRows const rows(span, work, layer, segment, word * kWordBlocks);
   // The items of the same layer and sequence, which the streams before it precede.
   int const items = stream - args.max_entry;
   std::int32_t item = args.begins[static_cast<std::int64_t>(items) * args.count + own] + (segment + 1) * work.width - 1;
