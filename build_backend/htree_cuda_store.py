@@ -134,10 +134,13 @@ def _ninja_command(arguments: Iterable[str]) -> str:
 def run(jobs: Iterable[Job], ninja: str, parallel: int, build_dir: Path, cwd: Path, quiet: bool = False) -> list[Job]:
     """Runs the jobs whose output is missing, the longest first; returns them. Raises CalledProcessError."""
     jobs = {job.output: job for job in jobs}.values()
-    missing = {job.output: job for job in jobs if not job.output.exists()}
+    missing = {job.output: job for job in jobs if not (job.output.exists() and job.log.exists())}
     for job in jobs:
-        if job.output not in missing:
-            os.utime(job.output)  # used: prune() removes what was not
+        if job.output in missing:
+            job.output.unlink(missing_ok=True)  # without its log, which ninja knows nothing of
+        else:
+            for used in (job.output, job.log):
+                os.utime(used)  # prune() removes what was not used
     if not missing:
         return []
     seconds = expected_seconds()

@@ -168,6 +168,18 @@ def test_the_log_is_of_every_object(tree):
     assert all(f"==== {source}\nquiet\nseconds: " in text for source in EVERY[1:])
 
 
+def test_an_object_without_its_log_is_made_again(tree):
+    """Pruning goes by the time of each file, and another build may prune."""
+    tree.build()
+    compilation = tree.compilation()
+    job = compilation.kernel(EVERY[1])
+    os.utime(job.log, (1, 1))
+    assert tree.build() == [] and job.log.stat().st_mtime > 1
+    job.log.unlink()
+    assert tree.build() == [EVERY[1]] and job.log.exists()
+    assert tree.build() == []
+
+
 def test_places(tmp_path, monkeypatch):
     """The environment decides where objects are kept; where nothing can be written, they lie with the build."""
     assert store.folder({"HTREE_CUDA_BUILD_DIR": str(tmp_path)}) == tmp_path
