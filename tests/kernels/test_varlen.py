@@ -497,7 +497,7 @@ def test_no_synchronisation_and_a_graph_for_other_lengths():
 
 @pytest.mark.hardware
 def test_memory_is_bounded_by_totals():
-    """64 bytes a sequence and tile, at most, beyond what one sequence of the same total needs."""
+    """Beyond what one sequence of the same total needs: descriptions, and room for a sequence's own blocks."""
 
     def size(count):
         keys = [65536 // count] * count
