@@ -48,7 +48,7 @@ import htree_cuda
 from htree_cuda.bench.protocol import identity
 from htree_cuda.demo.text import python_sources, python_topics
 
-ARMS = "dense,window:1024,htree:64,htree:128,htree:256,htree:32:r32"
+ARMS = "dense,window:1024,htree:64,htree:128,htree:32:r32"
 COLORS = {
     "dense": "#444444",
     "linear": "#7a5195",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import visits
 from .chunks import Scratch
 from .rotation import rotate
 
@@ -201,6 +202,12 @@ class LowerLayer(Layer):
 
     def add_gradients(self, dk: Tensor, dv: Tensor, dS: Tensor, P: Tensor, dout: Tensor, leaves: Tensor, finite: bool):
         """Adds to dk and dv [BH, parents, r, D]; dk is that of the keys as they were rotated among their siblings."""
+        parents = dk.shape[0] * dk.shape[1]
+        if finite and visits.worthwhile(dk.device, self.flat.shape[0], parents, self.r):
+            tiles = visits.Visits(self.flat, parents)
+            tiles.add(dk.flatten(0, 1), self._by_parent(dS), self.q_rot, 1, self.deterministic)
+            tiles.add(dv.flatten(0, 1), self._by_parent(P), dout, self.parents.shape[1], self.deterministic)
+            return
         out = self.scratch.get("products", self.keys.shape, dS.dtype)
         rows = torch.bmm(self._by_parent(dS).transpose(1, 2), self.q_rot, out=out)
         self._add_rows(dk, rows, leaves, finite)

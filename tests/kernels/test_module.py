@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import htree_cuda
+from htree_cuda.torch_backend import visits
 
 pytestmark = pytest.mark.gpu
 
@@ -28,3 +29,19 @@ def test_deterministic_gradients_have_the_same_bits(dtype):
     )
     for x, y in zip(atomic, first, strict=True):
         assert (x - y).float().norm() <= 1e-2 * y.float().norm(), "the same sum in another order"
+
+
+def test_gradients_by_tiles_of_visits_are_those_of_single_additions(monkeypatch):
+    q, k, v = (torch.randn(2, 2000, h, 64, dtype=torch.float64, device="cuda").requires_grad_() for h in (8, 2, 2))
+
+    def gradients():
+        out = htree_cuda.forward(q, k, v, top_k_per_layer=16, backend="torch")
+        return torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    calls, tiles = [], visits.Visits
+    monkeypatch.setattr(visits, "Visits", lambda *args: calls.append(args) or tiles(*args))
+    by_tiles = gradients()
+    assert calls
+    monkeypatch.setattr(visits, "worthwhile", lambda *sizes: False)
+    for x, y in zip(by_tiles, gradients(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)

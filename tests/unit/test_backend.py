@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 import htree_cuda
 from htree_cuda import definition
-from htree_cuda.torch_backend import chunks, rotation
+from htree_cuda.torch_backend import chunks, rotation, visits
 from htree_cuda.torch_backend import tree as torch_tree
 
 from ..inputs import Config, configs, examples
@@ -36,6 +36,32 @@ def compare(config: Config) -> None:
 @given(config=configs())
 def test_equals_the_definition(config):
     compare(config)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(config=configs())
+def test_gradients_by_tiles_of_visits_equal_the_definition(config):
+    """What a GPU does where many queries visit a parent, here in tiles of three visits wherever there is a layer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(visits, "worthwhile", lambda *sizes: True)
+        patch.setattr(visits, "TILE", 3)
+        compare(config)
+
+
+def test_tiles_of_visits_add_each_to_its_parent_and_nothing_else():
+    g = torch.Generator().manual_seed(0)
+    for n, parents, each in ((1, 1, 1), (64, 3, 4), (130, 50, 2), (96, 1, 3)):
+        flat = torch.randint(parents, (n,), generator=g)
+        weights = torch.randn(n, 2, 4, generator=g, dtype=torch.float64)
+        rows = torch.randn(-(-n // each), 2, 5, generator=g, dtype=torch.float64)
+        weights[n // 2, 1, 2], rows[0, 0, 0] = math.nan, math.inf
+        expected = torch.zeros(parents, 4, 5, dtype=torch.float64)
+        for i in range(n):
+            expected[flat[i]] += weights[i].T @ rows[i // each]
+        for deterministic in (False, True):
+            total = torch.zeros_like(expected)
+            visits.Visits(flat, parents).add(total, weights, rows, each, deterministic)
+            torch.testing.assert_close(total, expected, equal_nan=True)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -131,7 +131,53 @@ def train_steps() -> str:
     )
 
 
+def train_rates() -> str:
+    """What trees of larger rates learn beside smaller ones of the same budget, and beside half of the budget."""
+    report = load("train_rates_gpu")
+    if report is None:
+        return "Rates: not measured yet, `python examples/train_rates.py` on a GPU."
+    preset = report["preset"]
+    shapes = sorted(
+        {(run["rate"], run["top_k"]) for runs in report["tasks"].values() for run in runs},
+        key=lambda shape: (shape[0] * shape[1], shape[0]),
+    )
+    common = {  # a study that was cut off lacks some runs of its last seed
+        task: set.intersection(*({x["seed"] for x in runs if (x["rate"], x["top_k"]) == shape} for shape in shapes))
+        for task, runs in report["tasks"].items()
+    }
+    rows = []
+    for rate, top_k in shapes:
+        row = ["dense" if not rate else f"{rate} x {top_k}", f"{rate * top_k:,}" if rate else ""]
+        for task, what, form in (("text", "loss", ".3f"), ("recall", "accuracy", ".1%")):
+            values = [
+                run["final"][what]
+                for run in sorted(report["tasks"][task], key=lambda run: run["seed"])
+                if (run["rate"], run["top_k"]) == (rate, top_k) and run["seed"] in common[task]
+            ]
+            row.append(
+                f"{statistics.fmean(values):{form}} ({', '.join(f'{x:{form}}' for x in values)})" if values else ""
+            )
+        rows.append(row)
+    chance = next((run["data"]["chance"] for run in report["tasks"]["recall"]), None)
+    stages = "; ".join(
+        f"{task} " + ", ".join(f"{s['T']:,} x {s['batch']} ({s['steps']})" for s in report["schedule"][task]["stages"])
+        for task in ("text", "recall")
+        if report["tasks"][task]
+    )
+    return (
+        f"d_model {preset['d_model']}, {preset['n_layers']} blocks, {preset['n_heads']} query heads on "
+        f"{preset['n_kv_heads']} of {preset['head_dim']}, PyTorch backend; T x batch (steps): {stages}. Mean, and each "
+        f"seed ({on_gpu(report)}; {report['at_once']} runs side by side, {report['wall_s']:.0f} s in all).\n\n"
+        + markdown(
+            ["rate x top_k", "candidates a layer", "text: held-out loss",
+             "recall" + (f" (chance {chance:.1%})" if chance else "")],
+            rows,
+        )
+    )  # fmt: skip
+
+
 BLOCKS = {
+    "train_rates": train_rates,
     "train_steps": train_steps,
     "training": training,
     "training_short": training_short,
