@@ -132,7 +132,7 @@ def _ninja_command(arguments: Iterable[str]) -> str:
 
 
 def run(jobs: Iterable[Job], ninja: str, parallel: int, build_dir: Path, cwd: Path, quiet: bool = False) -> list[Job]:
-    """Runs the jobs whose output is missing, the longest first; returns them. Raises CalledProcessError."""
+    """Runs the jobs whose output or log is missing, the longest first; returns them. Raises CalledProcessError."""
     jobs = {job.output: job for job in jobs}.values()
     missing = {job.output: job for job in jobs if not (job.output.exists() and job.log.exists())}
     for job in jobs:
@@ -169,14 +169,18 @@ def run(jobs: Iterable[Job], ninja: str, parallel: int, build_dir: Path, cwd: Pa
 
 
 def prune(store: Path, limit: int = LIMIT_BYTES) -> int:
-    """Removes the outputs that were not used for longest until the store holds at most `limit` bytes; returns how
-    many bytes it removed."""
-    files = [(path.stat(), path) for path in store.glob("??/*/*") if path.is_file()]
-    total = sum(stat.st_size for stat, _ in files)
+    """Removes the outputs that were not used for longest, each with its log and whatever else lies beside it, until the
+    store holds at most `limit` bytes; returns how many bytes it removed."""
+    files: dict[Path, list[tuple[os.stat_result, Path]]] = {}
+    for path in store.glob("??/*/*"):
+        if path.is_file():
+            files.setdefault(path.parent, []).append((path.stat(), path))
+    total = sum(stat.st_size for kept in files.values() for stat, _ in kept)
     removed = 0
-    for stat, path in sorted(files, key=lambda entry: entry[0].st_mtime):
+    for kept in sorted(files.values(), key=lambda kept: max(stat.st_mtime for stat, _ in kept)):
         if total - removed <= limit:
             break
-        path.unlink(missing_ok=True)
-        removed += stat.st_size
+        for stat, path in kept:
+            path.unlink(missing_ok=True)
+            removed += stat.st_size
     return removed

@@ -197,8 +197,12 @@ def test_prune_keeps_what_was_used_last(tmp_path):
         path.parent.mkdir(parents=True)
         path.write_bytes(bytes(100))
         os.utime(path, (1000 - age, 1000 - age))
-    assert store.prune(tmp_path, 250) == 200
+        log = path.with_name("x.o.log")
+        log.write_bytes(bytes(10))
+        os.utime(log, (1, 1))
+    assert store.prune(tmp_path, 250) == 220
     assert [path.exists() for path in paths] == [True, True, False, False]
+    assert [path.with_name("x.o.log").exists() for path in paths] == [True, True, False, False]
 
 
 def test_a_product_that_is_there_is_not_replaced(tmp_path):
