@@ -1,6 +1,6 @@
-// The work of one CTA of a kernel over index lists: every gridDim.x-th unit, a unit being one query and one group of 64
-// heads. Groups of a query are neighbours, so CTAs that run side by side gather the same rows at the same time and meet
-// in L2. The kernel's parameters name rows (B * s_q), groups, s_q, and what slots.cuh reads.
+// The work of one CTA, or of a cluster of kCtas, of a kernel over index lists: every gridDim.x-th unit, a unit being one
+// query and one group of heads. Groups of a query are neighbours, so CTAs that run side by side gather the same rows at
+// the same time and meet in L2. The kernel's parameters name rows (B * s_q), groups, s_q, and what slots.cuh reads.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,16 @@ struct Unit {
   int visible;  // key rows at and past it are invalid; at most s_kv
 };
 
-template <class Params>
+template <class Params, int kCtas = 1>
 class WorkList {
 public:
-  __device__ __forceinline__ explicit WorkList(Params const& p) : p_(p), row_(0), group_(0) { advance(blockIdx.x); }
+  __device__ __forceinline__ explicit WorkList(Params const& p) : p_(p), row_(0), group_(0) {
+    advance(blockIdx.x / kCtas);
+  }
 
   // The launcher keeps B * s_q below 2^31.
   __device__ __forceinline__ bool done() const { return row_ >= static_cast<unsigned>(p_.rows); }
-  __device__ __forceinline__ void next() { advance(gridDim.x); }
+  __device__ __forceinline__ void next() { advance(gridDim.x / kCtas); }
 
   __device__ __forceinline__ Unit unit() const {
     Unit u;

@@ -51,6 +51,16 @@ struct Atom<cutlass::half_t, 16, Major::K> {
 };
 
 template <>
+struct Atom<cutlass::bfloat16_t, 8, Major::MN> {
+  using SST = cute::SM90::GMMA::MMA_64x16x16_F32BF16BF16_SS<Major::MN, Major::MN>;
+};
+
+template <>
+struct Atom<cutlass::half_t, 8, Major::MN> {
+  using SST = cute::SM90::GMMA::MMA_64x16x16_F32F16F16_SS<Major::MN, Major::MN>;
+};
+
+template <>
 struct Atom<cutlass::bfloat16_t, 16, Major::MN> {
   using SS = cute::SM90::GMMA::MMA_64x32x16_F32BF16BF16_SS<Major::K, Major::MN>;
   using SST = cute::SM90::GMMA::MMA_64x32x16_F32BF16BF16_SS<Major::MN, Major::MN>;

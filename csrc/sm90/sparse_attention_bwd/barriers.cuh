@@ -11,6 +11,16 @@
 //   ds_full          one lane of each of the 8 consumer   both consumers  P and dS of the tile (st.shared, fenced by each
 //                    warps                                                writing thread)
 //   ds_empty         the same                             both consumers  all products with P and dS of the tile
+//
+// Of a pair of CTAs, besides
+//   ds_full          the same, and the bytes of the       both consumers  P and dS of all 64 keys of the tile
+//                    other CTA's keys (st.async)
+//   ds_empty         one lane of each of the other CTA's  both consumers  all products of the other CTA with P and dS of
+//                    8 consumer warps                                     the tile: partial scores may go there
+//   partial_full     one lane of the warp that waits, and its warp        partial scores, then partial dP (st.async)
+//   [warp]           the other's bytes
+//   partial_empty    one lane of the other CTA's warp     its warp        the other has read the partial scores
+//   [warp]
 #pragma once
 
 #include <cstdint>
@@ -29,7 +39,7 @@ public:
         q_empty(ptx::shared_address(&shared.q_empty)), ds_full(ptx::shared_address(&shared.ds_full)),
         ds_empty(ptx::shared_address(&shared.ds_empty)), keys_full_(ptx::shared_address(&shared.keys_full[0])) {}
 
-  __device__ __forceinline__ void init() const {
+  __device__ __forceinline__ void init(typename C::SharedStorage& shared) const {
 #pragma unroll
     for (int i = 0; i < C::kParts; ++i) barriers::mbarrier_init(keys_full(i), C::kWarps);
     barriers::mbarrier_init(keys_empty, C::kConsumers * C::kWarps);
@@ -37,6 +47,13 @@ public:
     barriers::mbarrier_init(q_empty, C::kConsumers * C::kWarps);
     barriers::mbarrier_init(ds_full, C::kConsumers * C::kWarps);
     barriers::mbarrier_init(ds_empty, C::kConsumers * C::kWarps);
+    if constexpr (C::kCtas > 1) {
+#pragma unroll
+      for (int i = 0; i < C::kConsumers * C::kWarps; ++i) {
+        barriers::mbarrier_init(ptx::shared_address(&shared.partial_full[i]), 1);
+        barriers::mbarrier_init(ptx::shared_address(&shared.partial_empty[i]), 1);
+      }
+    }
   }
 
   __device__ __forceinline__ uint32_t keys_full(int part) const { return keys_full_ + 8 * part; }

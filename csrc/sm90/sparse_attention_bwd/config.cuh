@@ -1,4 +1,4 @@
-// Data sheet of the backward of sparse_attention: tiles, shared memory, barriers, register split.
+// Data sheets of the backward of sparse_attention: tiles, shared memory, barriers, register split.
 #pragma once
 
 #include <cuda.h>
@@ -79,7 +79,7 @@ struct KernelParams {
   int s_kv;
   int h_q;
   int rows;                  // B * s_q
-  int groups;                // of 64 heads
+  int groups;                // of kGroupHeads
   int topk;
   int kv_coord_s;            // 0 where kv's stride is 0 (the tensor map has one element there), else 1
   int kv_coord_b;
@@ -99,9 +99,11 @@ struct KernelParams {
 // Named barriers; 0 is __syncthreads'.
 inline constexpr int kProducerBarrier = 1;
 
+// One CTA has 64 heads.
 template <class Element_, int kHeadDim_, Sums kSums_>
 struct Config {
   using Element = Element_;
+  static constexpr int kCtas = 1;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Sums kSums = kSums_;
 
@@ -110,6 +112,7 @@ struct Config {
   static constexpr int kGroupHeads = 64;  // heads of a CTA
   static constexpr int kPanelCols = 64;   // 128 bytes: one swizzle row, one L2 line
   static constexpr int kPanelBytes = 64 * 128;
+  static constexpr int kHeadPanelBytes = kGroupHeads * 128;
   static constexpr int kPanels = kHeadDim / kPanelCols;
   static constexpr int kValueDim = 512;
   static constexpr int kValuePanels = kValueDim / kPanelCols;
@@ -120,6 +123,9 @@ struct Config {
   static constexpr int kPartPanels = kPanels % 3 == 0 ? 3 : 2;
   static constexpr int kParts = kPanels / kPartPanels;
   static_assert(kPanels % kPartPanels == 0);
+  // Panels of a part, and the first column of a panel.
+  static constexpr int part_panels(int) { return kPartPanels; }
+  static __device__ __forceinline__ int column(int panel, int) { return panel * kPanelCols; }
 
   // ---- how the two consumers share a tile ----
   // Scores and dP: 32 keys each. dq and dkv: four panels of columns each, and half of the ninth.
@@ -161,6 +167,97 @@ struct Config {
     uint64_t q_empty;
     uint64_t ds_full;
     uint64_t ds_empty;
+  };
+  static constexpr int kSharedBytes = sizeof(SharedStorage);
+  static_assert(kSharedBytes <= kMaxSharedBytes, "shared memory of an SM90 CTA");
+};
+
+// Two CTAs, a cluster, have 128 heads: each has half of the columns of q, dO and the keys, of all heads, and half of dq and
+// of dkv. What the scores of a tile need of the other's columns comes as partial sums, through distributed shared memory,
+// so that a contribution to dkv leaves the chip once for 128 heads.
+//   columns  CTA r has four panels of values, 256 r .. 256 r + 255, and 32 columns past the values, 512 + 32 r on, for
+//            which both hold the whole ninth panel
+//   keys     CTA r makes P and dS of its own 32 keys, which lie first in its tile: slot i of a tile is its key i ^ 32 r
+//   heads    consumer w has heads 64 w .. 64 w + 63 of the scores and of dq, and half of the columns of dkv
+template <class Element_, int kHeadDim_, Sums kSums_>
+struct PairConfig {
+  using Element = Element_;
+  static constexpr int kCtas = 2;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr Sums kSums = kSums_;
+
+  // ---- tiles ----
+  static constexpr int kTileKeys = 64;
+  static constexpr int kOwnKeys = kTileKeys / kCtas;
+  static constexpr int kGroupHeads = 128;  // heads of a cluster
+  static constexpr int kPanelCols = 64;
+  static constexpr int kPanelBytes = kTileKeys * 128;
+  static constexpr int kHeadPanelBytes = kGroupHeads * 128;
+  static constexpr int kValueDim = 512;
+  static constexpr int kValuePanels = kValueDim / kCtas / kPanelCols;
+  static constexpr int kTailPanels = (kHeadDim - kValueDim) / kPanelCols;
+  static constexpr int kPanels = kValuePanels + kTailPanels;
+  static constexpr int kTileBytes = kPanels * kPanelBytes;
+  static_assert(kTailPanels <= 1 && kHeadDim >= kValueDim && kHeadDim % kPanelCols == 0 && sizeof(Element) == 2);
+
+  static constexpr int kPartPanels = 2;
+  static constexpr int kParts = (kPanels + kPartPanels - 1) / kPartPanels;
+  static __host__ __device__ constexpr int part_panels(int part) {
+    return part + 1 < kParts ? kPartPanels : kPanels - (kParts - 1) * kPartPanels;
+  }
+  static __device__ __forceinline__ int column(int panel, int rank) {
+    return panel < kValuePanels ? (rank * kValuePanels + panel) * kPanelCols : kValueDim;
+  }
+
+  // ---- how the two consumers share a tile ----
+  static constexpr int kConsumers = 2;
+  static constexpr int kOwnHeads = kGroupHeads / kConsumers;
+  static constexpr int kOwnHeadBytes = kOwnHeads * 128;
+  static constexpr int kCtaCols = kValueDim / kCtas;
+  static constexpr int kOwnCols = kCtaCols / kConsumers;  // of dkv
+  static constexpr int kSumCols = 64;
+  static constexpr int kTailCols = kTailPanels * kPanelCols / kCtas;     // of dq
+  static constexpr int kOwnTailCols = kTailCols / kConsumers;            // of dkv
+  static_assert(kTailCols == 0 || kTailCols == 32);
+  static constexpr int kPanelSteps = kPanelCols / wgmma::kDepth;
+  static constexpr int kTailSteps = kTailCols / wgmma::kDepth;
+  static constexpr int kHeadSteps = kGroupHeads / wgmma::kDepth;
+  static constexpr int kKeySteps = kTileKeys / wgmma::kDepth;
+  static_assert(kCtaCols == 256 && kOwnCols % kSumCols == 0, "a product of 256 columns for dq");
+
+  // ---- threads and registers ----
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kConsumerRegisters[kConsumers] = {240, 240};
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kConsumerRegisters[0] + kConsumerRegisters[1] + kProducerRegisters <= (kConsumers + 1) * kLaunchRegisters,
+                "setmaxnreg would wait for ever");
+
+  // ---- what a warp exchanges with the warp of the same number in the other CTA, for its 16 heads ----
+  // Partial scores of the other's 32 keys, then partial dP of them, in float32. Both come to where P and dS of 16 heads by
+  // 32 keys of one's own are later, which nobody else touches.
+  static constexpr int kPartialBytes = 16 * kOwnKeys * 4;
+  // P and dS of its 32 keys, rounded.
+  static constexpr int kWeightBytes = 2 * 16 * kOwnKeys * 2;
+  static_assert(kPartialBytes == kWeightBytes);
+
+  // ---- shared memory ----
+  struct SharedStorage {
+    alignas(1024) uint8_t keys[kTileBytes];
+    alignas(1024) uint8_t q[kPanels * kHeadPanelBytes];
+    alignas(1024) uint8_t dout[kValuePanels * kHeadPanelBytes];
+    alignas(1024) uint8_t p[kHeadPanelBytes];   // heads by keys
+    alignas(1024) uint8_t ds[kHeadPanelBytes];  // heads by keys
+    alignas(16) int rows[kTileKeys];            // of the tile's slots, -1 for an invalid one
+    uint64_t keys_full[kParts];
+    uint64_t keys_empty;
+    uint64_t q_full;
+    uint64_t q_empty;
+    uint64_t ds_full;
+    uint64_t ds_empty;
+    uint64_t partial_full[kConsumers * kWarps];
+    uint64_t partial_empty[kConsumers * kWarps];
   };
   static constexpr int kSharedBytes = sizeof(SharedStorage);
   static_assert(kSharedBytes <= kMaxSharedBytes, "shared memory of an SM90 CTA");

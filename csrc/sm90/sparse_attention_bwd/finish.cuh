@@ -12,18 +12,18 @@ namespace htree_cuda::sm90::sparse_attention_bwd {
 inline constexpr int kFinishThreads = 256;
 
 // A thread rounds eight columns.
-template <class C>
+template <class Element, int kHeadDim, Sums kSums>
 __global__ void __launch_bounds__(kFinishThreads) finish_kernel(__grid_constant__ KernelParams const p) {
-  constexpr int kBlocks = C::kHeadDim / 8;
+  constexpr int kBlocks = kHeadDim / 8;
   int64_t const at = static_cast<int64_t>(blockIdx.x) * kFinishThreads + threadIdx.x;
   int64_t const row = at / kBlocks;
   if (row >= static_cast<int64_t>(p.B) * p.s_kv) return;
   int const block = static_cast<int>(at - row * kBlocks);
-  using Sum = typename Order<C::kSums>::Sum;
+  using Sum = typename Order<kSums>::Sum;
   Sum sums[8];
-  Order<C::kSums>::load(static_cast<Sum const*>(p.sums) + row * C::kHeadDim, block, sums);
+  Order<kSums>::load(static_cast<Sum const*>(p.sums) + row * kHeadDim, block, sums);
   float x[8];
-  if constexpr (C::kSums == Sums::kAtomic) {
+  if constexpr (kSums == Sums::kAtomic) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = sums[i];
   } else {
@@ -33,10 +33,10 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(__grid_constant_
     for (int i = 0; i < 8; ++i) x[i] = static_cast<float>(static_cast<double>(sums[i]) * unit);
   }
   uint4 words;
-  words.x = Pairs<typename C::Element>::pack(x[0], x[1]);
-  words.y = Pairs<typename C::Element>::pack(x[2], x[3]);
-  words.z = Pairs<typename C::Element>::pack(x[4], x[5]);
-  words.w = Pairs<typename C::Element>::pack(x[6], x[7]);
+  words.x = Pairs<Element>::pack(x[0], x[1]);
+  words.y = Pairs<Element>::pack(x[2], x[3]);
+  words.z = Pairs<Element>::pack(x[4], x[5]);
+  words.w = Pairs<Element>::pack(x[6], x[7]);
   reinterpret_cast<uint4*>(p.dkv)[at] = words;
 }
 

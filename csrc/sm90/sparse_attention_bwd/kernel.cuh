@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     ptx::prefetch_tensor_map(&kv_map);
     ptx::prefetch_tensor_map(&q_map);
     ptx::prefetch_tensor_map(&dout_map);
-    Barriers<C>(shared).init();
+    Barriers<C>(shared).init(shared);
     barriers::mbarrier_init_fence();
   }
   __syncthreads();

@@ -91,7 +91,7 @@ void advance(T*& pointer, std::int64_t elements) {
 }
 
 // What launch.cuh's launch_sums launches, in its order.
-void record(host::Recording& told, SparseAttentionParams const& p, bool deterministic, bool paced, int grid) {
+void record(host::Recording& told, SparseAttentionParams const& p, bool deterministic, bool paced, bool pair, int grid) {
   std::string const kind = std::string("<") + host::dtype_name(p.dtype) + ", " + std::to_string(p.d_qk);
   std::string const sums = kind + (deterministic ? ", deterministic>" : ", atomic>");
   std::int64_t const rows = p.B * p.s_q;
@@ -103,7 +103,8 @@ void record(host::Recording& told, SparseAttentionParams const& p, bool determin
     told.add("bounds", "bounds_kernel", "a query", reason, rows);
     told.add("bounds", "factors_kernel", "256 keys", reason, ceil_div(keys, 256));
   }
-  told.add("gradients", "sparse_attention_bwd_kernel" + sums, "64 heads of a query x 64 keys at a time",
+  told.add("gradients", (pair ? "sparse_attention_bwd_pair_kernel" : "sparse_attention_bwd_kernel") + sums,
+           pair ? "half of the columns of 128 heads of a query x 64 keys at a time" : "64 heads of a query x 64 keys at a time",
            paced ? "sums of dkv exceed L2: CTAs begin their queries together" : "sums of dkv stay in L2, or lists have lengths", grid);
   if (keys > 0) {
     told.add("finish", "finish_kernel" + sums, "256 times 8 columns", "sums of dkv rounded to the dtype",
@@ -153,7 +154,10 @@ void launch_chunk(SparseAttentionBackwardParams const& params, KernelParams kern
   advance(kernel.broken, keys);
   kernel.B = static_cast<int>(batches);
   kernel.h_q = static_cast<int>(p.h_q);
-  kernel.groups = static_cast<int>(ceil_div(p.h_q, kGroupHeads));
+  // Where the last group of 128 has more than 64 heads.
+  bool const pair = ceil_div(p.h_q, kGroupHeads) % 2 == 0;
+  int const ctas = pair ? 2 : 1;
+  kernel.groups = static_cast<int>(ceil_div(p.h_q, kGroupHeads * ctas));
   kernel.rows = static_cast<int>(batches * p.s_q);
   kernel.scale = static_cast<float>(p.sm_scale);
   kernel.scale_log2 = static_cast<float>(p.sm_scale * host::list_args::kLog2E);
@@ -171,16 +175,16 @@ void launch_chunk(SparseAttentionBackwardParams const& params, KernelParams kern
   // Lists with lengths make units of unequal time, which would only wait for each other.
   std::int64_t const sums_bytes = batches * p.s_kv * p.d_qk * (params.deterministic ? 8 : 4);
   bool const paced = sums_bytes > kSumsInL2 && p.topk_length == nullptr &&
-                     batches * p.s_q * kernel.groups <= std::numeric_limits<int>::max() - processors;
+                     batches * p.s_q * kernel.groups * ctas <= std::numeric_limits<int>::max() - processors;
   if (!paced) kernel.begun = nullptr;
-  int const grid = static_cast<int>(std::min<std::int64_t>(processors, batches * p.s_q * kernel.groups));
+  int const grid = ctas * static_cast<int>(std::min<std::int64_t>(processors / ctas, batches * p.s_q * kernel.groups));
   if (host::Recording* const told = host::recording()) {
-    return record(*told, p, params.deterministic, kernel.begun != nullptr, grid);
+    return record(*told, p, params.deterministic, kernel.begun != nullptr, pair, grid);
   }
   bool const bf16 = p.dtype == DType::kBFloat16;
   auto const run = p.d_qk == 576 ? (bf16 ? launch<cutlass::bfloat16_t, 576> : launch<cutlass::half_t, 576>)
                                  : (bf16 ? launch<cutlass::bfloat16_t, 512> : launch<cutlass::half_t, 512>);
-  run(kernel, kv_map, q_map, dout_map, params.deterministic, grid, stream);
+  run(kernel, kv_map, q_map, dout_map, params.deterministic, pair, grid, stream);
 }
 
 }  // namespace

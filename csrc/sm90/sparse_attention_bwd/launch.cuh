@@ -6,6 +6,7 @@
 #include "finish.cuh"
 #include "kernel.cuh"
 #include "launch.h"
+#include "pair_kernel.cuh"
 #include "prepare.cuh"
 
 namespace htree_cuda::sm90::sparse_attention_bwd {
@@ -34,23 +35,38 @@ void launch_sums(KernelParams const& p, CUtensorMap const& kv_map, CUtensorMap c
     }
   }
   if (p.begun != nullptr) HTREE_CUDA_CHECK(cudaMemsetAsync(p.begun, 0, sizeof(int), stream));
-  auto const kernel = sparse_attention_bwd_kernel<C>;
+  auto const kernel = [] {
+    if constexpr (C::kCtas > 1) {
+      return sparse_attention_bwd_pair_kernel<C>;
+    } else {
+      return sparse_attention_bwd_kernel<C>;
+    }
+  }();
   // The attribute is per device and cheap to set; setting it each time keeps no state of the process.
   HTREE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes));
   kernel<<<grid, C::kThreads, C::kSharedBytes, stream>>>(p, kv_map, q_map, dout_map);
   HTREE_CUDA_CHECK(cudaGetLastError());
   if (keys > 0) {
-    finish_kernel<C><<<blocks(keys * (C::kHeadDim / 8), kFinishThreads), kFinishThreads, 0, stream>>>(p);
+    finish_kernel<typename C::Element, C::kHeadDim, C::kSums>
+        <<<blocks(keys * (C::kHeadDim / 8), kFinishThreads), kFinishThreads, 0, stream>>>(p);
     HTREE_CUDA_CHECK(cudaGetLastError());
   }
 }
 
+template <class Element, int kHeadDim, Sums kSums>
+void launch_ctas(KernelParams const& params, CUtensorMap const& kv_map, CUtensorMap const& q_map,
+                 CUtensorMap const& dout_map, bool pair, int grid, cudaStream_t stream) {
+  auto const run =
+      pair ? launch_sums<PairConfig<Element, kHeadDim, kSums>> : launch_sums<Config<Element, kHeadDim, kSums>>;
+  run(params, kv_map, q_map, dout_map, grid, stream);
+}
+
 template <class Element, int kHeadDim>
 void launch(KernelParams const& params, CUtensorMap const& kv_map, CUtensorMap const& q_map, CUtensorMap const& dout_map,
-            bool deterministic, int grid, cudaStream_t stream) {
-  auto const run = deterministic ? launch_sums<Config<Element, kHeadDim, Sums::kDeterministic>>
-                                 : launch_sums<Config<Element, kHeadDim, Sums::kAtomic>>;
-  run(params, kv_map, q_map, dout_map, grid, stream);
+            bool deterministic, bool pair, int grid, cudaStream_t stream) {
+  auto const run = deterministic ? launch_ctas<Element, kHeadDim, Sums::kDeterministic>
+                                 : launch_ctas<Element, kHeadDim, Sums::kAtomic>;
+  run(params, kv_map, q_map, dout_map, pair, grid, stream);
 }
 
 }  // namespace htree_cuda::sm90::sparse_attention_bwd

@@ -1,4 +1,5 @@
-// Launches one instantiation; defined in instantiations/*.cu so that each compiles alone.
+// Launches one instantiation; defined in instantiations/*.cu so that each compiles alone. `pair`: clusters of two CTAs have
+// groups of 128 heads, otherwise a CTA has groups of 64.
 #pragma once
 
 #include <cuda.h>
@@ -10,6 +11,6 @@ struct KernelParams;
 
 template <class Element, int kHeadDim>
 void launch(KernelParams const& params, CUtensorMap const& kv_map, CUtensorMap const& q_map, CUtensorMap const& dout_map,
-            bool deterministic, int grid, cudaStream_t stream);
+            bool deterministic, bool pair, int grid, cudaStream_t stream);
 
 }  // namespace htree_cuda::sm90::sparse_attention_bwd

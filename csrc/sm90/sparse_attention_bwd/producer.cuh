@@ -14,7 +14,6 @@
 namespace htree_cuda::sm90::sparse_attention_bwd {
 
 using query_groups::Unit;
-using WorkList = query_groups::WorkList<KernelParams>;
 
 template <class C>
 class Producer {
@@ -24,12 +23,12 @@ public:
       : p_(p), kv_map_(kv_map), q_map_(q_map), dout_map_(dout_map), shared_(shared), barriers_(shared), warp_(warp) {}
 
   __device__ __forceinline__ void run() {
-    for (WorkList work(p_); !work.done(); work.next()) {
+    for (query_groups::WorkList<KernelParams, C::kCtas> work(p_); !work.done(); work.next()) {
       Unit const u = work.unit();
       if (p_.begun != nullptr) keep_pace();
 #pragma unroll 1
       for (int t = 0; t < u.tiles; ++t) {
-        int const slot = t * C::kTileKeys + key();
+        int const slot = t * C::kTileKeys + (key() ^ C::kOwnKeys * rank());
         int const index = slot < u.length ? __ldg(slots::list(p_, u.b, u.s) + slot * p_.indices_stride_t) : -1;
         // TMA fills a row before the first with zeros.
         int const row = static_cast<unsigned>(index) < static_cast<unsigned>(u.visible) ? index : -1;
@@ -50,7 +49,7 @@ private:
   __device__ __forceinline__ void keep_pace() {
     ++units_;
     if (threadIdx.x % 128 == 0) {
-      int const all = min(units_ * static_cast<int>(gridDim.x), p_.rows * p_.groups);
+      int const all = min(units_ * static_cast<int>(gridDim.x), p_.rows * p_.groups * C::kCtas);
       int begun = atomicAdd(p_.begun, 1) + 1;
       for (int tries = 0; begun < all && tries < kTries; ++tries) {
         __nanosleep(100);
@@ -60,9 +59,13 @@ private:
     barriers::named_sync(kProducerBarrier, 128);
   }
   static constexpr int kTries = 200;
+  static constexpr int kBoxHeads = 64;
 
   // Two threads share a row.
   __device__ __forceinline__ static int key() { return threadIdx.x % 128 / 2; }
+
+  // Of this CTA among those that share a unit.
+  __device__ __forceinline__ static int rank() { return C::kCtas > 1 ? static_cast<int>(ptx::cluster_rank()) : 0; }
 
   __device__ __forceinline__ void gather(Unit const& u, int row) const {
     int const y = row < 0 ? -1 : row * p_.kv_coord_s;
@@ -71,13 +74,13 @@ private:
     for (int part = 0; part < C::kParts; ++part) {
       uint32_t const full = barriers_.keys_full(part);
       if (threadIdx.x % 32 == 0) {
-        barriers::mbarrier_arrive_expect_bytes(full, C::kPartPanels * C::kPanelBytes / C::kWarps);
+        barriers::mbarrier_arrive_expect_bytes(full, C::part_panels(part) * C::kPanelBytes / C::kWarps);
       }
       __syncwarp();
 #pragma unroll 1
-      for (int panel = threadIdx.x % 2; panel < C::kPartPanels; panel += 2) {
-        int const column = part * C::kPartPanels + panel;
-        ptx::tma_load_4d(to + column * C::kPanelBytes, &kv_map_, full, ptx::kEvictNormal, column * C::kPanelCols, 0, y,
+      for (int i = threadIdx.x % 2; i < C::part_panels(part); i += 2) {
+        int const panel = part * C::kPartPanels + i;
+        ptx::tma_load_4d(to + panel * C::kPanelBytes, &kv_map_, full, ptx::kEvictNormal, C::column(panel, rank()), 0, y,
                          u.b * p_.kv_coord_b);
       }
     }
@@ -87,19 +90,24 @@ private:
     q_round_ ^= 1;
     barriers::mbarrier_wait(barriers_.q_empty, q_round_, "sparse_attention_bwd: room for Q");
     if (threadIdx.x % 32 == 0) {
-      barriers::mbarrier_arrive_expect_bytes(barriers_.q_full, (C::kPanels + C::kValuePanels) * C::kPanelBytes);
-      int const head = u.group * C::kGroupHeads;
+      barriers::mbarrier_arrive_expect_bytes(barriers_.q_full, (C::kPanels + C::kValuePanels) * C::kHeadPanelBytes);
+      // A box has 64 heads.
 #pragma unroll 1
-      for (int panel = 0; panel < C::kPanels; ++panel) {
-        ptx::tma_load_4d(ptx::shared_address(&shared_.q[0]) + panel * C::kPanelBytes, &q_map_, barriers_.q_full,
-                         ptx::kEvictFirst, panel * C::kPanelCols, head * p_.q_coord_h, u.s * p_.q_coord_s,
-                         u.b * p_.q_coord_b);
-      }
+      for (int first = 0; first < C::kGroupHeads; first += kBoxHeads) {
+        int const head = u.group * C::kGroupHeads + first;
+        uint32_t const row = first * gather::kPanelBytesPerRow;
 #pragma unroll 1
-      for (int panel = 0; panel < C::kValuePanels; ++panel) {
-        ptx::tma_load_4d(ptx::shared_address(&shared_.dout[0]) + panel * C::kPanelBytes, &dout_map_, barriers_.q_full,
-                         ptx::kEvictFirst, panel * C::kPanelCols, head * p_.dout_coord_h, u.s * p_.dout_coord_s,
-                         u.b * p_.dout_coord_b);
+        for (int panel = 0; panel < C::kPanels; ++panel) {
+          ptx::tma_load_4d(ptx::shared_address(&shared_.q[0]) + row + panel * C::kHeadPanelBytes, &q_map_,
+                           barriers_.q_full, ptx::kEvictFirst, C::column(panel, rank()), head * p_.q_coord_h,
+                           u.s * p_.q_coord_s, u.b * p_.q_coord_b);
+        }
+#pragma unroll 1
+        for (int panel = 0; panel < C::kValuePanels; ++panel) {
+          ptx::tma_load_4d(ptx::shared_address(&shared_.dout[0]) + row + panel * C::kHeadPanelBytes, &dout_map_,
+                           barriers_.q_full, ptx::kEvictFirst, C::column(panel, rank()), head * p_.dout_coord_h,
+                           u.s * p_.dout_coord_s, u.b * p_.dout_coord_b);
+        }
       }
     }
     __syncwarp();

@@ -1,0 +1,180 @@
+// What the consumers of one CTA and of a pair of CTAs do alike. A thread is lane l of a warp; of a product with 64 rows the
+// warp has 16, of which the thread has l / 4 and l / 4 + 8 (wgmma.cuh).
+#pragma once
+
+#include <cstdint>
+
+#include "device/gather.cuh"
+#include "device/pairs.cuh"
+#include "device/ptx.cuh"
+#include "device/query_groups.cuh"
+#include "device/wgmma.cuh"
+#include "config.cuh"
+#include "order.cuh"
+
+namespace htree_cuda::sm90::sparse_attention_bwd {
+
+using query_groups::Unit;
+using wgmma::Major;
+
+// Bytes of a step along the rows of a panel.
+inline constexpr int kRowStep = wgmma::kDepth * gather::kPanelBytesPerRow;
+
+__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+
+// ---- P and dS --------------------------------------------------------------------------------------------------------
+
+// The terms of this thread's two heads; `first` is the warp's first head. Heads past h_q have S = 0.
+__device__ __forceinline__ void load_terms(KernelParams const& p, Unit const& u, int first, HeadTerms (&terms)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    int const head = first + lane() / 4 + 8 * i;
+    int64_t const at = static_cast<int64_t>(u.row) * p.h_q + min(head, p.h_q - 1);
+    float4 const x = __ldg(reinterpret_cast<float4 const*>(p.terms) + at);
+    terms[i] = {head < p.h_q ? x.x : INFINITY, x.y, x.z, x.w};
+  }
+}
+
+// Their lse2 alone, which S needs before anything else.
+__device__ __forceinline__ void load_lse2(KernelParams const& p, Unit const& u, int first, float (&lse2)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    int const head = first + lane() / 4 + 8 * i;
+    int64_t const at = static_cast<int64_t>(u.row) * p.h_q + min(head, p.h_q - 1);
+    float const x = __ldg(&p.terms[at].lse2);
+    lse2[i] = head < p.h_q ? x : INFINITY;
+  }
+}
+
+// A bit for each of this thread's keys among kKeys from shared address `rows` on, 2 (lane % 4) + 0..1 of every eight: bit
+// 2 j + i.
+template <int kKeys>
+__device__ __forceinline__ uint32_t valid_keys(uint32_t rows) {
+  uint32_t valid = 0;
+#pragma unroll
+  for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const row = ptx::load_shared_4B(rows + 4 * (8 * j + 2 * (lane() % 4) + i));
+      valid |= (row >= 0 ? 1u : 0u) << (2 * j + i);
+    }
+  }
+  return valid;
+}
+
+// S from the scores, in place.
+template <int kCount>
+__device__ __forceinline__ void exponentiate(KernelParams const& p, float const (&lse2)[2], float (&s)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    s[i] = ptx::exp2_movable(fmaf(s[i], p.scale_log2, -lse2[i / 2 % 2]));
+  }
+}
+
+// P and dS from S and dP, in place. What does not count is replaced and not only weighted by zero: 0 * NaN is NaN.
+template <int kCount>
+__device__ __forceinline__ void weigh(HeadTerms const (&terms)[2], uint32_t valid, float (&s)[kCount],
+                                      float (&dp)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    bool const counts = valid >> (i / 4 * 2 + i % 2) & 1;
+    HeadTerms const& head = terms[i / 2 % 2];
+    dp[i] = counts ? s[i] * fmaf(head.slope, dp[i], head.offset) : 0.f;
+    s[i] = counts ? s[i] * head.weight : 0.f;
+  }
+}
+
+// The warp's 16 heads by 2 kCount keys, rounded, to an operand; `row` is the warp's first, `chunk` the first of 8 keys.
+template <class Element, int kCount>
+__device__ __forceinline__ void publish(uint32_t operand, int row, uint32_t chunk, float const (&x)[kCount]) {
+  auto const pack = [](float low, float high) { return Pairs<Element>::pack(low, high); };
+#pragma unroll
+  for (int j = 0; j < kCount / 4; j += 2) {
+    uint32_t const fragment[4] = {pack(x[4 * j], x[4 * j + 1]), pack(x[4 * j + 2], x[4 * j + 3]),
+                                  pack(x[4 * j + 4], x[4 * j + 5]), pack(x[4 * j + 6], x[4 * j + 7])};
+    ptx::store_matrix_x4(operand + gather::swizzled_offset(row + lane() % 16, chunk + j + lane() / 16), fragment);
+  }
+}
+
+// ---- sums of dkv -----------------------------------------------------------------------------------------------------
+
+// sums (+)= weights^T rows: 64 keys by 2 kCount columns, over kHeadSteps steps of heads.
+template <class Element, int kHeadSteps, int kCount>
+__device__ __forceinline__ void multiply(float (&sums)[kCount], uint32_t weights, uint32_t rows, bool accumulate) {
+  wgmma::Descriptor const a(uniform(weights));
+  wgmma::Descriptor const b(uniform(rows));
+  wgmma::fence();
+#pragma unroll
+  for (int i = 0; i < kHeadSteps; ++i) {
+    wgmma::mma_ss_transposed<Element>(sums, a.at(i * kRowStep), b.at(i * kRowStep), accumulate || i > 0);
+  }
+}
+
+// Where this thread's two rows of a tile are added.
+template <class C>
+struct Target {
+  typename Order<C::kSums>::Sum* row[2];
+  float factor[2];
+};
+
+template <class C>
+__device__ __forceinline__ Target<C> target_of(KernelParams const& p, Unit const& u, int const (&row)[2]) {
+  Target<C> target;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    int64_t const at = static_cast<int64_t>(u.b) * p.s_kv + max(row[i], 0);
+    // Null where there is none.
+    target.row[i] = row[i] < 0 ? nullptr : static_cast<typename Order<C::kSums>::Sum*>(p.sums) + at * C::kHeadDim;
+    if constexpr (C::kSums == Sums::kDeterministic) target.factor[i] = __ldg(p.factors + at);
+  }
+  return target;
+}
+
+// Adds 64 keys by 2 kCount columns from `column` on, as order.cuh says.
+template <class C, int kCount>
+__device__ __forceinline__ void add(Target<C> const& target, float const (&sums)[kCount], int column) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if constexpr (C::kSums == Sums::kAtomic) {
+      float* const to = target.row[i] + column + 4 * (lane() % 4);
+#pragma unroll
+      for (int j = 0; j < kCount / 4; j += 2) {
+        float const* const x = &sums[4 * j + 2 * i];
+        ptx::reduce_add_16B_if(target.row[i] != nullptr, to + 8 * j, make_float4(x[0], x[1], x[4], x[5]));
+      }
+    } else {
+      long long* const to = target.row[i] + column + lane() % 4;
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float const x = sums[4 * j + 2 * i + c] * target.factor[i];
+          ptx::reduce_add_rounded_if(target.row[i] != nullptr, to + 8 * j + 4 * c, x);
+        }
+      }
+    }
+  }
+}
+
+// ---- dq --------------------------------------------------------------------------------------------------------------
+
+// This thread's part of row `i` of 64 heads by 2 kCount columns; `to` is where its first two columns go.
+template <class Element, int kCount>
+__device__ __forceinline__ void store_columns(char* to, float const (&x)[kCount], int i) {
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    __stcs(reinterpret_cast<uint32_t*>(to + 16 * j), Pairs<Element>::pack(x[4 * j + 2 * i], x[4 * j + 2 * i + 1]));
+  }
+}
+
+// Zeros for `heads` heads from `first` on of a query without slots, by the threads of all consumers.
+template <class C>
+__device__ __forceinline__ void store_zeros(KernelParams const& p, Unit const& u, int first, int heads, int thread) {
+  constexpr int kChunks = C::kHeadDim / 8;
+  char* const to = p.dq + 2 * (static_cast<int64_t>(u.row) * p.h_q + first) * C::kHeadDim;
+  for (int i = thread; i < min(heads, p.h_q - first) * kChunks; i += C::kConsumers * 128) {
+    __stcs(reinterpret_cast<uint4*>(to + 16 * i), uint4{0, 0, 0, 0});
+  }
+}
+
+}  // namespace htree_cuda::sm90::sparse_attention_bwd
