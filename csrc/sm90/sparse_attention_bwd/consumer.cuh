@@ -93,18 +93,18 @@ private:
     int const row[2] = {static_cast<int>(ptx::load_shared_4B(rows_ + 4 * key)),
                         static_cast<int>(ptx::load_shared_4B(rows_ + 4 * (key + 8)))};
     HeadTerms terms[2];
-    load_terms(p_, u, u.group * C::kGroupHeads + warp_ * 16, terms);
+    load_terms(p_, u, u.group * C::kGroupHeads + warp_ * 16, terms, lane());
     wgmma::wait<1>();
     wgmma::pin(s);
     exponentiate(p_, {terms[0].lse2, terms[1].lse2}, s);
-    uint32_t const valid = valid_keys<C::kOwnKeys>(rows_ + 4 * kMe * C::kOwnKeys);
+    uint32_t const valid = valid_keys<C::kOwnKeys>(rows_ + 4 * kMe * C::kOwnKeys, lane());
     wgmma::wait<0>();
     wgmma::pin(dp);
     weigh(terms, valid, s, dp);
     barriers::mbarrier_wait<barriers::Waiting::kPolling>(barriers_.ds_empty, ~rounds_ & 1,
                                                          "sparse_attention_bwd: room for dS");
-    publish<Element>(p_operand_, warp_ * 16, kMe * (C::kOwnKeys / 8), s);
-    publish<Element>(ds_operand_, warp_ * 16, kMe * (C::kOwnKeys / 8), dp);
+    publish<Element>(p_operand_, warp_ * 16, kMe * (C::kOwnKeys / 8), s, lane());
+    publish<Element>(ds_operand_, warp_ * 16, kMe * (C::kOwnKeys / 8), dp, lane());
     ptx::fence_proxy_async_shared();
     __syncwarp();
     barriers::warp_arrive(barriers_.ds_full);
@@ -142,7 +142,7 @@ private:
       wgmma::wait<0>();
       wgmma::pin(sums);
       if (C::kTailCols == 0 && last) barriers::warp_arrive(barriers_.ds_empty);
-      add<C>(target, sums, kMe * C::kOwnCols + column);
+      add<C>(target, sums, kMe * C::kOwnCols + column, lane());
       if (!last) multiply_columns(sums, column + C::kSumCols);
     }
     if constexpr (C::kTailCols > 0) {
@@ -151,7 +151,7 @@ private:
       wgmma::wait<0>();
       wgmma::pin(tail);
       barriers::warp_arrive(barriers_.ds_empty);
-      add<C>(target, tail, C::kValueDim + kMe * C::kTailCols);
+      add<C>(target, tail, C::kValueDim + kMe * C::kTailCols, lane());
     }
   }
 

@@ -44,7 +44,7 @@ public:
       Unit const u = work.unit();
       if (u.tiles == 0) {
         store_zeros<C>(p_, u, u.group * C::kGroupHeads + rank() * C::kOwnHeads, C::kOwnHeads,
-                       kMe * 128 + warp_ * 32 + static_cast<int>(ptx::lane_index()));
+                       kMe * 128 + warp() * 32 + fresh_lane());
         continue;
       }
       barriers::mbarrier_wait<kWaiting>(barriers_.q_full, rounds_ >> 1, "sparse_attention_bwd: Q");
@@ -53,17 +53,23 @@ public:
       for (int i = 0; i < wgmma::kValueAccumulators; ++i) dq[i] = 0.f;
 #pragma unroll
       for (int i = 0; i < kTail; ++i) dq_tail[i] = 0.f;
+      float scores[2 * kOwn];
+      multiply_keys(scores, rounds_ & 1);
+      wgmma::wait<0>();
+      wgmma::pin(scores);
 #pragma unroll 1
       for (int left = u.tiles; left > 0; --left) {
-        tile(u, dq, dq_tail);
+        tile(u, left > 1, scores, dq, dq_tail);
         rounds_ ^= 1;
       }
-      barriers::warp_arrive(barriers_.q_empty);
+      __syncwarp();
+      if (ptx::elect()) barriers::mbarrier_arrive(barriers_.q_empty);
       store_dq(u, dq, dq_tail);
     }
   }
 
 private:
+  static constexpr int kOwnKeysBarrier = kProducerBarrier + 1;  // named, of each consumer
   static constexpr auto kWaiting = barriers::Waiting::kPolling;
   static constexpr int kTail = C::kTailCols ? C::kTailCols / 2 : 1;
   static constexpr int kOwnTail = C::kOwnTailCols ? C::kOwnTailCols / 2 : 1;
@@ -74,31 +80,30 @@ private:
   __device__ __forceinline__ static int rank() { return static_cast<int>(ptx::cluster_rank()); }
   __device__ __forceinline__ static uint32_t peer() { return ptx::cluster_rank() ^ 1; }
 
+  __device__ __forceinline__ int warp() const { return static_cast<int>(ptx::opaque(static_cast<uint32_t>(warp_))); }
+
   __device__ __forceinline__ int first_head(Unit const& u) const {
-    return u.group * C::kGroupHeads + kMe * C::kOwnHeads + warp_ * 16;
+    return u.group * C::kGroupHeads + kMe * C::kOwnHeads + warp() * 16;
   }
 
-  __device__ __forceinline__ void tile(Unit const& u, float (&dq)[wgmma::kValueAccumulators], float (&dq_tail)[kTail]) {
+  // On entry `scores` are this tile's, on return the next one's, if there are `more` of the unit.
+  __device__ __forceinline__ void tile(Unit const& u, bool more, float (&scores)[2 * kOwn],
+                                       float (&dq)[wgmma::kValueAccumulators], float (&dq_tail)[kTail]) {
     float s[kOwn];
     float dp[kOwn];
-    {
-      // Partial scores.
-      float all[2 * kOwn];
-      multiply_keys(all);
-      barriers::mbarrier_wait<kWaiting>(barriers_.ds_empty, ~rounds_ & 1, "sparse_attention_bwd: room for scores");
-      send_partial(all);
+    barriers::mbarrier_wait<kWaiting>(barriers_.ds_empty, ~rounds_ & 1, "sparse_attention_bwd: room for scores");
+    send_partial(scores);
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) s[i] = all[i];
-    }
+    for (int i = 0; i < kOwn; ++i) s[i] = scores[i];
     {
       // Partial dP, and meanwhile S.
       float all[2 * kOwn];
       multiply_values(all);
       float lse2[2];
-      load_lse2(p_, u, first_head(u), lse2);
+      load_lse2(p_, u, first_head(u), lse2, fresh_lane());
       receive_partial(s, 0);
       __syncwarp();
-      if (lane() == 0) barriers::mbarrier_arrive_cluster(ptx::map_to_rank(partial_empty_, peer()));
+      if (ptx::elect()) barriers::mbarrier_arrive_cluster(ptx::map_to_rank(partial_empty_, peer()));
       exponentiate(p_, lse2, s);
       wgmma::wait<0>();
       wgmma::pin(all);
@@ -108,79 +113,86 @@ private:
       for (int i = 0; i < kOwn; ++i) dp[i] = all[i];
     }
     HeadTerms terms[2];
-    load_terms(p_, u, first_head(u), terms);
-    uint32_t const valid = valid_keys<C::kOwnKeys>(rows_);
+    load_terms(p_, u, first_head(u), terms, fresh_lane());
+    uint32_t const valid = valid_keys<C::kOwnKeys>(rows_, fresh_lane());
     receive_partial(dp, 1);
     weigh(terms, valid, s, dp);
     __syncwarp();  // all lanes have read what P and dS are written over
-    publish<Element>(p_operand_, kMe * C::kOwnHeads + warp_ * 16, 0, s);
-    publish<Element>(ds_operand_, kMe * C::kOwnHeads + warp_ * 16, 0, dp);
+    publish<Element>(p_operand_, kMe * C::kOwnHeads + warp() * 16, 0, s, fresh_lane());
+    publish<Element>(ds_operand_, kMe * C::kOwnHeads + warp() * 16, 0, dp, fresh_lane());
     ptx::fence_proxy_async_shared();
     __syncwarp();
     send_weights();
-    if (lane() == 0) barriers::mbarrier_arrive_expect_bytes(barriers_.ds_full, C::kWeightBytes);
+    if (ptx::elect()) barriers::mbarrier_arrive_expect_bytes(barriers_.ds_full, C::kWeightBytes);
+
+    // dq += dS K: of the CTA's own keys while the other's are on their way.
+    barriers::named_sync(kOwnKeysBarrier + kMe, 128);
+    multiply_dq<0, C::kKeySteps / 2>(dq, dq_tail);
+    wgmma::commit();
     barriers::mbarrier_wait<kWaiting>(barriers_.ds_full, rounds_ & 1, "sparse_attention_bwd: dS");
     // What the other CTA stored came through the generic proxy.
     ptx::fence_proxy_async_shared();
+    multiply_dq<C::kKeySteps / 2, C::kKeySteps>(dq, dq_tail);
 
-    // dq += dS K.
-    wgmma::Descriptor const ds(uniform(ds_operand_ + kMe * C::kOwnHeadBytes));
-    wgmma::Descriptor const columns(uniform(keys_), C::kPanelBytes);
-    wgmma::fence();
-#pragma unroll
-    for (int i = 0; i < C::kKeySteps; ++i) {
-      wgmma::mma_ss<Element, Major::MN>(dq, ds.at(i * 32), columns.at(i * kRowStep), true);
-    }
-    if constexpr (C::kTailCols > 0) {
-      wgmma::Descriptor const tail(uniform(keys_ + C::kValuePanels * C::kPanelBytes + rank() * C::kTailCols * 2));
-#pragma unroll
-      for (int i = 0; i < C::kKeySteps; ++i) {
-        wgmma::mma_ss<Element, Major::MN>(dq_tail, ds.at(i * 32), tail.at(i * kRowStep), true);
-      }
-    }
-    wgmma::commit();
-
-    // dkv, as in consumer.cuh.
-    int const key = warp_ * 16 + lane() / 4;
+    // dkv, some columns at a time: while the sums of some leave, the tensor cores multiply the next ones and, in the end,
+    // the next tile's scores. There are registers for 64 columns, or for 32 and the scores.
+    int const key = warp() * 16 + fresh_lane() / 4;
     int const row[2] = {static_cast<int>(ptx::load_shared_4B(rows_ + 4 * key)),
                         static_cast<int>(ptx::load_shared_4B(rows_ + 4 * (key + 8)))};
     Target<C> const target = target_of<C>(p_, u, row);
-    float sums[C::kSumCols / 2];
+    int const first = rank() * C::kCtaCols + kMe * C::kOwnCols;
     float tail[kOwnTail];
-    multiply_columns(sums, 0);
+    float wide[C::kSumCols / 2];
+    float narrow[2][C::kSumCols / 4];
+    if constexpr (C::kTailCols > 0) multiply_tail(tail);
+    wgmma::commit();
+    multiply_columns(wide, 0);
     wgmma::wait<1>();
     wgmma::pin(dq);
-    if constexpr (C::kTailCols > 0) wgmma::pin(dq_tail);
-    barriers::release(barriers_.keys_empty);  // all lanes have read `rows`
-#pragma unroll
-    for (int column = 0; column < C::kOwnCols; column += C::kSumCols) {
-      bool const last = column + C::kSumCols == C::kOwnCols;
-      wgmma::wait<0>();
-      wgmma::pin(sums);
-      if (last) {
-        if constexpr (C::kTailCols > 0) wgmma::pin(tail);
-        if (lane() == 0) barriers::mbarrier_arrive_cluster(ptx::map_to_rank(barriers_.ds_empty, peer()));
-      }
-      add<C>(target, sums, rank() * C::kCtaCols + kMe * C::kOwnCols + column);
-      if (!last) {
-        if constexpr (C::kTailCols > 0) multiply_tail(tail);
-        multiply_columns(sums, column + C::kSumCols);
-      }
-    }
     if constexpr (C::kTailCols > 0) {
-      add<C>(target, tail, C::kValueDim + rank() * C::kTailCols + kMe * C::kOwnTailCols);
+      wgmma::pin(dq_tail);
+      wgmma::pin(tail);
     }
+    if (more) release_keys();
+    if constexpr (C::kTailCols > 0) {
+      add<C>(target, tail, C::kValueDim + rank() * C::kTailCols + kMe * C::kOwnTailCols, fresh_lane());
+    }
+    wgmma::wait<0>();
+    wgmma::pin(wide);
+    multiply_columns(narrow[0], C::kSumCols);
+    add<C>(target, wide, first, fresh_lane());
+    multiply_columns(narrow[1], C::kSumCols * 3 / 2);
+    wgmma::wait<1>();
+    wgmma::pin(narrow[0]);
+    add<C>(target, narrow[0], first + C::kSumCols, fresh_lane());
+    // After the unit's last tile the same keys once more, to no purpose: a branch around products takes registers.
+    multiply_keys(scores, (more ? ~rounds_ : rounds_) & 1);
+    wgmma::wait<1>();
+    wgmma::pin(narrow[1]);
+    if (ptx::elect()) barriers::mbarrier_arrive_cluster(ptx::map_to_rank(barriers_.ds_empty, peer()));
+    add<C>(target, narrow[1], first + C::kSumCols * 3 / 2, fresh_lane());
+    wgmma::wait<0>();
+    wgmma::pin(scores);
+    if (!more) release_keys();
   }
+
+  __device__ __forceinline__ void release_keys() const {
+    __syncwarp();  // all lanes have read `rows`
+    if (ptx::elect()) barriers::mbarrier_arrive(barriers_.keys_empty);
+  }
+  static_assert(C::kOwnCols == 2 * C::kSumCols);
 
   // ---- scores --------------------------------------------------------------------------------------------------------
 
-  // Its 64 heads by all keys over the CTA's columns; complete on return.
-  __device__ __forceinline__ void multiply_keys(float (&s)[2 * kOwn]) const {
-    wgmma::Descriptor const keys(uniform(keys_));
+  // Its 64 heads by all keys of the tile of parity `parity` over the CTA's columns; under way on return.
+  __device__ __forceinline__ void multiply_keys(float (&s)[2 * kOwn], uint32_t parity) const {
+    // A zero that the assembler does not know: otherwise it keeps descriptors of dP's products for these.
+    uint32_t const first_key = uniform(keys_ + ptx::cluster_rank() / C::kCtas);
+    wgmma::Descriptor const keys(first_key);
     wgmma::Descriptor const q(uniform(q_ + kMe * C::kOwnHeadBytes));
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
-      barriers::mbarrier_wait<kWaiting>(barriers_.keys_full(part), rounds_ & 1, "sparse_attention_bwd: keys");
+      barriers::mbarrier_wait<kWaiting>(barriers_.keys_full(part), parity, "sparse_attention_bwd: keys");
       wgmma::fence();
 #pragma unroll
       for (int i = 0; i < C::part_panels(part) * C::kPanelSteps; ++i) {
@@ -194,15 +206,13 @@ private:
     }
     if constexpr (C::kTailCols > 0) {
       int const half = rank() * C::kTailCols * 2;
-      wgmma::Descriptor const tail(uniform(keys_ + C::kValuePanels * C::kPanelBytes + half));
+      wgmma::Descriptor const tail(uniform(first_key + C::kValuePanels * C::kPanelBytes + half));
       wgmma::Descriptor const q_tail(
           uniform(q_ + kMe * C::kOwnHeadBytes + C::kValuePanels * C::kHeadPanelBytes + half));
 #pragma unroll
       for (int i = 0; i < C::kTailSteps; ++i) wgmma::mma_ss<Element>(s, q_tail.at(i * 32), tail.at(i * 32), true);
     }
     wgmma::commit();
-    wgmma::wait<0>();
-    wgmma::pin(s);
   }
 
   // Its 64 heads of dO by all keys over the CTA's columns of values; under way on return.
@@ -228,7 +238,7 @@ private:
   __device__ __forceinline__ uint32_t own_pieces() const {
     uint32_t const lane = ptx::lane_index();
     uint32_t const row = lane / 8 + lane / 4 % 2 * 4;
-    return p_operand_ + kMe * C::kOwnHeadBytes + warp_ * kRowStep + gather::swizzled_offset(row, lane % 4);
+    return p_operand_ + kMe * C::kOwnHeadBytes + warp() * kRowStep + gather::swizzled_offset(row, lane % 4);
   }
   __device__ __forceinline__ uint32_t piece_offset(int i) const {
     return i % 2 * 8 * gather::kPanelBytesPerRow + i / 2 * (ds_operand_ - p_operand_);
@@ -248,7 +258,7 @@ private:
 
   // Adds what the other has of this CTA's keys. Two phases a tile.
   __device__ __forceinline__ void receive_partial(float (&x)[kOwn], uint32_t parity) const {
-    if (lane() == 0) barriers::mbarrier_arrive_expect_bytes(partial_full_, C::kPartialBytes);
+    if (ptx::elect()) barriers::mbarrier_arrive_expect_bytes(partial_full_, C::kPartialBytes);
     barriers::mbarrier_wait<kWaiting>(partial_full_, parity, "sparse_attention_bwd: partial scores");
     uint32_t const own = own_pieces();
 #pragma unroll
@@ -273,11 +283,32 @@ private:
     }
   }
 
-  // ---- dkv -----------------------------------------------------------------------------------------------------------
+  // ---- dq and dkv ----------------------------------------------------------------------------------------------------
 
-  // sums = dS^T Q + P^T dO of the tile on this consumer's columns from `column` on.
-  __device__ __forceinline__ void multiply_columns(float (&sums)[C::kSumCols / 2], int column) const {
-    int const at = (kMe * C::kOwnCols + column) / C::kPanelCols * C::kHeadPanelBytes;
+  // dq += dS K over the steps kFirst .. kLast - 1 of 16 keys.
+  template <int kFirst, int kLast>
+  __device__ __forceinline__ void multiply_dq(float (&dq)[wgmma::kValueAccumulators], float (&dq_tail)[kTail]) const {
+    wgmma::Descriptor const ds(uniform(ds_operand_ + kMe * C::kOwnHeadBytes));
+    wgmma::Descriptor const columns(uniform(keys_), C::kPanelBytes);
+    wgmma::fence();
+#pragma unroll
+    for (int i = kFirst; i < kLast; ++i) {
+      wgmma::mma_ss<Element, Major::MN>(dq, ds.at(i * 32), columns.at(i * kRowStep), true);
+    }
+    if constexpr (C::kTailCols > 0) {
+      wgmma::Descriptor const tail(uniform(keys_ + C::kValuePanels * C::kPanelBytes + rank() * C::kTailCols * 2));
+#pragma unroll
+      for (int i = kFirst; i < kLast; ++i) {
+        wgmma::mma_ss<Element, Major::MN>(dq_tail, ds.at(i * 32), tail.at(i * kRowStep), true);
+      }
+    }
+  }
+
+  // sums = dS^T Q + P^T dO of the tile on 2 kCount columns of this consumer from `column` on.
+  template <int kCount>
+  __device__ __forceinline__ void multiply_columns(float (&sums)[kCount], int column) const {
+    int const own = kMe * C::kOwnCols + column;
+    int const at = own / C::kPanelCols * C::kHeadPanelBytes + own % C::kPanelCols * 2;
     multiply<Element, C::kHeadSteps>(sums, ds_operand_, q_ + at, false);
     multiply<Element, C::kHeadSteps>(sums, p_operand_, dout_ + at, true);
     wgmma::commit();
@@ -290,15 +321,14 @@ private:
     multiply<Element, C::kHeadSteps>(sums, ds_operand_, q_ + at, false);
   }
 
-  // ---- dq ------------------------------------------------------------------------------------------------------------
-
   __device__ __forceinline__ void store_dq(Unit const& u, float const (&dq)[wgmma::kValueAccumulators],
                                            float const (&dq_tail)[kTail]) const {
+    int const lane = fresh_lane();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      int const head = first_head(u) + lane() / 4 + 8 * i;
+      int const head = first_head(u) + lane / 4 + 8 * i;
       if (head >= p_.h_q) continue;
-      char* const to = p_.dq + 2 * ((static_cast<int64_t>(u.row) * p_.h_q + head) * C::kHeadDim + 2 * (lane() % 4));
+      char* const to = p_.dq + 2 * ((static_cast<int64_t>(u.row) * p_.h_q + head) * C::kHeadDim + 2 * (lane % 4));
       store_columns<Element>(to + 2 * rank() * C::kCtaCols, dq, i);
       if constexpr (C::kTailCols > 0) store_columns<Element>(to + 2 * (C::kValueDim + rank() * C::kTailCols), dq_tail, i);
     }

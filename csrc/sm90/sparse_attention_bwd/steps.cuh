@@ -20,15 +20,18 @@ using wgmma::Major;
 // Bytes of a step along the rows of a panel.
 inline constexpr int kRowStep = wgmma::kDepth * gather::kPanelBytesPerRow;
 
+// Functions take the lane where registers are scarce: what they derive from fresh_lane() is not kept from tile to tile.
 __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+__device__ __forceinline__ int fresh_lane() { return static_cast<int>(ptx::lane_index()); }
 
 // ---- P and dS --------------------------------------------------------------------------------------------------------
 
 // The terms of this thread's two heads; `first` is the warp's first head. Heads past h_q have S = 0.
-__device__ __forceinline__ void load_terms(KernelParams const& p, Unit const& u, int first, HeadTerms (&terms)[2]) {
+__device__ __forceinline__ void load_terms(KernelParams const& p, Unit const& u, int first, HeadTerms (&terms)[2],
+                                           int lane) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    int const head = first + lane() / 4 + 8 * i;
+    int const head = first + lane / 4 + 8 * i;
     int64_t const at = static_cast<int64_t>(u.row) * p.h_q + min(head, p.h_q - 1);
     float4 const x = __ldg(reinterpret_cast<float4 const*>(p.terms) + at);
     terms[i] = {head < p.h_q ? x.x : INFINITY, x.y, x.z, x.w};
@@ -36,10 +39,11 @@ __device__ __forceinline__ void load_terms(KernelParams const& p, Unit const& u,
 }
 
 // Their lse2 alone, which S needs before anything else.
-__device__ __forceinline__ void load_lse2(KernelParams const& p, Unit const& u, int first, float (&lse2)[2]) {
+__device__ __forceinline__ void load_lse2(KernelParams const& p, Unit const& u, int first, float (&lse2)[2],
+                                          int lane) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    int const head = first + lane() / 4 + 8 * i;
+    int const head = first + lane / 4 + 8 * i;
     int64_t const at = static_cast<int64_t>(u.row) * p.h_q + min(head, p.h_q - 1);
     float const x = __ldg(&p.terms[at].lse2);
     lse2[i] = head < p.h_q ? x : INFINITY;
@@ -49,13 +53,13 @@ __device__ __forceinline__ void load_lse2(KernelParams const& p, Unit const& u, 
 // A bit for each of this thread's keys among kKeys from shared address `rows` on, 2 (lane % 4) + 0..1 of every eight: bit
 // 2 j + i.
 template <int kKeys>
-__device__ __forceinline__ uint32_t valid_keys(uint32_t rows) {
+__device__ __forceinline__ uint32_t valid_keys(uint32_t rows, int lane) {
   uint32_t valid = 0;
 #pragma unroll
   for (int j = 0; j < kKeys / 8; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      int const row = ptx::load_shared_4B(rows + 4 * (8 * j + 2 * (lane() % 4) + i));
+      int const row = ptx::load_shared_4B(rows + 4 * (8 * j + 2 * (lane % 4) + i));
       valid |= (row >= 0 ? 1u : 0u) << (2 * j + i);
     }
   }
@@ -86,13 +90,14 @@ __device__ __forceinline__ void weigh(HeadTerms const (&terms)[2], uint32_t vali
 
 // The warp's 16 heads by 2 kCount keys, rounded, to an operand; `row` is the warp's first, `chunk` the first of 8 keys.
 template <class Element, int kCount>
-__device__ __forceinline__ void publish(uint32_t operand, int row, uint32_t chunk, float const (&x)[kCount]) {
+__device__ __forceinline__ void publish(uint32_t operand, int row, uint32_t chunk, float const (&x)[kCount],
+                                        int lane) {
   auto const pack = [](float low, float high) { return Pairs<Element>::pack(low, high); };
 #pragma unroll
   for (int j = 0; j < kCount / 4; j += 2) {
     uint32_t const fragment[4] = {pack(x[4 * j], x[4 * j + 1]), pack(x[4 * j + 2], x[4 * j + 3]),
                                   pack(x[4 * j + 4], x[4 * j + 5]), pack(x[4 * j + 6], x[4 * j + 7])};
-    ptx::store_matrix_x4(operand + gather::swizzled_offset(row + lane() % 16, chunk + j + lane() / 16), fragment);
+    ptx::store_matrix_x4(operand + gather::swizzled_offset(row + lane % 16, chunk + j + lane / 16), fragment);
   }
 }
 
@@ -132,18 +137,18 @@ __device__ __forceinline__ Target<C> target_of(KernelParams const& p, Unit const
 
 // Adds 64 keys by 2 kCount columns from `column` on, as order.cuh says.
 template <class C, int kCount>
-__device__ __forceinline__ void add(Target<C> const& target, float const (&sums)[kCount], int column) {
+__device__ __forceinline__ void add(Target<C> const& target, float const (&sums)[kCount], int column, int lane) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if constexpr (C::kSums == Sums::kAtomic) {
-      float* const to = target.row[i] + column + 4 * (lane() % 4);
+      float* const to = target.row[i] + (column + 4 * (lane % 4));
 #pragma unroll
       for (int j = 0; j < kCount / 4; j += 2) {
         float const* const x = &sums[4 * j + 2 * i];
         ptx::reduce_add_16B_if(target.row[i] != nullptr, to + 8 * j, make_float4(x[0], x[1], x[4], x[5]));
       }
     } else {
-      long long* const to = target.row[i] + column + lane() % 4;
+      long long* const to = target.row[i] + (column + lane % 4);
 #pragma unroll
       for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll
