@@ -100,7 +100,7 @@ private:
     uint32_t const valid = valid_keys<C::kOwnKeys>(rows_ + 4 * kMe * C::kOwnKeys, lane());
     wgmma::wait<0>();
     wgmma::pin(dp);
-    weigh(terms, valid, s, dp);
+    form_operands(terms, valid, s, dp);
     barriers::mbarrier_wait<barriers::Waiting::kPolling>(barriers_.ds_empty, ~rounds_ & 1,
                                                          "sparse_attention_bwd: room for dS");
     publish<Element>(p_operand_, warp_ * 16, kMe * (C::kOwnKeys / 8), s, lane());

@@ -116,7 +116,7 @@ private:
     load_terms(p_, u, first_head(u), terms, fresh_lane());
     uint32_t const valid = valid_keys<C::kOwnKeys>(rows_, fresh_lane());
     receive_partial(dp, 1);
-    weigh(terms, valid, s, dp);
+    form_operands(terms, valid, s, dp);
     __syncwarp();  // all lanes have read what P and dS are written over
     publish<Element>(p_operand_, kMe * C::kOwnHeads + warp() * 16, 0, s, fresh_lane());
     publish<Element>(ds_operand_, kMe * C::kOwnHeads + warp() * 16, 0, dp, fresh_lane());

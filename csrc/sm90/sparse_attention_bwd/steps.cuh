@@ -77,7 +77,7 @@ __device__ __forceinline__ void exponentiate(KernelParams const& p, float const 
 
 // P and dS from S and dP, in place. What does not count is replaced and not only weighted by zero: 0 * NaN is NaN.
 template <int kCount>
-__device__ __forceinline__ void weigh(HeadTerms const (&terms)[2], uint32_t valid, float (&s)[kCount],
+__device__ __forceinline__ void form_operands(HeadTerms const (&terms)[2], uint32_t valid, float (&s)[kCount],
                                       float (&dp)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
