@@ -1,7 +1,7 @@
 """Continues text, byte by byte, with a decoder whose attention keeps its tree: tokens per second of htree and dense.
 
     python examples/generate_bytes.py                                        # about a minute on 2 CPU cores
-    python examples/generate_bytes.py --preset gpu --prompts 32768,131072    # one Hopper GPU
+    python examples/generate_bytes.py --preset gpu                           # one Hopper GPU: 32K and 128K
     python examples/generate_bytes.py --checkpoint demo_out/train/gpu_text_htree_0.pt --prompts 32768
 
 The model is that of examples/train_bytes.py with htree attention, trained here for a few steps, or whole from a
@@ -38,7 +38,7 @@ ARMS = ("htree", "dense")
 BYTES = 256
 # cuDNN's makes a plan for every length, which cannot be captured.
 STEP_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-DEFAULTS = {"cpu": {"steps": 60, "prompts": "4096"}, "gpu": {"steps": 100, "prompts": "32768"}}
+DEFAULTS = {"cpu": {"steps": 60, "prompts": "4096"}, "gpu": {"steps": 100, "prompts": "32768,131072"}}
 SYNCHRONISE_EVERY = 16  # tokens that the host may be ahead of a GPU
 
 
@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--preset", choices=PRESETS, default="cpu")
     parser.add_argument("--checkpoint", type=Path, help="of train_bytes, text task, htree; default: train here")
     parser.add_argument("--steps", type=int, help="training steps without a checkpoint; default: 60 (gpu: 100)")
-    parser.add_argument("--prompts", type=lengths, help="bytes of each prompt; default: 4096 (gpu: 32768)")
+    parser.add_argument("--prompts", type=lengths, help="bytes of each prompt; default: 4096 (gpu: 32768,131072)")
     parser.add_argument("--new", type=int, default=256, help="bytes to write, at least 2")
     parser.add_argument("--temperature", type=float, default=0.7, help="0: always the most likely byte")
     parser.add_argument("--seed", type=int, default=0)

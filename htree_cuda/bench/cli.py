@@ -216,23 +216,40 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def write(path: Path, report: dict) -> None:
+    """The report as JSON; the path holds the one before or this one whole, whenever the run is ended."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text(json.dumps(report, indent=1) + "\n")
+    draft.replace(path)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints a table, and writes what is asked for; returns the exit status."""
     args = _parser().parse_args(argv)
     command = COMMANDS[args.command]
+
+    def report_of(figures: list[dict]) -> dict:
+        return {"program": f"bench {args.command}", **identity(args.device), "figures": figures}
+
+    def keep(figures: list[dict]) -> None:
+        """Writes what is measured so far, for a run that is ended before it has all."""
+        if args.out:
+            write(args.out, report_of(figures))
+
+    args.keep = keep
     figures = command.run(args)
     if figures is None:  # a rank that leaves the report to the first one
         return 0
     print(table(figures, command.COLUMNS))
-    report = {"program": f"bench {args.command}", **identity(args.device), "figures": figures}
+    report = report_of(figures)
     if args.command == "budgets":
         report["protocol"] = vars(args.short)
     if args.command in ("forward", "backward") and any("dense" in f for f in figures):  # rows of one shape
         report["break_even"] = T = break_even(figures)
         print(f"break-even: T = {T:,}" if T else "break-even: none, dense attention is faster at the longest T")
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        write(args.out, report)
         print(f"wrote {args.out}")
     if getattr(args, "plot", None):
         getattr(command, "plot", plot)(figures, args.plot)

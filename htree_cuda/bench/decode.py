@@ -158,7 +158,8 @@ def needed_bytes(B: int, T: int, H: int, H_kv: int, dim: int, itemsize: int) -> 
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    """Every cache once, all top_k on it; a shape that does not fit in the memory of a GPU is left out, and named."""
+    """Every cache once, all top_k on it; a shape that does not fit in the memory of a GPU is left out, and named. A row is
+    printed and kept (`args.keep`) when it is measured."""
     dtype, device, figures = DTYPES[args.dtype], args.device, []
     rate = copy_gb_per_s(device)
     for B, T, H, H_kv in points(args):
@@ -208,6 +209,8 @@ def run(args: argparse.Namespace) -> list[dict]:
             if peer is not None:
                 figure |= {"dense": peer, "speedup": round(peer["ms"] / ms, 3)}
             figures.append(figure)
+            print(", ".join(f"{name} {show(figure)}" for name, show in COLUMNS.items()), flush=True)
+            args.keep(figures)
         del cache, append, attend, step, back
     return figures
 

@@ -364,6 +364,24 @@ def test_decode(tmp_path, monkeypatch, capsys):
         cli.main(["decode", "--heads", "3/2"])
 
 
+def test_decode_keeps_the_rows_of_a_run_that_is_ended(tmp_path, monkeypatch, capsys):
+    """Each row is printed and in the file as soon as it is measured: a run that has its time limit loses the last one."""
+    monkeypatch.setattr(protocol, "TIMED_S", 0.0)
+
+    def ends(q, cache, top_k_per_layer, **options):
+        if top_k_per_layer == 16:
+            raise KeyboardInterrupt
+        return forward_cached(q, cache, top_k_per_layer=top_k_per_layer, **options)
+
+    monkeypatch.setattr(bench_decode, "forward_cached", ends)
+    options = ["--device", "cpu", "--dtype", "float32", "--dim", "16", "--batches", "1", "--lengths", "40"]
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(["decode", *options, "--heads", "2/1", "--top-k", "4,16", "--out", str(tmp_path / "decode.json")])
+    (figure,) = json.loads((tmp_path / "decode.json").read_text())["figures"]
+    assert figure["top_k"] == 4 and "top_k 4, step us" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["decode.json"]
+
+
 def test_quick_decode_measures_its_six_shapes():
     args = cli._parser().parse_args(["decode", "--quick"])
     assert [(B, T // 1024, H, H_kv) for B, T, H, H_kv in bench_decode.points(args)] == [
