@@ -46,7 +46,10 @@ def generate_gpu() -> str:
     """Bytes per second of a small decoder that continues text from its caches."""
     report = load("generate_gpu")
     if report is None:
-        return "Whole models: not measured yet, `python examples/generate_bytes.py --preset gpu` on a Hopper machine."
+        return (
+            "Whole models: not measured yet, `python examples/generate_bytes.py --preset gpu --json "
+            "benchmarks/results/generate_gpu.json` on a Hopper machine."
+        )
     speeds: dict[int, dict[str, dict]] = {}
     for f in report["figures"]:
         speeds.setdefault(f["prompt"], {})[f["arm"]] = f
