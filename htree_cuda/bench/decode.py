@@ -158,8 +158,8 @@ def needed_bytes(B: int, T: int, H: int, H_kv: int, dim: int, itemsize: int) -> 
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    """Every cache once, all top_k on it; a shape that does not fit in the memory of a GPU is left out, and named. A row is
-    printed and kept (`args.keep`) when it is measured."""
+    """Every cache once, all top_k on it; a shape that does not fit in the memory of a GPU is left out, and named.
+    A row is printed and kept (`args.keep`) when it is measured."""
     dtype, device, figures = DTYPES[args.dtype], args.device, []
     rate = copy_gb_per_s(device)
     for B, T, H, H_kv in points(args):

@@ -365,7 +365,7 @@ def test_decode(tmp_path, monkeypatch, capsys):
 
 
 def test_decode_keeps_the_rows_of_a_run_that_is_ended(tmp_path, monkeypatch, capsys):
-    """Each row is printed and in the file as soon as it is measured: a run that has its time limit loses the last one."""
+    """Each row is printed and in the file when it is measured: a run that reaches its time limit loses the last one."""
     monkeypatch.setattr(protocol, "TIMED_S", 0.0)
 
     def ends(q, cache, top_k_per_layer, **options):
