@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "available"
 
 BLOCK = 12  # queries
 TINY = 2.0**-149
+THOROUGH = os.environ.get("HTREE_CUDA_THOROUGH") == "1"
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +220,10 @@ def test_unions(launch, top_k, T_q, reach, blocks):
 
     dtype = {1: torch.int16, 2: torch.int32, 4: torch.int64}[blocks]
     room = -(-T_q // BLOCK) * BLOCK
-    for seed, offset in enumerate((0, 12345, 2**27 - reach)):
+    offsets = (0, 12345, 2**27 - reach)
+    if reach > 65536 and not THOROUGH:  # a window for nearly every node takes seconds
+        offsets = offsets[1:2]
+    for seed, offset in enumerate(offsets):
         lists = torch.stack([nodes() for _ in range(room)]) + offset
         union = torch.full((room * top_k,), -1, dtype=torch.int32)
         masks = torch.zeros(room * top_k, dtype=dtype)

@@ -31,6 +31,11 @@ MARKED = [
     "sparse_attention/instantiations/fp16_512", "indexer/instantiations/bf16_128", "indexer_listed/instantiations/bf16",
     "sparse_attention_bwd/instantiations/fp16_512",
 ]  # fmt: skip
+# What the small problems of the programs of benchmarks/cpp need besides: their fp16.
+BENCHMARKS = [
+    *SAMPLE, "htree_decode/instantiations/fp16_64", "htree_fwd/instantiations/attend_fp16_64_64",
+    "sparse_attention/instantiations/fp16_512",
+]  # fmt: skip
 LAUNCHERS = "tests/kernels/steps.cu"  # entry points for tests of what has no binding
 # Contraction would change the rounding of what PTX spells out; the translated code is long, so -O1.
 CXX_FLAGS = ["-std=c++20", "-mavx2", "-mf16c", "-mfma", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-w"]
@@ -173,8 +178,8 @@ def built() -> Path:
 
 
 def build_benchmark(name: str) -> Path:
-    """Builds a program of benchmarks/cpp over the emulated library, with the kernels of the sample."""
-    return _build(tuple(MARKED), name)
+    """Builds a program of benchmarks/cpp over the emulated library, with the kernels of its small problems."""
+    return _build(tuple(BENCHMARKS), name)
 
 
 @functools.cache
