@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -150,7 +151,7 @@ def _budgets(cuda: bool) -> argparse.ArgumentParser:
     )
     add("--warm-up-s", type=float, default=Short.warm_up_s, help="seconds of calls before those that count")
     add("--timed-s", type=float, default=Short.timed_s, help="seconds of calls that count, at least")
-    add("--long-s", type=float, default=Short.long_s, help="a call that takes so many seconds is made once")
+    add("--long-s", type=float, default=Short.long_s, help="a call that takes so many seconds counts once")
     return parser
 
 
@@ -224,25 +225,33 @@ def write(path: Path, report: dict) -> None:
     draft.replace(path)
 
 
+@dataclass(frozen=True)
+class Keep:
+    """Writes what is measured so far, for a run that is ended before it has all. A class, since a benchmark may hand
+    its options to a process of its own."""
+
+    command: str
+    device: str
+    out: Path | None
+
+    def report(self, figures: list[dict]) -> dict:
+        return {"program": f"bench {self.command}", **identity(self.device), "figures": figures}
+
+    def __call__(self, figures: list[dict]) -> None:
+        if self.out:
+            write(self.out, self.report(figures))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints a table, and writes what is asked for; returns the exit status."""
     args = _parser().parse_args(argv)
     command = COMMANDS[args.command]
-
-    def report_of(figures: list[dict]) -> dict:
-        return {"program": f"bench {args.command}", **identity(args.device), "figures": figures}
-
-    def keep(figures: list[dict]) -> None:
-        """Writes what is measured so far, for a run that is ended before it has all."""
-        if args.out:
-            write(args.out, report_of(figures))
-
-    args.keep = keep
+    args.keep = Keep(args.command, args.device, args.out)
     figures = command.run(args)
     if figures is None:  # a rank that leaves the report to the first one
         return 0
     print(table(figures, command.COLUMNS))
-    report = report_of(figures)
+    report = args.keep.report(figures)
     if args.command == "budgets":
         report["protocol"] = vars(args.short)
     if args.command in ("forward", "backward") and any("dense" in f for f in figures):  # rows of one shape

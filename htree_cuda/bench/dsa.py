@@ -183,6 +183,7 @@ def run(args: argparse.Namespace) -> list[dict]:
                 if name in peers:
                     figure["peer"] = {"name": peers[name][0], **measure(peers[name][1], args.device)}
                 figures.append(figure)
+            args.keep(figures)
     return figures
 
 

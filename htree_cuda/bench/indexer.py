@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> list[dict]:
             figures.append(_selector(args, s_kv))
         for name in names:
             figures.extend(_indexer(args, name, s_kv))
+            args.keep(figures)
     return figures
 
 

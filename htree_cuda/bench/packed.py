@@ -143,6 +143,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     for i, one in enumerate(points, 1):
         print(f"[{i}/{len(points)}] packed {one} ...", file=sys.stderr, flush=True)
         figures.append(point(args, *one))
+        args.keep(figures)
         if args.device == "cuda":
             torch.cuda.empty_cache()
     return figures

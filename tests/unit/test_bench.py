@@ -390,7 +390,7 @@ def test_quick_decode_measures_its_six_shapes():
 
 
 def test_short_protocol_times_the_parts_of_a_call(monkeypatch):
-    """A long call counts although it is the first; a short one is warm before it counts."""
+    """A first call never counts: a long one is made once more, a short one is warm before it counts."""
     now, seen = [0.0], []
     monkeypatch.setattr(protocol.time, "perf_counter", lambda: now[0])
 
@@ -402,11 +402,11 @@ def test_short_protocol_times_the_parts_of_a_call(monkeypatch):
 
     seconds = 0.2
     short = protocol.Short(warm_up_s=1.0, timed_s=2.0, long_s=0.5, least=2)
-    assert protocol.laps(call, "cpu", short) == [pytest.approx([200.0, 400.0])] and len(seen) == 1
+    assert protocol.laps(call, "cpu", short) == [pytest.approx([200.0, 400.0])] and len(seen) == 2
     seconds = 0.1
     found = protocol.laps(call, "cpu", short)
     assert found == [pytest.approx([100.0, 200.0])] * 7, "the calls of two seconds"
-    assert len(seen) == 1 + 1 + 4 + 7, "the first one, a second of them, and those"
+    assert len(seen) == 2 + 1 + 4 + 7, "the two before, the first one, a second of them, and those"
 
 
 TINY_TRAINING = ((64, 1, 2), (96, 1, 1))

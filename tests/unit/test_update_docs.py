@@ -122,6 +122,17 @@ def test_training_steps_are_a_table(monkeypatch):
     assert "| 32,768 | 50.0 | 40.0 | 0.80 |" in training.train_steps()
 
 
+def test_dense_attention_timed_by_its_first_call_is_left_out(monkeypatch):
+    """A report of the older protocol keeps its own times; a warm peer, and the newer protocol, count."""
+    cold, warm = figure(65536, 50.0, 100.0), figure(8192, 1.0, 2.0)
+    cold["dense"]["calls"], warm["dense"]["calls"] = 1, 5
+    old = report([cold, warm]) | {"protocol": {"long_s": 0.3}}
+    reports(monkeypatch, old)
+    assert {key[5]: "dense" in f for key, f in budgets.figures_of("forward").items()} == {65536: False, 8192: True}
+    reports(monkeypatch, old | {"protocol": {"long_s": 0.3, "long_calls": 1}})
+    assert all("dense" in f for f in budgets.figures_of("forward").values())
+
+
 MACHINE = {"gpu": "H100", "driver": "1", "torch": "2", "date": "2026-01-02"}
 
 
