@@ -133,6 +133,15 @@ def test_dense_attention_timed_by_its_first_call_is_left_out(monkeypatch):
     assert all("dense" in f for f in budgets.figures_of("forward").values())
 
 
+def test_a_peer_of_other_heads_stands_in_and_is_marked(monkeypatch):
+    alone = figure(65536, 50.0, H=32, H_kv=8)
+    reports(monkeypatch, report([figure(65536, 10.0, 29.0), alone]))
+    (*_, first, second) = budgets.table("forward", budgets._speedup, True).splitlines()
+    assert first == "| 16 | 16, 1, 128 | 64 | 2.90 | 64K |"
+    assert second == "| 4 | 32, 8, 128 | 64 | ~1.16 | 64K |"
+    assert "~: beside" in budgets.table("forward", budgets._speedup, True)
+
+
 MACHINE = {"gpu": "H100", "driver": "1", "torch": "2", "date": "2026-01-02"}
 
 

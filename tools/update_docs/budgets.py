@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from htree_cuda.bench.tables import break_even
@@ -40,7 +41,22 @@ def figures_of(op: str) -> Figures:
             if f.get("op") == op and f.get("backend") != "torch" and whole and SHORTEST <= f["T"] <= LONGEST:
                 key = (f["H"], f["H_kv"], f["K"], f["top_k"], f["inputs"], f["T"])
                 found[key] = {**f, "card": f"one {report['gpu']}, {report['date'][:10]}"}
-    return found
+    return _with_scaled_peers(found)
+
+
+def _with_scaled_peers(figures: Figures) -> Figures:
+    """Where dense attention was not measured, its time for another number of heads at the same length, times the
+    heads: its work is proportional to them."""
+    peers: dict[tuple, dict[int, float]] = {}
+    for (H, _, K, _, _, T), f in figures.items():
+        if "dense" in f:
+            peers.setdefault((K, T), {})[H] = f["dense"]["ms"]
+    for (H, _, K, _, _, T), f in figures.items():
+        if "dense" not in f and (K, T) in peers:
+            near = min(peers[K, T], key=lambda heads: abs(math.log(heads / H)))
+            f["dense"] = {"ms": peers[K, T][near] * H / near, "scaled": True}
+            f["speedup_over_dense"] = f["dense"]["ms"] / f["ms"]
+    return figures
 
 
 def shapes(figures: Figures) -> list[Shape]:
@@ -58,7 +74,7 @@ def overtakes(figures: Figures, shape: Shape) -> str:
 
 
 def _speedup(f: dict) -> str:
-    return f"{f['dense']['ms'] / f['ms']:.2f}" if "dense" in f else ""
+    return "~" * ("scaled" in f["dense"]) + f"{f['dense']['ms'] / f['ms']:.2f}" if "dense" in f else ""
 
 
 def _ms(f: dict) -> str:
@@ -80,9 +96,13 @@ def table(op: str, show: Callable[[dict], str], crossover: bool) -> str:
             cells = [show(figures[(*shape, kind, T)]) for kind in kinds if (*shape, kind, T) in figures]
             row.append(" / ".join(filter(None, cells)))
         rows.append([*row, *([overtakes(figures, shape)] if crossover else [])])
-    header = ["group", "H, H_kv, K", "top_k", *map(length, lengths), *(["always faster from"] if crossover else [])]
+    seen = [i for i in range(len(lengths)) if any(row[3 + i] for row in rows)]
+    rows = [[*row[:3], *(row[3 + i] for i in seen), *row[3 + len(lengths) :]] for row in rows]
+    header = ["group", "H, H_kv, K", "top_k", *(length(lengths[i]) for i in seen), *(["always faster from"] if crossover else [])]
     cards = "; ".join(sorted({f["card"] for f in figures.values()}))
     some = " (trained: groups of 4 and 8)" if "trained" in kinds else ""
+    if any("~" in cell for row in rows for cell in row):
+        cards += "; ~: beside dense attention's time of another number of heads, times the heads"
     return f"{' / '.join(kinds)} inputs{some} ({cards}):\n\n" + markdown(header, rows)
 
 
