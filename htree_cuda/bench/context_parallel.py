@@ -404,17 +404,17 @@ def plot(figures: list[dict], path) -> None:
     width = 0.8 / len(layouts)
     for i, layout in enumerate(layouts):
         found = {(f["H"], f["H_kv"], f["top_k"], f["T"]): f["speedup"] for f in figures if f["layout"] == layout}
-        places = [x + (i - (len(layouts) - 1) / 2) * width for x in range(len(points))]
-        bars = ax.bar(places, [found.get(point, 0.0) for point in points], width, label=layout)
+        places = [x + (i - (len(layouts) - 1) / 2) * width for x, point in enumerate(points) if point in found]
+        bars = ax.bar(places, [found[point] for point in points if point in found], width, label=layout)
         ax.bar_label(bars, fmt="%.2f", fontsize=7)
     ranks = figures[0]["ranks"]
     ax.axhline(ranks, color="gray", linewidth=0.8, linestyle=":")
     ax.set_xticks(range(len(points)))
     ax.set_xticklabels([f"H {H}/{kv}\ntop_k {k}\n{T // 1024}K" for H, kv, k, T in points], fontsize=8)
-    ax.set(ylabel="times as fast as one GPU", ylim=(0, 1.15 * ranks))
+    ax.set(ylabel="times as fast as one GPU", ylim=(0, 1.25 * ranks))
     ax.set_title("forward and backward of one sequence", fontsize=9)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, fontsize=8, loc="lower right")
+    ax.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=130)
     plt.close(fig)

@@ -98,7 +98,8 @@ def table(op: str, show: Callable[[dict], str], crossover: bool) -> str:
         rows.append([*row, *([overtakes(figures, shape)] if crossover else [])])
     seen = [i for i in range(len(lengths)) if any(row[3 + i] for row in rows)]
     rows = [[*row[:3], *(row[3 + i] for i in seen), *row[3 + len(lengths) :]] for row in rows]
-    header = ["group", "H, H_kv, K", "top_k", *(length(lengths[i]) for i in seen), *(["always faster from"] if crossover else [])]
+    header = ["group", "H, H_kv, K", "top_k", *(length(lengths[i]) for i in seen)]
+    header += ["always faster from"] if crossover else []
     cards = "; ".join(sorted({f["card"] for f in figures.values()}))
     some = " (trained: groups of 4 and 8)" if "trained" in kinds else ""
     if any("~" in cell for row in rows for cell in row):
