@@ -104,11 +104,14 @@ def test_no_groups_are_one_sentence_at_the_longest_length(monkeypatch):
         for T, ms, top_k in ((8192, 1.0, 64), (65536, 9.0, 64), (65536, 5.0, 32))
     ]
     rows += [figure(65536, 12.0, 4.0, **shape, op="backward"), figure(65536, 1.0, 2.0)]
-    reports(monkeypatch, report(rows))
-    assert budgets.no_groups() == (
-        "Without groups (16 query heads on 16 KV heads, T 64K, iid; one H100, 2026-01-02): top_k 32, the forward 2.5 "
-        "times dense attention's time; top_k 64, the forward 4.5 times dense attention's time, the backward 3.0 times."
+    words = (
+        "Without groups (16 on 16 heads, T 64K, iid; one H100, 2026-01-02), with top_k 32, 64, the forward takes 2.5, "
+        "4.5 times dense attention's time"
     )
+    reports(monkeypatch, report(rows))
+    assert budgets.no_groups() == f"{words}.", "a backward that was not measured at each top_k is left out"
+    reports(monkeypatch, report([*rows, figure(65536, 5.0, 2.0, **shape, op="backward", top_k=32)]))
+    assert budgets.no_groups() == f"{words}, the backward 2.5, 3.0 times."
     reports(monkeypatch, report([figure(65536, 1.0, 2.0)]))
     assert "not measured yet" in budgets.no_groups()
 

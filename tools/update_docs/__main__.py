@@ -8,44 +8,17 @@ A block's writer lives in the module of its subject; each module lists its block
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import (
-    backward,
-    budgets,
-    context_parallel,
-    decode,
-    dispatch,
-    dsa,
-    forward,
-    lists,
-    packed,
-    pretrained,
-    reports,
-    training,
-    tree,
-)
 from .common import ROOT
 
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end generated -->)", re.DOTALL)
-MODULES = (
-    backward,
-    budgets,
-    context_parallel,
-    decode,
-    dispatch,
-    dsa,
-    forward,
-    lists,
-    packed,
-    pretrained,
-    reports,
-    training,
-    tree,
-)
+SUBJECTS = "backward budgets context_parallel decode dispatch dsa forward lists packed pretrained reports training tree"
+MODULES = [importlib.import_module(f".{name}", __package__) for name in SUBJECTS.split()]
 BLOCKS: dict[str, Callable[[], str]] = {name: write for module in MODULES for name, write in module.BLOCKS.items()}
 
 

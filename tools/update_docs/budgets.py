@@ -118,18 +118,17 @@ def no_groups() -> str:
         return (
             "Without groups: not measured yet, `python -m htree_cuda bench budgets --heads 16/16` on a Hopper machine."
         )
-    parts = []
-    for (T, top_k), f in sorted(found["forward"].items()):
-        if at != T:
-            continue
-        back = found["backward"].get((T, top_k))
-        backward = f", the backward {back['ms'] / back['dense']['ms']:.1f} times" if back else ""
-        parts.append(
-            f"top_k {top_k}, the forward {f['ms'] / f['dense']['ms']:.1f} times dense attention's time{backward}"
-        )
-        card = f["card"]
-        heads = f["H"]
-    return f"Without groups ({heads} query heads on {heads} KV heads, T {length(at)}, iid; {card}): {'; '.join(parts)}."
+    forward = {top_k: f for (T, top_k), f in sorted(found["forward"].items()) if at == T}
+    first = next(iter(forward.values()))
+    over = lambda figures: ", ".join(f"{f['ms'] / f['dense']['ms']:.1f}" for f in figures)  # noqa: E731
+    line = (
+        f"Without groups ({first['H']} on {first['H']} heads, T {length(at)}, iid; {first['card']}), with top_k "
+        f"{', '.join(map(str, forward))}, the forward takes {over(forward.values())} times dense attention's time"
+    )
+    back = [found["backward"].get((at, top_k)) for top_k in forward]
+    if all(back):
+        line += f", the backward {over(back)} times"
+    return f"{line}."
 
 
 BLOCKS = {

@@ -139,15 +139,15 @@ def pretrained_short() -> str:
         return unknown
     texts = len({row["text"] for row in report["nll"] if row["T"] == near[0]})
     line = (
-        "- a pretrained model has to stay as good without training: Gemma 3 270M with htree in its full-attention "
-        f"layers loses, in nats a token over {texts} texts, {_costs(report, near[0], arms)} at {length(near[0])} tokens"
+        f"- a pretrained model has to stay as good without training: over {texts} texts Gemma 3 270M loses, in "
+        f"nats a token, {_costs(report, near[0], arms)} at {length(near[0])} tokens"
     )
     if far:
         T = 131072 if 131072 in far else far[-1]
         plain = [row for row in report["nll"] if row["T"] == T and row["arm"] == "dense"]
         line += (
-            f"; at {length(T)}, {T // 32768} times its trained length, it lies {_costs(report, T, arms)} behind dense "
-            f"attention with linear interpolation, and dense attention as trained {over_texts(plain)[0]:.2f}"
+            f"; at {length(T)}, {T // 32768} times its trained length, {_costs(report, T, arms)} beside linear "
+            f"interpolation (dense attention as trained: {over_texts(plain)[0]:.2f})"
         )
     return f"{line} ([docs/guides/pretrained.md](docs/guides/pretrained.md))."
 
