@@ -12,7 +12,7 @@
 //                    warps                                                writing thread)
 //   ds_empty         the same                             both consumers  all products with P and dS of the tile
 //
-// Of a pair of CTAs, besides
+// A pair of CTAs has in addition
 //   ds_full          the same, and the bytes of the       both consumers  P and dS of all 64 keys of the tile
 //                    other CTA's keys (st.async)
 //   ds_empty         one lane of each of the other CTA's  both consumers  all products of the other CTA with P and dS of

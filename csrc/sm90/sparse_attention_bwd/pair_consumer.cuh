@@ -76,7 +76,7 @@ private:
   static constexpr int kOwn = C::kOwnKeys / 2;  // accumulators of 64 heads by the CTA's own keys, which lie first
   static constexpr int kPieces = kOwn / 4;      // of 16 bytes, of a lane
 
-  // Of this CTA and of the other one. Read where they are needed: registers are scarce.
+  // The ranks of this CTA and of the other one are read where they are needed, since registers are scarce.
   __device__ __forceinline__ static int rank() { return static_cast<int>(ptx::cluster_rank()); }
   __device__ __forceinline__ static uint32_t peer() { return ptx::cluster_rank() ^ 1; }
 

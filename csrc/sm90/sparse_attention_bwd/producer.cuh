@@ -64,7 +64,7 @@ private:
   // Two threads share a row.
   __device__ __forceinline__ static int key() { return threadIdx.x % 128 / 2; }
 
-  // Of this CTA among those that share a unit.
+  // The rank of this CTA among the CTAs that share a unit.
   __device__ __forceinline__ static int rank() { return C::kCtas > 1 ? static_cast<int>(ptx::cluster_rank()) : 0; }
 
   __device__ __forceinline__ void gather(Unit const& u, int row) const {
