@@ -70,7 +70,9 @@ def overtakes(figures: Figures, shape: Shape) -> str:
     if not beside:
         return "not measured"
     at = break_even(beside)
-    return length(at) if at else f"not up to {length(max(f['T'] for f in beside))}"
+    if not at:
+        return f"not up to {length(max(f['T'] for f in beside))}"
+    return "~" * any("scaled" in f["dense"] for f in beside if f["T"] == at) + length(at)
 
 
 def _speedup(f: dict) -> str:
