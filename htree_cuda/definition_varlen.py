@@ -67,9 +67,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sequences: list[tuple], *, max_seql
 
 def backward(
     dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, selection: Tensor, sequences: list[tuple], **options
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in float64; 0 in rows of no sequence."""
-    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64) for x in (q, k, v))
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv) in float64, 0 in rows of no sequence; with attn_sink (dq, dk, dv, dsink), dsink of all sequences."""
+    sink = options.get("attn_sink")
+    totals = [torch.zeros(x.shape, dtype=torch.float64) for x in (q, k, v) + (() if sink is None else (sink,))]
     for rows_q, rows_k, start in sequences:
         keys = rows_k[-1].stop - rows_k[-1].start
         rows, first = _queries(rows_q, keys, start)
@@ -79,6 +80,8 @@ def backward(
         chosen = torch.stack(chosen) if chosen else selection
         parts = (dout[rows], dlse[rows], q[rows], k[rows_k], v[rows_k])
         one = definition.backward(*(x[None] for x in parts), chosen, q_start=first, **options)
-        for total, index, mine in zip((dq, dk, dv), (rows, rows_k, rows_k), one):
+        for total, index, mine in zip(totals, (rows, rows_k, rows_k), one):
             total[index] = mine[0]
-    return dq, dk, dv
+        if sink is not None:
+            totals[3] += one[3]
+    return tuple(totals)

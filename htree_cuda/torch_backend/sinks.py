@@ -23,7 +23,12 @@ def folded(lse: Tensor, dlse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     Its weights exp(s - lse) become those of out by the log of the denominator in place of lse; dlse, which they
     multiply too and which belongs to the weights without the sink, takes the quotient of the two."""
     sink = torch.minimum(sink, lse + FAR)
-    return torch.logaddexp(lse, sink), dlse * (1.0 + torch.exp(sink - lse))
+    return torch.logaddexp(lse, sink), dlse * (1.0 + torch.exp(sink - _finite(lse)))
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """lse whose rows without a key are not -inf, so that a sink of -inf leaves a number there."""
+    return lse.clamp(min=torch.finfo(lse.dtype).min)
 
 
 def gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
@@ -34,5 +39,5 @@ def gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     for first in range(0, out.shape[-3], step):
         part = slice(first, first + step)
         delta = (dout[..., part, :, :].to(sink.dtype) * out[..., part, :, :].to(sink.dtype)).sum(-1)
-        total -= (delta * torch.sigmoid(sink - lse[..., part, :])).sum(dims)
+        total -= (delta * torch.sigmoid(sink - _finite(lse[..., part, :]))).sum(dims)
     return total

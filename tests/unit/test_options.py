@@ -10,15 +10,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import htree_cuda
-from htree_cuda import definition, pairs
+from htree_cuda import definition, definition_varlen, pairs
 from htree_cuda.params import TreeParams
 from htree_cuda.torch_backend import sinks, tree
 
+from .. import cached
 from ..inputs import Config, configs, examples
+from ..varlen_inputs import Pack, random_pack
 from .calls import SMALL, TREE, qkv
 
 F64 = torch.float64
 TOLERANCE = 1e-10
+QUICK = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 
 
 def inv_freq(base: float, R: int) -> torch.Tensor:
@@ -56,7 +59,7 @@ def problems(draw) -> tuple[Config, dict]:
     return config, draw(options(config.K, config.G * config.H_kv))
 
 
-@settings(max_examples=examples(200), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, **QUICK)
 @given(problem=problems())
 def test_every_option_equals_the_definition(problem):
     config, drawn = problem
@@ -78,6 +81,41 @@ def test_every_option_equals_the_definition(problem):
     call.pop("strict_causal")
     with torch.no_grad():
         theirs = definition.backward(dout, dlse, q, k, v, exact.selection, **{**call, **exact_options})
+    for x, y in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=TOLERANCE)
+
+
+@st.composite
+def packs(draw) -> tuple[Pack, dict]:
+    pack = random_pack(draw(st.integers(0, 2**31)), most=60)
+    return pack, draw(options(pack.K, pack.H))
+
+
+@settings(max_examples=examples(200), **QUICK)
+@given(problem=packs())
+def test_every_option_of_packs_equals_the_definition(problem):
+    pack, drawn = problem
+    call = {**pack.options, **drawn}
+    if "rope_inv_freq" in drawn:
+        call.pop("rope_base")
+    inputs = tuple(x.requires_grad_() for x in pack.tensors())
+    if "attn_sink" in drawn:
+        inputs += (drawn["attn_sink"].requires_grad_(),)
+    cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32) for cu in (pack.cu_q, pack.cu_k))
+    out, lse, selection = htree_cuda.forward_varlen(
+        *inputs[:3], cu_q, cu_k, pack.max_q, pack.max_k, return_lse=True, return_selection=True, **call
+    )
+    call = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    sequences = definition_varlen.sequences_of_pack(pack.cu_q, pack.cu_k)
+    with torch.no_grad():
+        exact = definition_varlen.forward(*inputs[:3], sequences, max_seqlen_k=pack.max_k, **call)
+    assert torch.equal(selection, exact[2])
+    torch.testing.assert_close(out, exact[0], rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(lse, exact[1], rtol=0, atol=TOLERANCE)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    mine = torch.autograd.grad((out, lse), inputs, (dout, dlse))
+    with torch.no_grad():
+        theirs = definition_varlen.backward(dout, dlse, *inputs[:3], exact[2], sequences, **call)
     for x, y in zip(mine, theirs, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=TOLERANCE)
 
@@ -143,6 +181,14 @@ def test_a_sink_that_takes_everything_leaves_no_gradient():
     assert all(x.isfinite().all() for x in grads) and grads[3].dtype == torch.float32
 
 
+def test_sinks_of_rows_without_a_key():
+    """A row that no sequence has gives a sink no gradient, -inf sinks included, and its dlse stays a number."""
+    sink = torch.tensor([-math.inf, 0.0, math.inf], dtype=F64)
+    lse, dlse = torch.full((2, 3), -math.inf, dtype=F64), torch.ones(2, 3, dtype=F64)
+    assert not sinks.gradient(torch.ones(2, 3, 5, dtype=F64), torch.zeros(2, 3, 5, dtype=F64), lse, sink).any()
+    assert torch.equal(sinks.folded(lse, dlse, sink)[1], dlse)
+
+
 def test_the_gradient_of_a_sink_in_pieces(monkeypatch):
     dout, out = torch.randn(2, 2, 37, 3, 5, dtype=F64)
     lse, sink = torch.randn(2, 37, 3, dtype=F64), torch.randn(3, dtype=F64)
@@ -195,6 +241,22 @@ def test_a_cached_call_equals_forward(rotation, rows):
     for x, y in zip(mine[:2], expected[:2]):
         torch.testing.assert_close(x, y, rtol=0, atol=0 if rows > 8 else 1e-12)
     assert torch.equal(mine[2][: expected[2].shape[0]], expected[2])
+
+
+@st.composite
+def cached_calls(draw) -> tuple[list[int], int, dict]:
+    """Lengths of the sequences of a cache, rows of queries, and options."""
+    lengths = draw(st.lists(st.sampled_from(cached.LENGTHS), min_size=1, max_size=3))
+    return lengths, draw(st.sampled_from([1, 1, 2, 5, 8, 11])), draw(options(8, 4))
+
+
+@settings(max_examples=examples(200), **QUICK)
+@given(problem=cached_calls())
+def test_every_option_of_cached_calls_equals_the_definition(problem):
+    lengths, rows, drawn = problem
+    q, (k, v) = cached.queries(len(lengths), rows), cached.tokens(len(lengths), max(*lengths, 1))
+    cache = cached.filled(k, v, lengths)
+    cached.check_rows(cached.run(q, cache, **drawn), q, k, v, lengths, oracle=definition.forward, **drawn)
 
 
 # ------------------------------------------------------------------------------------- what the kernels are given
