@@ -12,6 +12,7 @@ import pickle
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,38 @@ def test_scaled_frequencies(kind):
     expected, dense_scores = generated(dense, ids)
     assert torch.equal(found, expected)
     close(scores, dense_scores)
+
+
+@torch.no_grad()
+def test_frequencies_by_the_type_of_the_layer():
+    """As Gemma 3 from 4B on has them: full attention on divided positions, windows on a base of their own."""
+    plain = {"rope_type": "default", "rope_theta": 100.0}
+    scaling = {"full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}, "sliding_attention": plain}
+    dense = dense_model("gemma3", rope_parameters=scaling)
+    whole, ids = convert(copy.deepcopy(dense), **WHOLE), tokens(2, 90)
+    logits = dense(ids).logits
+    close(whole(ids).logits, logits)
+    assert (dense_model("gemma3")(ids).logits - logits).abs().max() > 0.05 * logits.abs().max()
+
+
+@torch.no_grad()
+def test_the_text_of_a_model_with_images():
+    """Refused as a whole, with the way out that the guide has."""
+    text = dense_model("gemma3").config
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(
+        text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4, image_token_index=VOCAB - 1
+    )
+    model, ids = transformers.Gemma3ForConditionalGeneration(config).eval(), tokens(2, 40).clamp(max=VOCAB - 2)
+    with pytest.raises(ValueError, match=r"of gemma3 the text model, in a Gemma3ForCausalLM.*, got 'gemma3'"):
+        convert(model, **WHOLE)
+    expected = model(ids, token_type_ids=torch.zeros_like(ids)).logits
+    page = (ROOT / "docs" / "guides" / "huggingface.md").read_text()
+    (block,) = re.findall(r"^    with torch\.device\(\"meta\"\):\n(?:    .*\n)+", page, re.MULTILINE)
+    names = {"torch": torch, "model": model, "Gemma3ForCausalLM": transformers.Gemma3ForCausalLM}
+    exec(compile(textwrap.dedent(block), "huggingface.md", "exec"), names)
+    close(convert(names["text"].eval(), **WHOLE)(ids).logits, expected)
 
 
 # ------------------------------------------------------------------------------------------------------------ training

@@ -214,7 +214,11 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
         raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
     kind = getattr(model.config, "model_type", None)
     if kind not in MODEL_TYPES:
-        hint = " (convert the text model alone)" if kind == "gemma3" else ""
+        hint = (
+            " (of gemma3 the text model, in a Gemma3ForCausalLM: docs/guides/huggingface.md)"
+            if kind == "gemma3"
+            else ""
+        )
         rule = f"the type of the model must be one of {', '.join(MODEL_TYPES)}{hint}"
         checks.common.fail("convert", rule, repr(kind))
     return model if hasattr(model, "layers") else model.base_model
