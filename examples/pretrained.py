@@ -31,6 +31,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -376,6 +377,19 @@ def show(report: dict) -> None:
         print(f"  passkeys, {row['T']:,} tokens, {row['arm']:16} {row['right']} of {row['needles']}")
 
 
+def style(arm: str) -> dict:
+    """How the line of an arm looks: trees darker with more nodes, dashed at another rate, dotted with an option."""
+    kind, *rest = arm.split(",")[0].split(":")
+    if kind != "htree":
+        marker = "o" if rest != ["1024"] else "s"
+        return {"color": COLORS[kind], "marker": marker, "linestyle": "--" if kind == "window" else "-"}
+    options = "".join(option[0] for option in rest[1:])
+    nodes = int(rest[0]) * (int(rest[1][1:]) // 16 if options == "r" else 1)  # as many candidates, the same shade
+    shade = {32: "#c7e9c0", 64: "#8fd19e", 128: "#4c9f70", 256: "#1b7837", 512: "#00441b"}.get(nodes, COLORS["htree"])
+    marker, line = {"r": ("v", "--"), "w": ("P", ":"), "x": ("X", ":")}.get(options, ("D", "-"))
+    return {"color": shade, "marker": marker, "linestyle": line}
+
+
 def draw(report: dict, path: Path) -> None:
     """Difference to the reference over the length, a line an arm: the mean of texts, where the arm has all of them."""
     import matplotlib
@@ -391,26 +405,22 @@ def draw(report: dict, path: Path) -> None:
             lines.setdefault(arm, {}).setdefault(row["T"], []).append(row["difference"])
     lengths = sorted({row["T"] for row in report["nll"]})
     texts = {T: len({row["text"] for row in report["nll"] if row["T"] == T}) for T in lengths}
-    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
-    kinds: dict[str, int] = {}
-    for arm, points in lines.items():
-        at = sorted(T for T in points if len(points[T]) == texts[T])
+    figure, axes = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
+    kinds, number = list(COLORS), lambda arm: [int(x) for x in re.findall(r"\d+", arm)]
+    for arm in sorted(lines, key=lambda arm: (kinds.index(re.split("[:,]", arm)[0]), len(number(arm)), number(arm))):
+        at = sorted(T for T in lines[arm] if len(lines[arm][T]) == texts[T])
         if not at:
             continue
-        kind = arm.split(":")[0].split(",")[0]
-        i = kinds[kind] = kinds.get(kind, -1) + 1
-        means, errors = zip(*(mean_error(points[T]) for T in at))
-        axes.errorbar(
-            at, means, yerr=[0 if math.isnan(e) else e for e in errors], label=arm, capsize=2,
-            marker="os^Dv*"[i % 6], color=COLORS[kind], alpha=1.0 - 0.15 * (i % 5),
-        )  # fmt: skip
+        means, errors = zip(*(mean_error(lines[arm][T]) for T in at))
+        yerr = [0 if math.isnan(e) else e for e in errors]
+        axes.errorbar(at, means, yerr=yerr, label=arm, capsize=2, markersize=5, linewidth=1.3, **style(arm))
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{T // 1024}K" if T >= 1024 else str(T) for T in lengths])
-    axes.set_ylim(top=min(1.2, axes.get_ylim()[1]))
+    axes.set_ylim(top=min(0.8, axes.get_ylim()[1]), bottom=max(-0.1, axes.get_ylim()[0]))
     axes.set(
         xlabel="tokens", ylabel="nats to dense (beyond 32K: linear interpolation)", title="Gemma 3 270M, zero-shot"
     )
-    axes.legend(fontsize=7, ncols=2)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
