@@ -14,6 +14,7 @@
 
 #include "host/recording_api.h"
 #include "params.h"
+#include "part.h"
 
 namespace py = pybind11;
 using namespace htree_cuda;
@@ -143,6 +144,11 @@ void bind_recording(py::module_& module) {
       "launched; device is -1 in the calls. Needs no GPU.");
 }
 
+// (queries, H_kv) of the larger call that a call is a part of, zeros for none; see csrc/part.h
+using Part = std::tuple<std::int64_t, std::int64_t>;
+
+PartParams part_params(Part const& part) { return {std::get<0>(part), std::get<1>(part)}; }
+
 void bind_forward(py::module_& module) {
   py::class_<ForwardParams>(module, "ForwardParams", py::module_local(), "q, k, v: (pointer, stride_b, stride_t, stride_h) in elements")
       .def(py::init(&forward_params), py::kw_only(), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("B"),
@@ -164,26 +170,28 @@ void bind_forward(py::module_& module) {
           "The same with sequences of different lengths; pointers to the device, 0 for none; see csrc/params.h");
   module.def(
       "forward_workspace",
-      [](ForwardParams const& params, int device) {
+      [](ForwardParams const& params, int device, Part const& part) {
         std::int64_t bytes = 0;
-        on_device(device, [&] { bytes = forward_workspace(params); });
+        on_device(device, [&] { bytes = forward_workspace(params, part_params(part)); });
         return bytes;
       },
-      py::arg("params"), py::kw_only(), py::arg("device"));
+      py::arg("params"), py::kw_only(), py::arg("device"), py::arg("part") = Part());
   module.def(
       "forward",
       [](ForwardParams params, std::uintptr_t out, std::uintptr_t lse, std::uintptr_t selection,
-         std::uintptr_t given, std::uintptr_t workspace, std::int64_t workspace_bytes, int device, std::uintptr_t stream) {
+         std::uintptr_t given, std::uintptr_t workspace, std::int64_t workspace_bytes, int device, std::uintptr_t stream,
+         Part const& part) {
         params.out = as_pointer(out);
         params.lse = static_cast<float*>(as_pointer(lse));
         params.selection = static_cast<std::int32_t*>(as_pointer(selection));
         params.given = static_cast<std::int32_t const*>(as_pointer(given));
         params.workspace = as_pointer(workspace);
         params.workspace_bytes = workspace_bytes;
-        on_device(device, [&] { forward(params, as_pointer(stream)); });
+        on_device(device, [&] { forward(params, part_params(part), as_pointer(stream)); });
       },
       py::arg("params"), py::kw_only(), py::arg("out"), py::arg("lse"), py::arg("selection"), py::arg("given"),
-      py::arg("workspace"), py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"), "selection, given: 0 for none; see csrc/params.h");
+      py::arg("workspace"), py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"), py::arg("part") = Part(),
+      "selection, given: 0 for none; see csrc/params.h");
   module.def(
       "explain_forward",
       [](ForwardParams params, bool selection, int processors) {
@@ -198,19 +206,19 @@ void bind_forward(py::module_& module) {
 void bind_backward(py::module_& module) {
   module.def(
       "backward_workspace",
-      [](ForwardParams const& params, int device) {
+      [](ForwardParams const& params, int device, Part const& part) {
         std::int64_t bytes = 0;
-        on_device(device, [&] { bytes = backward_workspace(params); });
+        on_device(device, [&] { bytes = backward_workspace(params, part_params(part)); });
         return bytes;
       },
-      py::arg("params"), py::kw_only(), py::arg("device"));
+      py::arg("params"), py::kw_only(), py::arg("device"), py::arg("part") = Part());
   module.def(
       "backward",
       [](ForwardParams const& forward,
          std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t> const& dout,
          Strided const& dlse, std::uintptr_t out, std::uintptr_t lse, std::uintptr_t selection, std::uintptr_t dq,
          std::uintptr_t dk, std::uintptr_t dv, bool add_float32, std::uintptr_t workspace, std::int64_t workspace_bytes,
-         int device, std::uintptr_t stream) {
+         int device, std::uintptr_t stream, Part const& part) {
         BackwardParams params{};
         params.forward = forward;
         params.forward.out = as_pointer(out);
@@ -227,19 +235,21 @@ void bind_backward(py::module_& module) {
         params.dk = as_pointer(dk);
         params.dv = as_pointer(dv);
         params.add_float32 = add_float32;
-        on_device(device, [&] { backward(params, as_pointer(stream)); });
+        on_device(device, [&] { backward(params, part_params(part), as_pointer(stream)); });
       },
       py::arg("forward"), py::kw_only(), py::arg("dout"), py::arg("dlse"), py::arg("out"), py::arg("lse"),
       py::arg("selection"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("add_float32"),
-      py::arg("workspace"), py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"),
+      py::arg("workspace"), py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"), py::arg("part") = Part(),
       "dout: (pointer, stride_b, stride_t, stride_h, stride_v), dlse: (pointer, stride_b, stride_t, stride_h), strides in "
       "elements; selection: 0 for none; see csrc/params.h");
   module.def(
       "explain_backward",
-      [](ForwardParams const& params, int processors) {
-        return explained([&](LaunchSink sink, void* context) { explain_backward(params, processors, sink, context); });
+      [](ForwardParams const& params, int processors, Part const& part) {
+        return explained([&](LaunchSink sink, void* context) {
+          explain_backward(params, part_params(part), processors, sink, context);
+        });
       },
-      py::arg("params"), py::kw_only(), py::arg("processors"), "The kernels of a backward call, likewise.");
+      py::arg("params"), py::kw_only(), py::arg("processors"), py::arg("part") = Part(), "The kernels of a backward call, likewise.");
 }
 
 // Pointers of a cached tree: k, v, k_upper, v_upper, lengths, overflowed, reserved, block_table; 0 for none.

@@ -252,9 +252,9 @@ def backward_varlen(
     )
 
 
-def forward_workspace(q: Tensor, k: Tensor, v: Tensor, params) -> int:
+def forward_workspace(q: Tensor, k: Tensor, v: Tensor, params, part: tuple[int, int] = (0, 0)) -> int:
     """Bytes of workspace that `forward` needs for this call; params: params.TreeParams."""
-    return load().forward_workspace(_forward_params(q, k, v, params), device=q.get_device())
+    return load().forward_workspace(_forward_params(q, k, v, params), part=part, device=q.get_device())
 
 
 def forward(
@@ -267,9 +267,11 @@ def forward(
     workspace: Tensor,
     params,
     given: Tensor | None = None,
+    part: tuple[int, int] = (0, 0),
 ) -> None:
     """Fills out [B, T_q, H, V], lse [B, T_q, H] and, where not None, selection [L-1, B, T_q, H_kv, top_k], contiguous.
-    given: a selection of that shape, contiguous, in place of choosing; selection is None then."""
+    given: a selection of that shape, contiguous, in place of choosing; selection is None then. part: as in `backward`;
+    the KV heads are 0."""
     load().forward(
         _forward_params(q, k, v, params),
         out=out.data_ptr(),
@@ -278,6 +280,7 @@ def forward(
         given=0 if given is None else given.data_ptr(),
         workspace=workspace.data_ptr(),
         workspace_bytes=workspace.numel(),
+        part=part,
         **_place(q),
     )
 
@@ -298,9 +301,9 @@ def explain_backward(q: Tensor, k: Tensor, v: Tensor, params, *, sms: int) -> li
     return load().explain_backward(_forward_params(q, k, v, params), processors=sms)
 
 
-def backward_workspace(q: Tensor, k: Tensor, v: Tensor, params) -> int:
+def backward_workspace(q: Tensor, k: Tensor, v: Tensor, params, part: tuple[int, int] = (0, 0)) -> int:
     """Bytes of workspace that `backward` needs for this call; params: params.TreeParams."""
-    return load().backward_workspace(_forward_params(q, k, v, params), device=q.get_device())
+    return load().backward_workspace(_forward_params(q, k, v, params), part=part, device=q.get_device())
 
 
 def backward(
@@ -317,9 +320,12 @@ def backward(
     dv: Tensor,
     workspace: Tensor,
     params,
+    part: tuple[int, int] = (0, 0),
 ) -> None:
     """Fills dq, dk, dv (contiguous, of the shapes of q, k, v) from what `forward` wrote and the gradients of that;
-    dout [B, T_q, H, V] and dlse [B, T_q, H] have any strides. Where dk and dv are float32, they are added to."""
+    dout [B, T_q, H, V] and dlse [B, T_q, H] have any strides. Where dk and dv are float32, they are added to.
+    part: queries of a sequence and KV heads of a larger call that this one is a part of. Where the KV heads are not 0,
+    out, lse, selection and dq are views of some heads of contiguous tensors that have all."""
     load().backward(
         _forward_params(q, k, v, params),
         dout=(dout.data_ptr(), *dout.stride()),
@@ -333,6 +339,7 @@ def backward(
         add_float32=dk.dtype == torch.float32,
         workspace=workspace.data_ptr(),
         workspace_bytes=workspace.numel(),
+        part=part,
         **_place(q),
     )
 

@@ -107,7 +107,7 @@ def no_compute():
     def nothing(q: Tensor, k: Tensor, *others, top_k_per_layer: int, **options) -> Tensor:
         return q.new_empty(0, *q.shape[:2], k.shape[2], top_k_per_layer, dtype=torch.int32)
 
-    kept, stub = attention.pieces, types.SimpleNamespace(forward=nothing, Pack=pieces.Pack)
+    kept, stub = attention.pieces, types.SimpleNamespace(forward=nothing, Pack=pieces.Pack, Whole=pieces.Whole)
     stub.backward = lambda *tensors, **options: None
     attention.pieces = stub
     try:

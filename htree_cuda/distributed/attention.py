@@ -5,7 +5,8 @@ stage run as soon as the keys before them are there, beside the exchange of the 
 itself, so each part runs over the tokens up to its own end, with the bits that it has over the whole sequence.
 
 Backward, for each sequence and chunk of KV heads: K and V are gathered again, the part of the last stage runs first,
-and its sums of dk and dv travel beside the part of the stage before, which adds to earlier tokens alone.
+and its sums of dk and dv travel beside the part of the stage before, which adds to earlier tokens alone, or beside the
+next chunk.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from . import pieces
 from .exchange import Gathered, reduce, wait
 from .placement import Placement
 
-# Bytes that dk and dv of a chunk of KV heads take in the accumulation dtype, one head at least.
+# Bytes that dk and dv of chunks of KV heads take in the accumulation dtype: of two chunks, so that the sums of one travel
+# beside the kernels of the next, or of one head where two do not fit.
 SUM_BYTES = 512 << 20
 
 
@@ -146,6 +148,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, attn_sink: Tensor | None, call: Call):
         place = call.place
         parts = _pieces(place, q.shape[1], call.tree["strict_causal"])
+        size = pieces.Whole(q.shape[1], k.shape[2])
         keeps = call.keeps(q, k, v)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
@@ -161,7 +164,7 @@ class Attention(torch.autograd.Function):
                 whole.ready(piece.last_stage)
                 rows = (_batch(b), piece.rows)
                 selection = pieces.forward(
-                    q[rows], k_all[:, : piece.keys], v_all[:, : piece.keys], out[rows], lse[rows],
+                    q[rows], k_all[:, : piece.keys], v_all[:, : piece.keys], out[rows], lse[rows], whole=size,
                     need_selection=keeps or call.need_selection, given=call.replayed(b, piece, slice(None)),
                     **call.options(piece, attn_sink),
                 )  # fmt: skip
@@ -189,8 +192,12 @@ class Attention(torch.autograd.Function):
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         H_kv, G = k.shape[2], q.shape[2] // k.shape[2]
         head_bytes = place.ranks * q.shape[1] * (k.shape[3] + v.shape[3]) * acc.itemsize
-        chunks = -(-H_kv // max(1, SUM_BYTES // head_bytes))
+        fit = SUM_BYTES // head_bytes  # KV heads
+        chunks = -(-H_kv // max(1, fit // 2))
         step = -(-H_kv // chunks)
+        in_flight = 2 * step <= fit
+        size = pieces.Whole(q.shape[1], H_kv)
+        under_way: list[tuple[list, list[Tensor]]] = []  # sums that travel, and the events of their ends
         units = [(b, slice(h, min(h + step, H_kv))) for b in range(q.shape[0]) for h in range(0, H_kv, step)]
 
         def start(unit: tuple[int, slice]) -> Gathered:
@@ -199,35 +206,36 @@ class Attention(torch.autograd.Function):
         for (b, kv_heads), whole in _ahead(units, start):
             heads = slice(kv_heads.start * G, kv_heads.stop * G)
             k_all, v_all = whole.whole
+            while len(under_way) > in_flight:
+                for end in under_way[0][0]:
+                    wait(q, end)
+                del under_way[0]
             sums = [torch.zeros(x.shape, dtype=acc, device=x.device) for x in whole.whole]
             whole.ready(place.stages - 1)
             ends = []
             for piece in reversed(parts):
                 rows = (_batch(b), piece.rows, heads)
                 own_q, own_k, own_v = q[rows], k_all[:, : piece.keys], v_all[:, : piece.keys]
-                own_out, own_lse = (x[rows].contiguous() for x in (out, lse))
                 options = call.options(piece, None if attn_sink is None else attn_sink[heads])
                 if call.given is not None:
                     selection = call.replayed(b, piece, kv_heads)
                 elif saved:
-                    selection = saved[b * len(parts) + piece.stage][:, :, :, kv_heads].contiguous()
+                    selection = saved[b * len(parts) + piece.stage][:, :, :, kv_heads]
                 else:
-                    again = torch.empty_like(own_out), torch.empty_like(own_lse)
-                    selection = pieces.forward(own_q, own_k, own_v, *again, need_selection=True, **options)
+                    again = [x.new_empty(x[rows].shape) for x in (out, lse)]
+                    selection = pieces.forward(own_q, own_k, own_v, *again, whole=size, need_selection=True, **options)
                     del again
-                in_place = dq[rows].is_contiguous()
-                own_dq = dq[rows] if in_place else torch.empty_like(own_q, memory_format=torch.contiguous_format)
                 pieces.backward(
-                    dout[rows], dlse[rows], own_q, own_k, own_v, own_out, own_lse, selection, own_dq,
-                    *(x[:, : piece.keys] for x in sums), deterministic=call.deterministic, **options,
+                    dout[rows], dlse[rows], own_q, own_k, own_v, out[rows], lse[rows], selection, dq[rows],
+                    *(x[:, : piece.keys] for x in sums), whole=size, deterministic=call.deterministic, **options,
                 )  # fmt: skip
-                if not in_place:
-                    dq[rows] = own_dq
                 for stage in _final_stages(parts, piece):
                     ends.append(reduce(place, call.group, stage, sums, [x[b, :, kv_heads] for x in (dk, dv)]))
+            under_way.append((ends, sums))
+            del whole, k_all, v_all, own_k, own_v, sums  # before what the next unit takes
+        for ends, _ in under_way:
             for end in ends:
                 wait(q, end)
-            del whole, k_all, v_all, own_k, own_v, sums  # before what the next unit takes
         dsink = None
         if attn_sink is not None and ctx.needs_input_grad[3]:
             if call.cu_seqlens is not None:  # padding is no part of the sum

@@ -32,6 +32,18 @@ class Pack(NamedTuple):
         return torch_varlen.Lengths(self.cu_seqlens_q, self.cu_seqlens_k, None, None, None)
 
 
+class Whole(NamedTuple):
+    """What a rank has of one sequence, of which a call is a part: kernels cut it as they would cut the whole, and not a
+    small part into smaller ones."""
+
+    queries: int
+    kv_heads: int
+
+    def part(self, kv_heads: int) -> tuple[int, int]:
+        """For a call of tensors that have these KV heads and no others: more queries stand for the others."""
+        return self.queries * self.kv_heads // kv_heads, 0
+
+
 def _packed_params(q: Tensor, k: Tensor, v: Tensor, pack: Pack, q_start: int, op: str, **tree):
     """Whatever the position of the first row, a sequence's queries are its last ones."""
     return checks.varlen.forward(
@@ -41,11 +53,11 @@ def _packed_params(q: Tensor, k: Tensor, v: Tensor, pack: Pack, q_start: int, op
 
 @ops._without_autocast
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, backend: str, need_selection: bool,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, whole: Whole, backend: str, need_selection: bool,
     pack: Pack | None = None, given: Tensor | None = None, **tree,
 ) -> Tensor | None:  # fmt: skip
     """Fills out [1, T_q, H, V] and lse [1, T_q, H], contiguous; returns the selection where it is needed. given: one to
-    replay."""
+    replay. whole: see there."""
     if pack is not None:
         q, k, v = q[0], k[0], v[0]
         params = _packed_params(q, k, v, pack, op="forward_varlen", backend=backend, **tree)
@@ -72,49 +84,70 @@ def forward(
         shape = (layers - 1, *q.shape[:2], k.shape[2], params.top_k)
         selection = q.new_empty(shape, dtype=torch.int32)
     q, k, params = pairs.arranged(q, k, params)
-    workspace = q.new_empty(kernels.forward_workspace(q, k, v, params), dtype=torch.uint8)
+    part = whole.part(k.shape[2])
+    workspace = q.new_empty(kernels.forward_workspace(q, k, v, params, part=part), dtype=torch.uint8)
     chosen, replayed = (x if x is not None and x.numel() else None for x in (selection, given))
-    kernels.forward(q, k, v, out, lse, chosen, workspace, params, given=replayed)
+    kernels.forward(q, k, v, out, lse, chosen, workspace, params, given=replayed, part=part)
     return selection
 
 
 @ops._without_autocast
 def backward(
     dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, *, backend: str, deterministic: bool, pack: Pack | None = None, **tree,
+    dq: Tensor, dk: Tensor, dv: Tensor, *, whole: Whole, backend: str, deterministic: bool, pack: Pack | None = None,
+    **tree,
 ) -> None:  # fmt: skip
-    """Fills dq and adds to dk and dv, which are of the accumulation dtype; all three contiguous."""
+    """Fills dq and adds to dk and dv, which are contiguous and of the accumulation dtype. All but k, v, dk and dv may be
+    views of some heads of tensors that have all; a selection that is has out, lse and dq likewise. whole: see there."""
     options = {"deterministic": deterministic, "add_to": (dk, dv)}
     if pack is not None:
-        dout, dlse, q, k, v, out, lse, dk, dv = (x[0] for x in (dout, dlse, q, k, v, out, lse, dk, dv))
-        results = (dout, dlse, q, k, v, out, lse, selection[:, 0])
-        params = _packed_params(q, k, v, pack, op="backward_varlen", backend=backend, **tree)
-        checks.varlen.backward(dout, dlse, q, v, out, lse, selection[:, 0], params, k.shape[-2])
-        options["add_to"] = (dk, dv)
-        if ops._use_torch("backward_varlen", q, backend):
-            dq[0] = torch_varlen.backward(*results, pack.lengths, params, **options)[0]
-            return
-        checks.varlen.backward_kernel(q, k, v, out, lse, selection[:, 0], params, *pack.lengths)
-        ops_varlen.launch_backward(*results, dq[0], dk, dv, pack.lengths, params)
+        _backward_of_pack(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, pack, options, backend=backend, **tree)
         return
     params = checks.tree.forward(q, k, v, backend=backend, op="backward", **tree)
     checks.tree.backward(dout, dlse, q, k, v, out, lse, selection, params)
     if ops._use_torch("backward", q, backend):
         dq.copy_(torch_tree.backward(dout, dlse, q, k, v, out, lse, selection, params, **options)[0])
         return
-    checks.support.backward(q, k, v, out, lse, selection, params)
-    _launch_backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, params)
+    checks.support.forward(q, k, v, params, "backward")
+    _launch_backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, params, whole)
 
 
-def _launch_backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, params: TreeParams) -> None:
+def _backward_of_pack(
+    dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, pack: Pack, options: dict, *, backend: str, **tree
+) -> None:
+    own_dq = dq[0].contiguous()
+    dout, dlse, q, k, v, dk, dv = (x[0] for x in (dout, dlse, q, k, v, dk, dv))
+    out, lse, selection = out[0].contiguous(), lse[0].contiguous(), selection[:, 0].contiguous()
+    options["add_to"] = (dk, dv)
+    results = (dout, dlse, q, k, v, out, lse, selection)
+    params = _packed_params(q, k, v, pack, op="backward_varlen", backend=backend, **tree)
+    checks.varlen.backward(dout, dlse, q, v, out, lse, selection, params, k.shape[-2])
+    if ops._use_torch("backward_varlen", q, backend):
+        dq[0] = torch_varlen.backward(*results, pack.lengths, params, **options)[0]
+        return
+    checks.varlen.backward_kernel(q, k, v, out, lse, selection, params, *pack.lengths)
+    ops_varlen.launch_backward(*results, own_dq, dk, dv, pack.lengths, params)
+    if own_dq.data_ptr() != dq.data_ptr():
+        dq[0] = own_dq
+
+
+def _launch_backward(
+    dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, params: TreeParams, whole: Whole
+) -> None:
     from .. import kernels
 
     q, k, own = pairs.arranged(q, k, params)
     own_dq, own_dk = pairs.to_halves(dq, params), pairs.to_halves(dk, params)  # dk holds what the kernels add to
-    workspace = q.new_empty(kernels.backward_workspace(q, k, v, own), dtype=torch.uint8)
     if params.attn_sink is not None:
         lse, dlse = sinks.folded(lse, dlse, params.attn_sink)
-    kernels.backward(dout, dlse, q, k, v, out, lse, selection, own_dq, own_dk, dv, workspace, own)
-    for mine, x in ((own_dq, dq), (own_dk, dk)):
-        if mine is not x:
-            x.copy_(pairs.from_halves(mine, params))
+    part = whole.queries, whole.kv_heads
+    if selection.is_contiguous() or own_dq is not dq or params.attn_sink is not None:
+        # Some are no views of the heads of whole tensors: the others are copied.
+        out, lse, selection, own_dq = (x.contiguous() for x in (out, lse, selection, own_dq))
+        part = whole.part(k.shape[2])
+    workspace = q.new_empty(kernels.backward_workspace(q, k, v, own, part=part), dtype=torch.uint8)
+    kernels.backward(dout, dlse, q, k, v, out, lse, selection, own_dq, own_dk, dv, workspace, own, part=part)
+    if own_dq is not dq:
+        dq.copy_(pairs.from_halves(own_dq, params))
+    if own_dk is not dk:
+        dk.copy_(pairs.from_halves(own_dk, params))

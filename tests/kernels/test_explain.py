@@ -140,3 +140,17 @@ def test_small_groups_in_bf16_hand_ds_over(G, dtype):
     )
     # A first chunk without selected layers launches dq_gather alone, so that its row may come first.
     assert sorted(names) == sorted(expected)
+
+
+def test_a_part_of_a_call_has_the_chunks_of_the_whole():
+    """As many launches for a query and a head, however few of the call's the part has."""
+    launches = []
+    for queries, heads in ((65536, 8), (16384, 2)):
+        params = kernels.load().ForwardParams(
+            q=(0, 0, 0, 0), k=(0, 0, 0, 0), v=(0, 0, 0, 0), B=1, T=65536, T_q=queries, q_start=65536 - queries,
+            H_kv=heads, G=4, K=128, V=128, top_k=512, scale=1.0, rope_base=1e4, strict_causal=True,
+            dtype=kernels.load().DType.bfloat16,
+        )  # fmt: skip
+        told = kernels.load().explain_backward(params, processors=132, part=(65536, 8))
+        launches.append(sum(row["launches"] for row in rows(told, "dq")))
+    assert launches[0] <= 16 * launches[1] <= 1.3 * launches[0]

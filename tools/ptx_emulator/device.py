@@ -90,9 +90,10 @@ def emulated(seed: int = 0, sms: int = 3, races: bool = True) -> Iterator[ctypes
         return run
 
     def workspace(name):
-        params = kernels.varlen_params if "varlen" in name else kernels._forward_params
         size = getattr(compiled, name.replace("_varlen", ""))
-        return lambda *args: size(params(*args), device=0) + _ALIGNMENT
+        if "varlen" in name:
+            return lambda *args: size(kernels.varlen_params(*args), device=0) + _ALIGNMENT
+        return lambda *args, part=(0, 0): size(kernels._forward_params(*args), device=0, part=part) + _ALIGNMENT
 
     try:
         for name in _LAUNCHERS:

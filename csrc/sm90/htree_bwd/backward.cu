@@ -1,5 +1,6 @@
 // The backward of htree attention: launches the steps of schedule.h.
 #include <algorithm>
+#include <string>
 
 #include "host/cuda_check.h"
 #include "host/tree_args.h"
@@ -147,7 +148,7 @@ struct Launcher {
   }
 
   void pack_queries(Chunk const& chunk) {
-    std::int64_t const H = p.H_kv * p.G;
+    std::int64_t const H = w.row_heads * p.G;
     pack::PackQueries args{};
     args.chunk = chunk;
     args.q = source(p.q, batch(p.q_stride_b), p.q_stride_t, p.q_stride_h);
@@ -165,7 +166,7 @@ struct Launcher {
     args.rotations = w.rotations;
     args.sequences = tables(w, chunk);
     args.T_q = batch(p.T_q);
-    args.H_kv = static_cast<int>(p.H_kv);
+    args.H_kv = static_cast<int>(w.row_heads);
     args.G = static_cast<int>(p.G);
     args.K = static_cast<int>(p.K);
     args.V = static_cast<int>(p.V);
@@ -184,7 +185,7 @@ struct Launcher {
     args.index = w.index;
     args.selection = p.selection;
     args.T_q = batch(p.T_q);
-    args.H_kv = static_cast<int>(p.H_kv);
+    args.H_kv = static_cast<int>(w.row_heads);
     args.rows_of_q = has_sequences(p) ? p.sequences.total_q : p.B * p.T_q;
     args.sequences = tables(w, chunk);
     reverse_index::build(args, stream);
@@ -201,7 +202,7 @@ struct Launcher {
     args.scale = static_cast<float>(p.scale);
     args.dq = params.dq;
     args.T_q = batch(p.T_q);
-    args.H_kv = static_cast<int>(p.H_kv);
+    args.H_kv = static_cast<int>(w.row_heads);
     args.G = static_cast<int>(p.G);
     std::int64_t const rows = std::int64_t(args.chunk.heads) * args.chunk.rows;
     bool const persistent = rule.ctas == Ctas::kPersistent;
@@ -248,6 +249,17 @@ using namespace sm90::htree_bwd;
 
 namespace {
 
+void check(ForwardParams const& p, PartParams const& part) {
+  host::tree_args::check(kOp, p);
+  bool const some_heads = part.H_kv > 0;
+  if (part.queries < 0 || part.H_kv < 0 || (some_heads && (p.B != 1 || p.H_kv > part.H_kv || has_sequences(p)))) {
+    host::tree_args::reject(kOp, "a part of a call has no fewer than 0 queries, and where it has some of the KV heads, B 1 and "
+                                 "sequences of one length, got " + std::to_string(part.queries) + " queries, " +
+                                     std::to_string(p.H_kv) + " of " + std::to_string(part.H_kv) + " heads and B " +
+                                     std::to_string(p.B));
+  }
+}
+
 // Without a query there is nothing to compute.
 bool is_empty(ForwardParams const& p) {
   return has_sequences(p) ? p.sequences.total_q * p.T_q == 0 : p.B * p.T_q == 0;
@@ -255,14 +267,18 @@ bool is_empty(ForwardParams const& p) {
 
 }  // namespace
 
-std::int64_t backward_workspace(ForwardParams const& p) {
-  host::tree_args::check(kOp, p);
-  return is_empty(p) ? 0 : Workspace(p, nullptr).bytes;
+std::int64_t backward_workspace(ForwardParams const& p) { return backward_workspace(p, {}); }
+
+std::int64_t backward_workspace(ForwardParams const& p, PartParams const& part) {
+  check(p, part);
+  return is_empty(p) ? 0 : Workspace(p, part, nullptr).bytes;
 }
 
-void backward(BackwardParams const& params, void* stream) {
+void backward(BackwardParams const& params, void* stream) { backward(params, {}, stream); }
+
+void backward(BackwardParams const& params, PartParams const& part, void* stream) {
   ForwardParams const& p = params.forward;
-  host::tree_args::check(kOp, p);
+  check(p, part);
   cudaStream_t const s = static_cast<cudaStream_t>(stream);
   if (is_empty(p)) {
     std::int64_t const queries = has_sequences(p) ? p.sequences.total_q : 0;  // padding, where no sequence may have any
@@ -273,7 +289,7 @@ void backward(BackwardParams const& params, void* stream) {
     HTREE_CUDA_CHECK(cudaMemsetAsync(params.dv, 0, rows * p.V * 2, s));
     return;
   }
-  Workspace const w(p, static_cast<char*>(p.workspace));
+  Workspace const w(p, part, static_cast<char*>(p.workspace));
   host::tree_args::check_workspace(kOp, p, w.bytes);
   Launcher launcher{params, p, w, s};
   schedule(p, w, launcher);

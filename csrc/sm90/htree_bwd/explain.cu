@@ -136,9 +136,13 @@ namespace htree_cuda {
 using namespace sm90::htree_bwd;
 
 void explain_backward(ForwardParams const& p, int processors, LaunchSink sink, void* context) {
+  explain_backward(p, {}, processors, sink, context);
+}
+
+void explain_backward(ForwardParams const& p, PartParams const& part, int processors, LaunchSink sink, void* context) {
   host::tree_args::check("explain_backward", p);
   if (p.B * p.T_q == 0) return;
-  Workspace const workspace(p, nullptr);
+  Workspace const workspace(p, part, nullptr);
   Counter counter(p, workspace, processors);
   schedule(p, workspace, counter);
   for (auto const& row : counter.rows()) host::tell(row, row.layer, sink, context);

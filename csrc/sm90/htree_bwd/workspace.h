@@ -10,6 +10,7 @@
 #include "args.h"
 #include "layout.h"
 #include "params.h"
+#include "part.h"
 #include "sequences/sequences.h"
 
 namespace htree_cuda::sm90::htree_bwd {
@@ -17,8 +18,9 @@ namespace htree_cuda::sm90::htree_bwd {
 // Bytes that live at once, besides the pooled tree and the tables of rotations. The rows of a chunk of queries take
 // half the bytes of q and out, within the first two bounds, and what fills the chunk's last round. Where dS is handed
 // over, they take three eighths of q and out and the bytes of k and v, up to the third bound: dS is most of a row there,
-// and calls whose queries are a part of the sequence's, as those of a rank of context parallelism are, fill the GPU with
-// their chunks, too. Nodes and their sums take kTreeBytes for as many heads as fit, one head at least.
+// and calls whose queries are a part of the sequence's fill the GPU with their chunks, too. A call that is told of the
+// larger one that it is a part of counts the inputs of that one. Nodes and their sums take kTreeBytes for as many heads
+// as fit, one head at least.
 constexpr std::int64_t kMinChunkBytes = std::int64_t(64) << 20;
 constexpr std::int64_t kMaxChunkBytes = std::int64_t(256) << 20;
 constexpr std::int64_t kMaxHandOverChunkBytes = std::int64_t(512) << 20;
@@ -73,6 +75,7 @@ struct Workspace {
   bool hands_over_ds = false;                // from dkdv_selected to dq_gather
   std::int64_t pack = 0;                     // queries that fill 16 rows of a product
   std::int64_t all_heads = 0;
+  std::int64_t row_heads = 0;                // from row to row of out, lse, selection and dq
   std::int64_t all_rows = 0;                 // of a head in the call, at most
   int blocks[kMaxLayers] = {};               // KV blocks of a sequence, at most; likewise pairs of KV tiles
   int pairs[kMaxLayers] = {};
@@ -116,8 +119,9 @@ struct Workspace {
   std::int32_t* stream_begins = nullptr;
   std::int32_t* stream_ends = nullptr;
 
-  Workspace(ForwardParams const& p, char* base) {
+  Workspace(ForwardParams const& p, PartParams const& part, char* base) {
     shape(p);
+    row_heads = part.H_kv > 0 ? part.H_kv : p.H_kv;
     std::int64_t const block_bytes = kBlockHeader + operand_bytes(p.K, p.V);
     std::int64_t const query_bytes = htree_bwd::query_bytes(p.K, p.V, unit_heads(static_cast<int>(p.G)));
     std::int64_t const tile_bytes = query_tile_bytes(p.K, p.V);
@@ -127,11 +131,12 @@ struct Workspace {
     hands_over_ds = unit < kMaxGroupHeads && p.dtype == DType::kBFloat16;
     std::int64_t const row_ds = hands_over_ds ? p.top_k * ds_bytes(unit) : 0;
     for (int l = 0; l < max_entry; ++l) row_bytes += 4 * tree.words[l] + row_ds + p.top_k * sizeof(uint2);
-    std::int64_t const rows_of_q = has_sequences(p) ? p.sequences.total_q : p.T_q;
-    std::int64_t const input_bytes = 2 * all_heads * rows_of_q * p.G * (p.K + p.V);
+    std::int64_t const rows_of_q = std::max(has_sequences(p) ? p.sequences.total_q : p.T_q, part.queries);
+    std::int64_t const call_heads = all_heads / p.H_kv * row_heads;
+    std::int64_t const input_bytes = 2 * call_heads * rows_of_q * p.G * (p.K + p.V);
     bool const large = hands_over_ds && !sequences_given;
     std::int64_t const wanted_bytes =
-        large ? input_bytes * 3 / 8 + 2 * all_heads * p.T * (p.K + p.V) : input_bytes / 2;
+        large ? input_bytes * 3 / 8 + 2 * call_heads * p.T * (p.K + p.V) : input_bytes / 2;
     std::int64_t const max_bytes = large ? kMaxHandOverChunkBytes : sequences_given ? kMaxSequencesChunkBytes : kMaxChunkBytes;
     std::int64_t const chunk_bytes = std::clamp(wanted_bytes, kMinChunkBytes, max_bytes);
     std::int64_t const key_bytes = hands_over_ds ? kSiblings * 2 * p.K : 0;

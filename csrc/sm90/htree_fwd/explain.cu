@@ -144,7 +144,7 @@ using namespace sm90::htree_fwd;
 void explain_forward(ForwardParams const& p, int processors, LaunchSink sink, void* context) {
   tree_args::check("explain_forward", p);
   if (p.B * p.T_q == 0) return;
-  Workspace const workspace(p, nullptr, processors);
+  Workspace const workspace(p, {}, nullptr, processors);
   Counter counter(p, workspace);
   schedule(p, workspace, counter);
   counter.each([&](auto const& row) { host::tell(row, row.step < 2 ? -1 : row.layer, sink, context); });

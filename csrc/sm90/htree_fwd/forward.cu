@@ -316,15 +316,19 @@ namespace htree_cuda {
 
 using namespace sm90::htree_fwd;
 
-std::int64_t forward_workspace(ForwardParams const& p) {
+std::int64_t forward_workspace(ForwardParams const& p) { return forward_workspace(p, {}); }
+
+std::int64_t forward_workspace(ForwardParams const& p, PartParams const& part) {
   tree_args::check(kOp, p);
-  return rows_of_call(p) == 0 ? 0 : Workspace(p, nullptr, processors()).bytes;
+  return rows_of_call(p) == 0 ? 0 : Workspace(p, part, nullptr, processors()).bytes;
 }
 
-void forward(ForwardParams const& p, void* stream) {
+void forward(ForwardParams const& p, void* stream) { forward(p, {}, stream); }
+
+void forward(ForwardParams const& p, PartParams const& part, void* stream) {
   tree_args::check(kOp, p);
   if (rows_of_call(p) == 0) return;
-  Workspace const workspace(p, static_cast<char*>(p.workspace), processors());
+  Workspace const workspace(p, part, static_cast<char*>(p.workspace), processors());
   tree_args::check_workspace(kOp, p, workspace.bytes);
   if (std::int64_t const past = misalignment(p.selection, 16); past != 0) {
     tree_args::reject(kOp, "selection must be 16-byte aligned, got an address " + std::to_string(past) +

@@ -7,6 +7,7 @@
 
 #include "dispatch.h"
 #include "host/math.h"
+#include "part.h"
 #include "tree/sequences.h"
 
 namespace htree_cuda::sm90::htree_fwd {
@@ -18,13 +19,14 @@ constexpr std::int64_t kLineBytes = 128;
 constexpr std::int64_t kMaxTiles = std::numeric_limits<int>::max() / kQueryTile;
 
 // Rows of state, importance and lists, which live between the kernels of a chunk of queries, stay below a third of what
-// q and out take, between these two bounds. The tree (packed, and pooled in its own layout) and the tables of rotations
-// come on top.
+// q and out take, between these two bounds; those of the larger call, where this one is a part of it. The tree (packed,
+// and pooled in its own layout) and the tables of rotations come on top.
 constexpr std::int64_t kMinChunkBytes = std::int64_t(192) << 20;
 constexpr std::int64_t kMaxChunkBytes = std::int64_t(384) << 20;
 
-inline std::int64_t chunk_bytes(ForwardParams const& p) {
-  std::int64_t const ends = 2 * rows_of_call(p) * p.H_kv * p.G * (p.K + p.V);
+inline std::int64_t chunk_bytes(ForwardParams const& p, PartParams const& part) {
+  std::int64_t const rows = std::max(rows_of_call(p), part.queries);
+  std::int64_t const ends = 2 * rows * p.H_kv * p.G * (p.K + p.V);
   return std::clamp(ends / 3, kMinChunkBytes, kMaxChunkBytes);
 }
 
@@ -93,7 +95,7 @@ struct Workspace {
   float2* state_sum = nullptr;
 
   // processors: SMs of the GPU. Their number decides how many queries a chunk has, and no result.
-  Workspace(ForwardParams const& p, char* base, std::int64_t processors) {
+  Workspace(ForwardParams const& p, PartParams const& part, char* base, std::int64_t processors) {
     N[0] = p.T;
     layers = 1;
     while (N[layers - 1] > p.top_k * kSiblings) {
@@ -172,7 +174,7 @@ struct Workspace {
     std::int64_t const tile_bytes = bytes - tree_bytes;
     std::int64_t const wave = processors * queries_of_entry(p);
     // A wave of CTAs where the bounds allow it: small groups have less of q and out, and up to four queries a warp.
-    std::int64_t const room = std::max(chunk_bytes(p), std::min(wave * tile_bytes, kMaxChunkBytes)) / tile_bytes;
+    std::int64_t const room = std::max(chunk_bytes(p, part), std::min(wave * tile_bytes, kMaxChunkBytes)) / tile_bytes;
     chunk_tiles = std::min(tiles, std::max<std::int64_t>(room, 1));
     if (chunk_tiles < tiles && chunk_tiles > wave) chunk_tiles -= chunk_tiles % wave;  // whole waves
     chunk_tiles = std::max<std::int64_t>(chunk_tiles / tile_round, 1) * tile_round;

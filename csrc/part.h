@@ -1,0 +1,26 @@
+// Calls of the htree forward and backward that compute a part of a larger one, as the calls of a rank of context
+// parallelism do. They are cut into chunks as the larger one would be, and not into smaller ones.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace htree_cuda {
+
+// Zeros: the call is no part of another.
+struct PartParams {
+  std::int64_t queries = 0;  // of a sequence in the larger call
+  std::int64_t H_kv = 0;     // of the larger call, for the backward: rows of out, lse, selection and dq have so many KV heads,
+                             // of which those of this call are neighbours; pointers are to the first of these. B is 1 then
+};
+
+// As the functions of params.h.
+HTREE_CUDA_API std::int64_t forward_workspace(ForwardParams const& params, PartParams const& part);
+HTREE_CUDA_API void forward(ForwardParams const& params, PartParams const& part, void* stream);
+HTREE_CUDA_API std::int64_t backward_workspace(ForwardParams const& params, PartParams const& part);
+HTREE_CUDA_API void backward(BackwardParams const& params, PartParams const& part, void* stream);
+HTREE_CUDA_API void explain_backward(ForwardParams const& params, PartParams const& part, int processors, LaunchSink sink,
+                                     void* context);
+
+}  // namespace htree_cuda
