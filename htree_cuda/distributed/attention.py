@@ -25,8 +25,8 @@ from . import pieces
 from .exchange import Gathered, reduce, wait
 from .placement import Placement
 
-# Bytes that dk and dv of chunks of KV heads take in the accumulation dtype: of two chunks, so that the sums of one travel
-# beside the kernels of the next, or of one head where two do not fit.
+# Bytes that dk and dv of chunks of KV heads take in the accumulation dtype: of two chunks, so that the sums of one
+# travel beside the kernels of the next, or of one head where two do not fit.
 SUM_BYTES = 512 << 20
 
 

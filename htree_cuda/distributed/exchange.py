@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .placement import Placement
 
-# Bytes that one collective may hand to a rank: half of all, between these bounds. A collective costs the host 0.2 to 0.3
-# ms with the copies around it, which the last one cannot hide.
+# Bytes that one collective may hand to a rank: half of all, between these bounds. With the copies around it one costs
+# the host 0.2 to 0.3 ms, and what follows the last kernels cannot be hidden.
 MIN_STAGING_BYTES = 4 << 20
 MAX_STAGING_BYTES = 32 << 20
 

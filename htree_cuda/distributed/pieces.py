@@ -97,8 +97,8 @@ def backward(
     dq: Tensor, dk: Tensor, dv: Tensor, *, whole: Whole, backend: str, deterministic: bool, pack: Pack | None = None,
     **tree,
 ) -> None:  # fmt: skip
-    """Fills dq and adds to dk and dv, which are contiguous and of the accumulation dtype. All but k, v, dk and dv may be
-    views of some heads of tensors that have all; a selection that is has out, lse and dq likewise. whole: see there."""
+    """Fills dq and adds to dk and dv, which are contiguous and of the accumulation dtype. All but k, v, dk and dv may
+    be views of some heads of tensors that have all; where the selection is, out, lse and dq are. whole: see there."""
     options = {"deterministic": deterministic, "add_to": (dk, dv)}
     if pack is not None:
         _backward_of_pack(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, pack, options, backend=backend, **tree)
@@ -131,9 +131,7 @@ def _backward_of_pack(
         dq[0] = own_dq
 
 
-def _launch_backward(
-    dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, params: TreeParams, whole: Whole
-) -> None:
+def _launch_backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, params: TreeParams, whole: Whole) -> None:
     from .. import kernels
 
     q, k, own = pairs.arranged(q, k, params)
