@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import htree_cuda
 from htree_cuda import distributed as cp
+from htree_cuda.distributed import attention
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -83,6 +84,18 @@ def check_float16_batches_and_no_strict_causality():
 def check_several_chunks_of_kv_heads():
     """dk and dv of two heads exceed 512 MiB in float32 at this length."""
     compare(("zigzag",), shape={"T": 1 << 19, "H": 2, "H_kv": 2, "D": 64}, top_k_per_layer=16, save_selection=False)
+
+
+def check_heads_of_tensors_that_have_all():
+    """Two chunks of one KV head at a time, views of what has all heads; sums travel beside the kernels of the next."""
+    saved = attention.SUM_BYTES
+    attention.SUM_BYTES = 2 * 32768 * 128 * 2 * 4
+    try:
+        compare(shape={"T": 32768, "H": 16, "H_kv": 4}, top_k_per_layer=64)
+        compare(("zigzag",), shape={"T": 32768, "H": 16, "H_kv": 4}, top_k_per_layer=64, save_selection=False)
+        compare(("zigzag",), shape={"T": 32768, "H": 32, "H_kv": 2}, top_k_per_layer=64, rope_interleaved=True)
+    finally:
+        attention.SUM_BYTES = saved
 
 
 def check_other_work_on_the_device_in_between():

@@ -182,6 +182,9 @@ def check_small_steps_and_single_heads():
     attention.SUM_BYTES = 1
     try:
         compare(shape={"B": 2, "H": 6, "H_kv": 3})
+        attention.SUM_BYTES = 1 << 62  # two chunks under way
+        compare(shape={"B": 3, "H": 6, "H_kv": 3})
+        attention.SUM_BYTES = 1
         compare(shape={"H": 6, "H_kv": 3}, save_selection=False)
     finally:
         exchange.MIN_STAGING_BYTES, exchange.MAX_STAGING_BYTES, attention.SUM_BYTES = saved
