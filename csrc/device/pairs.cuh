@@ -3,10 +3,10 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cutlass/numeric_types.h>
 
 #include <cstdint>
 
+#include "elements.cuh"
 #include "ptx.cuh"
 #include "sm90.cuh"
 

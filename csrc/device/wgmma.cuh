@@ -3,24 +3,16 @@
 // swizzle (gather.cuh): scores contract the columns of a panel (K-major), values its rows (MN-major).
 #pragma once
 
-#include <cute/arch/mma_sm90_desc.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
-#include <cutlass/numeric_types.h>
 
 #include <cstdint>
 #include <utility>
 
+#include "elements.cuh"
 #include "ptx.cuh"
+#include "wgmma_layout.cuh"
 
 namespace htree_cuda::device::wgmma {
-
-// What thread t of a warpgroup (warp w = t / 32, lane l) holds of a result of 64 rows, for the j-th eight columns:
-//   acc[4 j + 0..1]  row 16 w + l / 4,      columns 8 j + 2 (l % 4) + 0..1
-//   acc[4 j + 2..3]  row 16 w + l / 4 + 8,  the same columns
-inline constexpr int kAccumulators = 32;        // of a 64 x 64 result
-inline constexpr int kValueAccumulators = 128;  // of a 64 x 256 result
-// Elements along the contraction of one instruction.
-inline constexpr int kDepth = 16;
 
 using cute::SM90::GMMA::Major;
 

@@ -1,11 +1,10 @@
 // From the dtype of a params struct to an element type of CUTLASS.
 #pragma once
 
-#include <cutlass/numeric_types.h>
-
 #include <stdexcept>
 #include <string>
 
+#include "device/elements.cuh"
 #include "params.h"
 
 namespace htree_cuda::host {

@@ -6,10 +6,11 @@
 #include <cstdint>
 
 #include "namespaces.h"
+#include "device/elements.cuh"
 #include "device/gather.cuh"
 #include "device/slots.cuh"
 #include "device/sm90.cuh"
-#include "device/wgmma.cuh"
+#include "device/wgmma_layout.cuh"
 
 namespace htree_cuda::sm90::attn_dist {
 
@@ -72,7 +73,7 @@ struct Config {
   static constexpr int kPanelCols = 64;        // 128 bytes: one swizzle row, one L2 line
   static constexpr int kPanelBytes = 64 * 128;
   static constexpr int kPanels = kHeadDim / kPanelCols;
-  static_assert(kHeadDim % kPanelCols == 0 && sizeof(Element) == 2);
+  static_assert(kHeadDim % kPanelCols == 0 && kElementBytes<Element> == 2);
 
   // A stage is part of a tile, so that a slot is free again after a third (576) or a fourth (512) of the tile's
   // multiplications: with whole tiles as stages the same memory holds two, and the gather stalls.

@@ -6,10 +6,11 @@
 #include <cstdint>
 
 #include "namespaces.h"
+#include "device/elements.cuh"
 #include "device/pipeline.cuh"
 #include "device/ptx.cuh"
 #include "device/sm90.cuh"
-#include "device/wgmma.cuh"
+#include "device/wgmma_layout.cuh"
 #include "device/window.cuh"
 
 namespace htree_cuda::sm90::indexer {
@@ -55,8 +56,8 @@ struct Config {
   // ---- tiles ----
   static constexpr int kHalfQueries = kColumns / kHeads;
   static constexpr int kQueries = kHalves * kHalfQueries;  // of one consumer
-  static constexpr int kDimBytes = kDim * static_cast<int>(sizeof(Element));
-  static constexpr int kPanelCols = kPanelRowBytes / static_cast<int>(sizeof(Element));
+  static constexpr int kDimBytes = kDim * kElementBytes<Element>;
+  static constexpr int kPanelCols = kPanelRowBytes / kElementBytes<Element>;
   static constexpr int kPanels = (kDimBytes + kPanelRowBytes - 1) / kPanelRowBytes;
   static constexpr int kSteps = kDimBytes / 32;  // products of a tile
   static constexpr int kPanelSteps = kPanelRowBytes / 32;

@@ -10,6 +10,7 @@
 //   empty[stage]     each warp of both consumers          producer
 #pragma once
 
+#include "device/wgmma.cuh"
 #include "work.cuh"
 
 namespace htree_cuda::sm90::indexer {

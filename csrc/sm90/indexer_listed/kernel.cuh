@@ -9,6 +9,8 @@
 //   dk[row] += dz^T q                  added to global memory, 16 bytes at a time, in any order
 #pragma once
 
+#include <cutlass/numeric_types.h>
+
 #include "config.cuh"
 
 namespace htree_cuda::sm90::indexer_listed {

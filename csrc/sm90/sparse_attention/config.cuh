@@ -7,10 +7,11 @@
 
 #include "namespaces.h"
 #include "device/barriers.cuh"
+#include "device/elements.cuh"
 #include "device/gather.cuh"
 #include "device/slots.cuh"
 #include "device/sm90.cuh"
-#include "device/wgmma.cuh"
+#include "device/wgmma_layout.cuh"
 
 namespace htree_cuda::sm90::sparse_attention {
 
@@ -72,7 +73,7 @@ struct Config {
   static constexpr int kPanels = kHeadDim / kPanelCols;
   static constexpr int kValueDim = 512;
   static constexpr int kTileBytes = kPanels * kPanelBytes;
-  static_assert(kHeadDim % kPanelCols == 0 && kHeadDim >= kValueDim && sizeof(Element) == 2);
+  static_assert(kHeadDim % kPanelCols == 0 && kHeadDim >= kValueDim && kElementBytes<Element> == 2);
 
   // A tile lands in quarters of its value columns, so that its scores begin with the first, and is freed in halves: a
   // consumer holds the outputs of one half of the value columns and is the last to read that half. The columns past the

@@ -7,10 +7,11 @@
 
 #include "namespaces.h"
 #include "device/barriers.cuh"
+#include "device/elements.cuh"
 #include "device/gather.cuh"
 #include "device/slots.cuh"
 #include "device/sm90.cuh"
-#include "device/wgmma.cuh"
+#include "device/wgmma_layout.cuh"
 
 namespace htree_cuda::sm90::sparse_attention_bwd {
 
@@ -117,7 +118,7 @@ struct Config {
   static constexpr int kValueDim = 512;
   static constexpr int kValuePanels = kValueDim / kPanelCols;
   static constexpr int kTileBytes = kPanels * kPanelBytes;
-  static_assert(kHeadDim % kPanelCols == 0 && kHeadDim >= kValueDim && sizeof(Element) == 2);
+  static_assert(kHeadDim % kPanelCols == 0 && kHeadDim >= kValueDim && kElementBytes<Element> == 2);
 
   // A tile lands in parts, so that its scores begin with the first.
   static constexpr int kPartPanels = kPanels % 3 == 0 ? 3 : 2;
@@ -198,7 +199,7 @@ struct PairConfig {
   static constexpr int kTailPanels = (kHeadDim - kValueDim) / kPanelCols;
   static constexpr int kPanels = kValuePanels + kTailPanels;
   static constexpr int kTileBytes = kPanels * kPanelBytes;
-  static_assert(kTailPanels <= 1 && kHeadDim >= kValueDim && kHeadDim % kPanelCols == 0 && sizeof(Element) == 2);
+  static_assert(kTailPanels <= 1 && kHeadDim >= kValueDim && kHeadDim % kPanelCols == 0 && kElementBytes<Element> == 2);
 
   static constexpr int kPartPanels = 2;
   static constexpr int kParts = (kPanels + kPartPanels - 1) / kPartPanels;
