@@ -40,7 +40,7 @@ class Family:
 
 
 FAMILIES = {
-    "emulator": Family((), (f"{EMULATOR}/tests/*.py",)),
+    "emulator": Family((), (f"{EMULATOR}/tests/test_emulator.py",)),
     "attn_dist": Family(("csrc/sm90/attn_dist/",), ("tests/kernels/test_attn_dist.py",)),
     "sparse_attention": Family(
         ("csrc/sm90/sparse_attention/",), ("tests/kernels/test_sparse_attention.py",), ("csrc/sm90/attn_dist/",)
@@ -71,6 +71,16 @@ FAMILIES = {
         ("tests/kernels/test_decode*.py", "tests/kernels/test_options.py", "tests/kernels/test_transformers.py"),
         ("csrc/sm90/htree_fwd/", "csrc/sm90/htree_bwd/"),
     ),
+    "benchmarks": Family(
+        (
+            "benchmarks/cpp/",
+            "csrc/sm90/htree_fwd/",
+            "csrc/sm90/htree_decode/",
+            "csrc/sm90/sparse_attention/",
+            "csrc/tree/",
+        ),
+        (f"{EMULATOR}/tests/test_benchmarks.py",),
+    ),
 }
 
 
@@ -86,10 +96,12 @@ def words(text: str) -> str:
 
 def content(family: Family) -> str:
     """The hash of a family as it is."""
-    sources = [x for x in compiling.kernel_sources(ROOT) if family.folders and x.startswith(family.folders)]
+    sources = [*compiling.kernel_sources(ROOT), *compiling.benchmark_sources(ROOT)]
+    folders = [ROOT / "csrc", ROOT / "benchmarks" / "cpp"]
     parts = {}
     for source in sources:
-        parts |= {name: words(text) for name, (text, _) in store.reachable(ROOT, source, [ROOT / "csrc"]).items()}
+        if family.folders and source.startswith(family.folders):
+            parts |= {name: words(text) for name, (text, _) in store.reachable(ROOT, source, folders).items()}
     emulator = sorted(path for path in (ROOT / EMULATOR).iterdir() if path.suffix in (".py", ".cpp", ".h"))
     shared = [ROOT / "tests" / name for name in ("conftest.py", "baseline.py")]
     for path in [*emulator, *shared, *(ROOT / name for name in test_files(family))]:
