@@ -12,6 +12,7 @@
 #include "host/math.h"
 #include "host/recording.h"
 #include "params.h"
+#include "bounds.cuh"
 #include "config.cuh"
 #include "finish.cuh"
 
@@ -188,6 +189,14 @@ void launch_chunk(SparseAttentionBackwardParams const& params, KernelParams kern
 }
 
 }  // namespace
+
+void launch_bounds(KernelParams const& p, cudaStream_t stream) {
+  auto const key_blocks = static_cast<unsigned>(ceil_div(std::int64_t{p.B} * p.s_kv, kBoundsThreads));
+  bounds_kernel<kBoundsThreads><<<p.rows, kBoundsThreads, 0, stream>>>(p);
+  HTREE_CUDA_CHECK(cudaGetLastError());
+  factors_kernel<kBoundsThreads><<<key_blocks, kBoundsThreads, 0, stream>>>(p);
+  HTREE_CUDA_CHECK(cudaGetLastError());
+}
 
 }  // namespace htree_cuda::sm90::sparse_attention_bwd
 

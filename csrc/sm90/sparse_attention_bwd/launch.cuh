@@ -17,7 +17,9 @@ void launch_sums(KernelParams const& p, CUtensorMap const& kv_map, CUtensorMap c
   constexpr bool kBounds = C::kSums == Sums::kDeterministic;
   std::int64_t const keys = std::int64_t{p.B} * p.s_kv;
   auto const blocks = [](std::int64_t items, int each) { return static_cast<unsigned>(ceil_div(items, each)); };
-  prepare_kernel<typename C::Element, C::kHeadDim, kBounds><<<p.rows, kPrepareThreads, 0, stream>>>(p);
+  // Without bounds it reads no queries, and one kernel serves every head dimension.
+  constexpr int kQueryDim = kBounds ? C::kHeadDim : 512;
+  prepare_kernel<typename C::Element, kQueryDim, kBounds><<<p.rows, kPrepareThreads, 0, stream>>>(p);
   HTREE_CUDA_CHECK(cudaGetLastError());
   if (keys > 0) {
     HTREE_CUDA_CHECK(cudaMemsetAsync(p.sums, 0, sizeof(typename Order<C::kSums>::Sum) * keys * C::kHeadDim, stream));
@@ -28,10 +30,7 @@ void launch_sums(KernelParams const& p, CUtensorMap const& kv_map, CUtensorMap c
       norms_kernel<typename C::Element, C::kHeadDim>
           <<<blocks(keys, kPrepareThreads / 32), kPrepareThreads, 0, stream>>>(p);
       HTREE_CUDA_CHECK(cudaGetLastError());
-      bounds_kernel<kPrepareThreads><<<p.rows, kPrepareThreads, 0, stream>>>(p);
-      HTREE_CUDA_CHECK(cudaGetLastError());
-      factors_kernel<kPrepareThreads><<<blocks(keys, kPrepareThreads), kPrepareThreads, 0, stream>>>(p);
-      HTREE_CUDA_CHECK(cudaGetLastError());
+      launch_bounds(p, stream);
     }
   }
   if (p.begun != nullptr) HTREE_CUDA_CHECK(cudaMemsetAsync(p.begun, 0, sizeof(int), stream));

@@ -1,5 +1,5 @@
 // What comes before the products: the terms of each query's head, one block a query. And, for integers as sums of dkv,
-// how large a contribution can be, by which each key row gets the power of two that its integers are multiples of.
+// how large a contribution of each query can be, and |v| of each key row. bounds.cuh makes factors of them.
 //
 // With dS = S (slope dP + offset), S <= 1 and |dP| <= |dO| |v|, a slot of a query adds to a column of dkv at most
 //   sum over heads of  max|q| (|slope| |dO| |v| + |offset|) + |weight| max|dO|  =  x |v| + y.
@@ -16,11 +16,6 @@
 namespace htree_cuda::sm90::sparse_attention_bwd {
 
 inline constexpr int kPrepareThreads = 256;
-// Exponents: of a bound that is zero, and of one that is not finite.
-inline constexpr int kNoExponent = -(1 << 20);
-inline constexpr int kBrokenExponent = 1 << 20;
-// Sums stay below 2^61, which leaves room for what rounding adds.
-inline constexpr int kSumBits = 61;
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -144,44 +139,6 @@ __global__ void __launch_bounds__(kPrepareThreads) norms_kernel(__grid_constant_
   squares = warp_sum(squares);
   most = warp_max(most);
   if (lane == 0) p.norms[row] = most < INFINITY ? sqrtf(squares) : NAN;
-}
-
-// An integer e with x <= 2^e. What may overflow float32 counts as not finite: the products could give infinities, which
-// no integer stands for.
-__device__ __forceinline__ int exponent_above(double x) {
-  if (!(x < 0x1p127)) return kBrokenExponent;
-  if (x == 0.0) return kNoExponent;
-  return ilogb(x) + 1;
-}
-
-// The largest contribution of each key row, and how many there are; a block a query.
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads) bounds_kernel(__grid_constant__ KernelParams const p) {
-  int const row = blockIdx.x;
-  int const b = row / p.s_q;
-  int const s = row - b * p.s_q;
-  int const length = slots::length(p, b, s);
-  int const visible = slots::visible(p, b, s);
-  double2 const query = p.query_bounds[row];
-  int const* const list = slots::list(p, b, s);
-  for (int slot = threadIdx.x; slot < length; slot += kThreads) {
-    int const index = list[slot * p.indices_stride_t];
-    if (static_cast<unsigned>(index) >= static_cast<unsigned>(visible)) continue;
-    int64_t const at = static_cast<int64_t>(b) * p.s_kv + index;
-    atomicMax(p.exponents + at, exponent_above(query.x * p.norms[at] + query.y));
-    atomicAdd(p.counts + at, 1);
-  }
-}
-
-// The factor of each key row, a power of two, and which rows are not finite.
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads) factors_kernel(__grid_constant__ KernelParams const p) {
-  int64_t const at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (at >= static_cast<int64_t>(p.B) * p.s_kv) return;
-  int const exponent = p.exponents[at];
-  int const bits = 32 - __clz(p.counts[at]);  // there are less than 2^bits
-  p.factors[at] = exp2f(static_cast<float>(min(max(kSumBits - exponent - bits, -126), 127)));
-  p.broken[at] = exponent == kBrokenExponent;
 }
 
 }  // namespace htree_cuda::sm90::sparse_attention_bwd
