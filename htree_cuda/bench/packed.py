@@ -15,10 +15,13 @@ from .. import forward, forward_varlen
 from .inputs import DTYPES
 from .protocol import measure
 
-# Seconds of warm-up and of timed calls for each length of a document. Its time is that of one sequence of a batch of
-# its length which fills the GPU. Nothing is interpolated between fewer lengths: from 16 top_k tokens on a sequence has
-# one layer more, and its cost rises in a straight line, by a factor of 5 to 9 up to twice that length.
-DOCUMENT_SECONDS = (0.15, 0.3)
+# Seconds of warm-up and of timed calls. The GPU is warm from the row before, and every row has a call of its own to be
+# compared with.
+SECONDS = (0.2, 0.6)
+# The same for each length of a document. Its time is that of one sequence of a batch of its length which fills the GPU.
+# Nothing is interpolated between fewer lengths: from 16 top_k tokens on a sequence has one layer more, and its cost
+# rises in a straight line, by a factor of 5 to 9 up to twice that length.
+DOCUMENT_SECONDS = (0.05, 0.2)
 
 
 def documents(total: int, shortest: int, longest: int, seed: int) -> list[int]:
@@ -37,7 +40,7 @@ def _inputs(args: argparse.Namespace, rows: tuple[int, ...], H: int, H_kv: int):
     return [torch.randn(*rows, heads, args.dim, **place).requires_grad_() for heads in (H, H_kv, H_kv)]
 
 
-def _measured(call, tensors, args: argparse.Namespace, gradients: bool, seconds=None) -> dict:
+def _measured(call, tensors, args: argparse.Namespace, gradients: bool, seconds=SECONDS) -> dict:
     """Forward without gradients; or a backward alone, through a graph that is kept."""
     if not gradients:
         with torch.no_grad():
@@ -58,7 +61,7 @@ def _packed(args: argparse.Namespace, lengths: list[int], H: int, H_kv: int, top
     return _measured(call, (q, k, v), args, gradients)
 
 
-def _batched(args, B: int, T: int, H: int, H_kv: int, top_k: int, gradients: bool, seconds=None) -> dict:
+def _batched(args, B: int, T: int, H: int, H_kv: int, top_k: int, gradients: bool, seconds=SECONDS) -> dict:
     q, k, v = _inputs(args, (B, T), H, H_kv)
 
     def call():
