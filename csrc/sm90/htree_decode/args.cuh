@@ -62,7 +62,8 @@ struct Args {
   int T_q;
   int G;
   int top_k;
-  int log2_parts;  // log2_parts_of(top_k, G): read from here, it takes no register
+  int log2_parts;         // log2_parts_of(top_k, G): read from here, it takes no register
+  int log2_parts_of_cta;  // that a CTA takes: launch.cuh
   Pairing pairing;
   float const* attn_sink;  // [H_kv * G] natural, or null
 };

@@ -1,19 +1,13 @@
-// The attend pass of a layer: values of the candidates that are not expanded, onto the warp's running softmax.
+// The attend pass of a layer: values of the candidates that are not expanded, onto what was attended in the layers above.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include "fragments.cuh"
 #include "score.cuh"
-#include "select.cuh"
 #include "softmax.cuh"
 
 namespace htree_cuda::sm90::htree_decode {
-
-// The State of a warp for one of the CTA's parts.
-template <class Cfg>
-__device__ __forceinline__ float4* warp_outputs(Smem<Cfg>& smem, int part, int warp) {
-  return smem.tail + Cfg::kOutputVectors + (part * Cfg::kWarps + warp) * Cfg::kStateVectors;
-}
 
 // Bit c: candidate c of a block is attended. `selects`: candidates of smem.expanded are left out.
 template <class Cfg>
@@ -23,55 +17,107 @@ __device__ __forceinline__ uint32_t attended_of(Smem<Cfg> const& smem, Layer con
   return ((1u << layer.readable_of(block)) - 1u) & ~expanded;
 }
 
-// P of a block, from the scores that the lane stored.
+// A quarter of the values of a slot's blocks begin, begin + kSlots, ... below `end`, in O^T, relative to the part's maxima; `sum`
+// is what P adds up to in this lane.
 template <class Cfg>
-__device__ __forceinline__ void exponentiate_block(Args const& args, Layer const& layer, Smem<Cfg>& smem, uint32_t attended,
-                                                   int block, State<Cfg>& state, uint32_t (&p)[2][4]) {
-  int const lane = lane_of<Cfg>();
-  bool const stored = lane < score_lanes(args.G);
-  float4 const* const from = stored_scores<Cfg>(args, smem, block - layer.first);
-  float s[2][4];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float4 const x = i < Cfg::kHeadTiles && stored ? from[i < Cfg::kHeadTiles ? i : 0] : float4{};
-    s[0][2 * i] = x.x, s[0][2 * i + 1] = x.y, s[1][2 * i] = x.z, s[1][2 * i + 1] = x.w;
+struct Quarter {
+  static constexpr int kAhead = 4;  // blocks whose values are on their way while those of one are multiplied
+
+  Args const& args;
+  Smem<Cfg>& smem;
+  Layer const& layer;
+  bool selects;
+  int end;
+  int quarter;
+  float o[Cfg::kHeadTiles][Cfg::kQuarterTiles][4] = {};
+  float sum[Cfg::kHeadTiles] = {};
+
+  __device__ __forceinline__ void load(Values<Cfg>& values, int block) const {
+    bool const exists = block < end;
+    int const known = min(block, end - 1);
+    int const row_quad = lane_of_warp() % 4;
+    uint32_t const attended = exists ? attended_of(smem, layer, selects, known) >> row_quad * 4 : 0u;
+    values.load(attended, values_of<Cfg>(args, layer), smem.rows[(known - layer.first) * (kSiblings / 4) + row_quad], quarter);
   }
+
+  __device__ __forceinline__ void add(Values<Cfg> const& values, int block) {
+    int const lane = lane_of_warp();
+    float4 const* const scores = reinterpret_cast<float4 const*>(smem.scores(args));
+    uint32_t const attended = attended_of(smem, layer, selects, block) >> lane % 4 * 4;
+    uint32_t p[Cfg::kHeadTiles][4];
 #pragma unroll
-  for (int tile = 0; tile < 2; ++tile) {
+    for (int i = 0; i < Cfg::kHeadTiles; ++i) {
+      int const head = lane / 4 + 8 * i;
+      float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
+      if (head < args.G) x = scores[score_place(args, block - layer.first, head, lane % 4)];
+      x.x = attended & 1u ? x.x : 0.0f;
+      x.y = attended & 2u ? x.y : 0.0f;
+      x.z = attended & 4u ? x.z : 0.0f;
+      x.w = attended & 8u ? x.w : 0.0f;
+      sum[i] += (x.x + x.y) + (x.z + x.w);
+      p[i][0] = ptx::round_tf32(x.x), p[i][1] = ptx::round_tf32(x.y);
+      p[i][2] = ptx::round_tf32(x.z), p[i][3] = ptx::round_tf32(x.w);
+    }
+    values.add(p, o);
+  }
+
+  __device__ __forceinline__ void attend(int begin) {
+    Values<Cfg> values[kAhead];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      int const candidate = 8 * tile + 2 * (lane % 4) + e % 2;
-      if (!(attended >> candidate & 1u)) s[tile][e] = kMasked;
+    for (int n = 0; n < kAhead; ++n) load(values[n], begin + n * kSlots);
+#pragma unroll 1
+    for (int first = begin; first < end; first += kAhead * kSlots) {
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) {
+        int const block = first + n * kSlots;
+        if (block >= end) break;
+        add(values[n], block);
+        load(values[n], block + kAhead * kSlots);
+      }
     }
   }
-  state.exponentiate(s, p);
-}
 
-// A warp's blocks of one part. A block of which nothing is attended is passed over.
-template <class Cfg>
-__device__ __forceinline__ void attend_part(Args const& args, Layer const& layer, Smem<Cfg>& smem, bool selects, int part,
-                                            int warp, State<Cfg>& state) {
-#pragma unroll 1
-  for (int block = layer.first_of<Cfg>(part) + warp; block < layer.last_of<Cfg>(part); block += Cfg::kWarps) {
-    uint32_t const attended = attended_of(smem, layer, selects, block);
-    if (attended == 0) continue;
-    Values<Cfg> values;
-    values.load(attended, value_address<Cfg>(args, smem, layer, block));
-    uint32_t p[2][4];
-    exponentiate_block(args, layer, smem, attended, block, state, p);
-    values.add(p, state.o);
+  // Adds what was attended in this layer to the slot's state.
+  __device__ __forceinline__ void store(int part, int slot) const {
+    constexpr int kDims = 2 * Cfg::kQuarterTiles;  // of a lane
+    int const lane = lane_of_warp();
+    float* const state = smem.states(args) + (part * kSlots + slot) * args.G * Cfg::kOutputStride;
+    int const dim = quarter * (Cfg::kV / kQuarters) + lane / 4 * kDims;
+#pragma unroll
+    for (int i = 0; i < Cfg::kHeadTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        int const head = 8 * i + lane % 4 * 2 + e;
+        if (head >= args.G) continue;
+        float2 const factors = smem.factors[part * kHeads + head];
+        float* const to = state + head * Cfg::kOutputStride + dim;
+#pragma unroll
+        for (int d = 0; d < kDims; ++d) to[d] = fmaf(to[d], factors.x, __fmul_rn(o[i][d / 2][d % 2 * 2 + e], factors.y));
+      }
+      float whole = sum[i] + __shfl_xor_sync(0xffffffffu, sum[i], 1);
+      whole += __shfl_xor_sync(0xffffffffu, whole, 2);
+      int const head = lane / 4 + 8 * i;
+      if (quarter == 0 && lane % 4 == 0 && head < args.G) {
+        float2 const factors = smem.factors[part * kHeads + head];
+        float& to = smem.slot_sums[(part * kSlots + slot) * kHeads + head];
+        to = fmaf(to, factors.x, __fmul_rn(whole, factors.y));
+      }
+    }
   }
-}
+};
 
 template <class Cfg>
 __device__ __forceinline__ void attend(Args const& args, Layer const& layer, Smem<Cfg>& smem, bool selects, int warp) {
+  Split const split(args);
+  // Number 8 part + 4 slot + quarter.
 #pragma unroll 1
-  for (int part = 0; part < Cfg::kPartsOfCta; ++part) {
-    float4* const outputs = warp_outputs(smem, part, warp);
-    State<Cfg> state;
-    state.load(outputs);
-    attend_part(args, layer, smem, selects, part, warp, state);
-    state.store(outputs);
+  for (int i = warp; i < split.streams_of_cta(); i += Cfg::kWarps) {
+    int const part = i / kStreams;
+    int const slot = i / kQuarters % kSlots;
+    Quarter<Cfg> quarter{args, smem, layer, selects, layer.first_of(split, part + 1), i % kQuarters};
+    int const begin = layer.first_of(split, part) + slot;
+    if (begin < quarter.end) quarter.attend(begin);
+    quarter.store(part, slot);
   }
 }
 

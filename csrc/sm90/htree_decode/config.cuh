@@ -3,21 +3,21 @@
 //   part          one of 4, 8 or 16 (parts_of) equal shares of a layer's blocks of 16 candidates, by rank. Parts follow
 //                 from the position, top_k and the group alone, so a query has the same bits in every call
 //   cluster       its CTAs serve one (query, KV head), from the entry layer down to the tokens, in one launch. A CTA scores
-//                 and attends one part, or two where a call fills the GPU more than once (parts_of_cta): a wave then serves
-//                 twice as many queries, whose selections take hardly longer
-//   warp          every eighth block of the part, from the warp's own number on; 16 rows of keys go
-//                 from global memory to registers, 16 bytes a lane, prefetched to L2 when a layer begins
+//                 and attends one part, or several where a call has many queries (launch.cuh): what a layer costs whatever
+//                 its size, messages and the rounds of a selection, is then shared by more blocks
+//   stream        every eighth block of a part, scored by one warp; 16 rows of keys go from global memory to registers,
+//                 16 bytes a lane
+//   slot          every second block of a part, attended by four warps, a quarter of the dimensions each
 //   products      mma.sync m16n8k8 in tf32: bf16 and fp16 are exact in it, and rotated operands keep 11 bits without a
-//                 scale. S = q K^T with heads as rows; O^T = V^T P^T with heads as columns, so that P is an operand where
-//                 it was computed
+//                 scale. S^T = K q^T and O^T = V^T P^T with heads as columns
 //   rotation      <R(q, n-1), R(k, 16 j + c)> = <R(q, n-1-16 j), R(k, c)>: a lane's two rows of keys always have the same
-//                 c; the query rotates in place from one block of the warp to the next
-//   scores        of a selecting layer stay in shared memory, where the lane that computed them reads them again, so keys
-//                 are read once
+//                 c; the query rotates in its registers from one block of the stream to the next
+//   scores        stay in shared memory and become P there, relative to the part's maximum of each head: keys are read
+//                 once, and there is one exponential a candidate and head
 //   exchange      through the cluster's shared memory (exchange.cuh): (maximum, sum) of every part; histograms of
 //                 importances, from which each CTA finds the same threshold; nodes, by the CTA that selected them to the one
 //                 that expands them; outputs, to the CTA that adds them
-//   registers     128 a thread with 8 heads or fewer (two CTAs of 8 warps an SM), up to 255 above (one)
+//   registers     128 a thread with 8 heads or fewer (two CTAs of 8 warps an SM, or one of 16), up to 255 above (one of 8)
 #pragma once
 
 #include <cuda_bf16.h>
@@ -38,7 +38,7 @@ namespace htree_cuda::sm90::htree_decode {
 inline constexpr int kHeads = 16;  // at most
 
 // kHalves_: rotated pairs are the halves of K, else what Args::pairing says.
-template <class Element_, int kK_, int kV_, int kHeadTiles_, bool kHalves_, int kPartsOfCta_>
+template <class Element_, int kK_, int kV_, int kHeadTiles_, bool kHalves_, bool kLarge_>
 struct Config {
   using Element = Element_;  // __nv_bfloat16 or __half
   static constexpr int kK = kK_;
@@ -46,42 +46,23 @@ struct Config {
   static constexpr int kHeadTiles = kHeadTiles_;        // of 8 heads
   static constexpr bool kHalves = kHalves_;
   static constexpr int kTileHeads = 8 * kHeadTiles;
-  static constexpr int kPartsOfCta = kPartsOfCta_;
-  static constexpr bool kCompact = kPartsOfCta > 1;     // outputs of kCompactHeads heads alone are kept
-  static constexpr int kMaxHeads = kCompact ? kCompactHeads : kTileHeads;
   static constexpr int kPairs = kK / 8;                 // rotated pairs of a row that a lane holds
   static constexpr int kKeyChunks = kK / 32;            // 16-byte chunks of a row of keys that a lane holds
-  static constexpr int kValueChunks = kV / 64;          // likewise of a row of values
-  static constexpr int kDimTiles = kV / 16;             // tiles of 16 dimensions of O^T
-  static constexpr int kQueryVectors = kHeadTiles * kPairs / 2;  // float4 of a lane's query in shared memory
-  // fp16 operands are rounded, and other pairs are looked up, which takes registers that eight warps do not have.
-  static constexpr int kWarps =
-      kHeadTiles == 1 && kK == 128 && (std::is_same_v<Element, __half> || !kHalves) ? 6 : 8;
+  static constexpr int kQuarterTiles = kV / 64;         // tiles of 16 dimensions in a quarter of O^T
+  static constexpr bool kLarge = kLarge_;               // a CTA that has its SM alone
+  // fp16 operands are rounded, and other pairs are looked up, which takes registers that sixteen warps of an SM do not have.
+  static constexpr bool kScarce = kHeadTiles == 1 && kK == 128 && (std::is_same_v<Element, __half> || !kHalves);
+  static constexpr int kWarps = (kLarge ? 16 : 8) * (kScarce ? 3 : 4) / 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kBlocksPerSM = kHeadTiles == 1 ? 2 : 1;
+  static constexpr int kBlocksPerSM = kHeadTiles == 1 && !kLarge ? 2 : 1;
   static constexpr int kRotationStride = kK / 2 + 8;    // float2 of a row in shared memory: two rows do not meet in a bank
-  static constexpr int kStateLanes = kCompact ? 16 : 32;
-  static constexpr int kStateVectors = kHeadTiles * (kDimTiles + 1) * kStateLanes;  // float4 of a warp's State in shared memory
-  static constexpr int kOutputVectors = kPartsOfCta * kTileHeads * kV / 4;          // that a CTA adds
-  static constexpr int kFirstScore = kOutputVectors + kPartsOfCta * kWarps * kStateVectors;  // in Smem::tail
+  static constexpr int kOutputStride = kV + 4;          // floats of a head's outputs in a state: heads do not meet in a bank
+  static constexpr int kMaxBlocks = kLarge ? 256 : 64;  // of a CTA, in a layer
+  static constexpr int kMaxWords = kMaxBlocks / 2;      // of 32 candidates
   static_assert(kK % 64 == 0 && kV % 64 == 0);
-  static_assert(kPartsOfCta == 1 || (kPartsOfCta <= kMaxPartsOfCta && kHeadTiles == 1));
 };
 
-// The lane's number; with two parts a CTA it is read where it is used, because registers are scarce.
-template <class Cfg>
-__device__ __forceinline__ int lane_of() {
-  return static_cast<int>(Cfg::kPartsOfCta == 1 ? threadIdx.x % 32 : ptx::lane_index());
-}
-
 inline constexpr int kBins = 256;  // of a histogram of importances
-inline constexpr int kMaxBlocks = kMaxPartsOfCta * tree::kMaxTopK / kMaxParts;  // of a CTA, in a layer
-static_assert(kMaxBlocks >= kMaxPartsOfCta * 128 / 8 && kMaxBlocks >= kMaxPartsOfCta * 64 / 4);
-inline constexpr int kMaxWords = kMaxBlocks / 2;  // of 32 candidates
-static_assert(kMaxWords <= 32, "a warp counts the bits of all of them");
-
-__host__ __device__ constexpr int score_lanes(int G) { return 4 * (G < 8 ? G : 8); }
-
 // What a round of the selection has found: the bin that holds the threshold.
 struct Digit {
   uint32_t bin;
@@ -95,68 +76,61 @@ struct Digit {
 enum class Message : int { kSums, kNodes, kEvenCounts, kOddCounts, kOutputs };
 inline constexpr int kMessages = 5;
 
-// While layers are scored and attended.
-template <class Cfg>
-struct LayerSmem {
-  union {
-    float4 queries[Cfg::kWarps * Cfg::kQueryVectors * 32];  // until all CTAs have their scores
-    struct {
-      uint32_t histograms[2 * kMaxParts * (kBins / 2)];  // of every CTA, two bins a word; two rounds, alternating
-      uint32_t importance[kMaxBlocks * kSiblings];
-    };
-  };
-};
-
-// When warps merge their outputs.
-template <class Cfg>
-struct MergeSmem {
-  float4 out[Cfg::kWarps * Cfg::kTileHeads * Cfg::kV / 4];
-};
-
 template <class Cfg>
 struct Smem {
-  float4 rotations[(kSiblings + 1) * Cfg::kRotationStride / 2];  // positions 0 .. 15, and a warp's step between blocks
+  float4 rotations[(kSiblings + 1) * Cfg::kRotationStride / 2];  // positions 0 .. 15, and a stream's step between blocks
   uint4 query[Cfg::kTileHeads * Cfg::kK / 8];                    // the heads as given
   uint4 histogram[kBins / 4];                                    // of the CTA's importances
-  float2 part_sums[kMaxParts * kHeads];                          // maximum and sum of the scores of each part
-  float2 warp_sums[Cfg::kPartsOfCta * Cfg::kWarps * kHeads];
-  float2 merged_sums[kHeads];
+  uint32_t histograms[2 * kMaxParts * (kBins / 2)];  // of every CTA, two bins a word; two rounds, alternating
+  uint32_t importance[Cfg::kMaxBlocks * kSiblings];
+  float2 part_sums[kMaxParts * kHeads];              // maximum and sum of the scores of each part
+  // Of the CTA's parts, in the layer that is attended:
+  float maxima[kMaxPartsOfCta * kStreams * kHeads];  // of the scores of each stream
+  float sums[kMaxPartsOfCta * kStreams * kHeads];    // of P of each stream
+  float part_maxima[kMaxPartsOfCta * kHeads];
+  float importance_factors[kMaxPartsOfCta * kHeads]; // by which P becomes the probability in the layer
+  float2 factors[kMaxPartsOfCta * kHeads];           // of what was attended before, and of what this layer adds
+  // Of the CTA's parts, of all that was attended:
+  float references[kMaxPartsOfCta * kHeads];         // states are relative to exp2 of this
+  float slot_sums[kMaxPartsOfCta * kSlots * kHeads];
   std::uint64_t inboxes[kMessages];       // mbarriers
   uint32_t phases[Cfg::kThreads];         // each thread's own: bit i is the parity of message i that it awaits next
   uint32_t bin_sums[4];                   // of 64 bins each, of all CTAs, and 16 bits up of the CTAs before this one
-  uint32_t expanded[kMaxWords];           // bit i % 32 of word i / 32: candidate i of the CTA is expanded
-  uint32_t equal[kMaxWords];              // likewise, its importance is the threshold
-  std::int32_t nodes[2 * kMaxBlocks];     // parents of the CTA's blocks, in this layer and in the next, alternating
-  int part_ends[Cfg::kWarps];             // of the part that each warp scores, where a CTA has two
-  std::int64_t rows[kMaxBlocks];          // the first row of each of the CTA's blocks
+  uint32_t expanded[Cfg::kMaxWords];           // bit i % 32 of word i / 32: candidate i of the CTA is expanded
+  uint32_t equal[Cfg::kMaxWords];              // likewise, its importance is the threshold
+  std::int32_t nodes[2 * Cfg::kMaxBlocks];     // parents of the CTA's blocks, in this layer and in the next, alternating
+  uint4 rows[Cfg::kMaxBlocks * kSiblings / 4]; // where the CTA's candidates lie: rows of the cache's tensors, of which no GPU holds 2^32
   Digit threshold;
   Unit unit;
   Layer layer;
-  union {
-    LayerSmem<Cfg> layers;
-    MergeSmem<Cfg> merge;
-  };
   // As much as the call needs:
   //   outputs of parts   [parts][heads][dimensions that this CTA adds], from all CTAs at the end
-  //   states             [parts of the CTA][warps][kStateVectors], the State of each warp between its attend passes
-  //   scores             [blocks of the CTA][score_lanes][head tiles]
+  //   states             [parts of the CTA][slots][heads][kOutputStride], what was attended so far
+  //   scores             [blocks of the CTA][heads][16], then P
   float4 tail[1];
+
+  __device__ __forceinline__ float* outputs() { return reinterpret_cast<float*>(tail); }
+  __device__ __forceinline__ float* states(Args const& args) {
+    return outputs() + (args.G * Cfg::kV << args.log2_parts_of_cta);
+  }
+  __device__ __forceinline__ float* scores(Args const& args) {
+    return states(args) + (kSlots * args.G * Cfg::kOutputStride << args.log2_parts_of_cta);
+  }
 };
 
 inline constexpr int kMaxSharedBytes = 232448;
 inline constexpr int kMaxSharedBytesOfTwo = 233472 / 2 - 1024;  // where two CTAs share an SM
 
 template <class Cfg>
-constexpr int shared_bytes(int top_k, int G) {
-  int const scores = Cfg::kPartsOfCta * top_k / parts_of(top_k, G) * score_lanes(G) * Cfg::kHeadTiles;
-  return static_cast<int>(offsetof(Smem<Cfg>, tail)) + (Cfg::kFirstScore + scores) * 16;
+constexpr int shared_bytes(int top_k, int G, int parts_of_cta) {
+  int const of_part = Cfg::kV + kSlots * Cfg::kOutputStride + top_k / parts_of(top_k, G) * kSiblings;
+  return static_cast<int>(offsetof(Smem<Cfg>, tail)) + parts_of_cta * G * of_part * 4;
 }
 
-// The largest calls fit.
 template <class Cfg>
-constexpr bool fits() {
-  int const limit = Cfg::kBlocksPerSM == 2 ? kMaxSharedBytesOfTwo : kMaxSharedBytes;
-  return shared_bytes<Cfg>(tree::kMaxTopK, Cfg::kMaxHeads) <= limit;
+constexpr bool fits(int top_k, int G, int parts_of_cta) {
+  return parts_of_cta * top_k / parts_of(top_k, G) <= Cfg::kMaxBlocks &&
+         shared_bytes<Cfg>(top_k, G, parts_of_cta) <= (Cfg::kBlocksPerSM == 2 ? kMaxSharedBytesOfTwo : kMaxSharedBytes);
 }
 
 }  // namespace htree_cuda::sm90::htree_decode

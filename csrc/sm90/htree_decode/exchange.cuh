@@ -31,13 +31,13 @@ __device__ __forceinline__ uint32_t inbox(Smem<Cfg>& smem, Message message) {
 // What a CTA is sent of a message, by all CTAs together.
 template <class Cfg>
 __device__ __forceinline__ uint32_t message_bytes(Args const& args, Message message) {
-  Split<Cfg> const split(args);
+  Split const split(args);
   switch (message) {
-    case Message::kSums: return split.parts() * Cfg::kTileHeads * static_cast<uint32_t>(sizeof(float2));
+    case Message::kSums: return split.parts() * args.G * static_cast<uint32_t>(sizeof(float2));
     case Message::kNodes: return args.top_k / split.ctas() * static_cast<uint32_t>(sizeof(std::int32_t));
     case Message::kOutputs:
       return args.G * (split.parts() * static_cast<uint32_t>(sizeof(float2)) +
-                       Cfg::kPartsOfCta * Cfg::kV * static_cast<uint32_t>(sizeof(float)));
+                       split.parts_of_cta() * Cfg::kV * static_cast<uint32_t>(sizeof(float)));
     default: return split.ctas() * kBins * static_cast<uint32_t>(sizeof(std::uint16_t));
   }
 }

@@ -1,9 +1,9 @@
 // Rows of keys, values and queries as operands of m16n8k8 in tf32, read from global memory in 16-byte chunks.
 //
 // A lane is lane = 4 g + t. Keys: it holds chunks t, t + 4, ... of the rows g and g + 8 of a block, so that both elements
-// of a rotated pair (m, m + K / 2) are its own; products contract pair s of all lanes at step s. Values: it holds chunks g
-// and g + 8 of the rows 2 t, 2 t + 1, 2 t + 8, 2 t + 9; tile i of O^T has, in row g, element i of the lane's
-// elements, and in row g + 8 element i + kDimTiles. Queries: heads g and g + 8, as keys.
+// of a rotated pair (m, m + K / 2) are its own; products contract pair s of all lanes at step s. Queries: head g (and
+// g + 8), as keys. Values: of a quarter of the dimensions it holds the g-th part of the rows 4 t .. 4 t + 3; a tile of O^T has
+// the low half of a word of the lane's in row g, and the high half in row g + 8.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -46,25 +46,23 @@ __device__ __forceinline__ uint32_t operand(float x) {
 template <class Element>
 inline constexpr float kUnbias = std::is_same_v<Element, __half> ? 1.0f : 1.0f + 1.0f / 3072.0f;  // 1 + 2^-11 / 1.5
 
-// The heads of a query, rotated, in shared memory: every lane of a warp keeps its own there, and no other lane reads them.
-// Pair s of head tile i is element s % 4 of `of_lane[(i * kPairs / 2 + s / 4) * 32]` (the low one) and of the float4
-// kPairs / 4 * 32 behind it (the high one). Heads that do not exist are zeros.
+// x and y, a rotated pair, by an angle. Roundings are spelt out: every kernel that scores a block has the same.
+__device__ __forceinline__ void rotate(float& x, float& y, float cos, float sin) {
+  float const low = x;
+  x = fmaf(low, cos, -__fmul_rn(y, sin));
+  y = fmaf(low, sin, __fmul_rn(y, cos));
+}
+
+// The heads of a query, rotated: pairs of head g + 8 i. Heads that do not exist are zeros.
 template <class Cfg>
 struct Query {
-  float4* of_lane;
-
-  __device__ __forceinline__ Query(float4* queries, int warp)
-      : of_lane(queries + warp * Cfg::kQueryVectors * 32 + threadIdx.x % 32) {}
-
-  __device__ __forceinline__ float4& low(int i, int s) const { return of_lane[(i * (Cfg::kPairs / 2) + s / 4) * 32]; }
-  __device__ __forceinline__ float4& high(int i, int s) const {
-    return of_lane[(i * (Cfg::kPairs / 2) + Cfg::kPairs / 4 + s / 4) * 32];
-  }
+  float low[Cfg::kHeadTiles][Cfg::kPairs];
+  float high[Cfg::kHeadTiles][Cfg::kPairs];
 
   // `given`: the heads as they are, in shared memory. `angles` is the row of the table of the position by which they rotate.
   __device__ __forceinline__ void load(uint4 const* given, float2 const* angles) {
     using Element = typename Cfg::Element;
-    int const lane = threadIdx.x % 32;
+    int const lane = lane_of_warp();
     constexpr int kOctets = Cfg::kPairs / 8;
     float4 angle[Cfg::kPairs / 2];
 #pragma unroll
@@ -78,28 +76,16 @@ struct Query {
       for (int octet = 0; octet < kOctets; ++octet) {
         uint4 const chunks[2] = {row[4 * octet], row[4 * (octet + kOctets)]};
 #pragma unroll
-        for (int s = 0; s < 8; s += 4) {
-          float x[4], y[4];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            float4 const& two = angle[(8 * octet + s + e) / 2];
-            x[e] = element<Element>(chunks, s + e);
-            y[e] = element<Element>(chunks, s + e + 8);
-            rotate(x[e], y[e], e % 2 ? two.z : two.x, e % 2 ? two.w : two.y);
-            x[e] *= kUnbias<Element>;
-            y[e] *= kUnbias<Element>;
-          }
-          low(i, 8 * octet + s) = {x[0], x[1], x[2], x[3]};
-          high(i, 8 * octet + s) = {y[0], y[1], y[2], y[3]};
+        for (int s = 0; s < 8; ++s) {
+          float4 const& two = angle[(8 * octet + s) / 2];
+          float x = element<Element>(chunks, s);
+          float y = element<Element>(chunks, s + 8);
+          rotate(x, y, s % 2 ? two.z : two.x, s % 2 ? two.w : two.y);
+          low[i][8 * octet + s] = __fmul_rn(x, kUnbias<Element>);
+          high[i][8 * octet + s] = __fmul_rn(y, kUnbias<Element>);
         }
       }
     }
-  }
-
-  static __device__ __forceinline__ void rotate(float& x, float& y, float cos, float sin) {
-    float const low = x;
-    x = low * cos - y * sin;
-    y = low * sin + y * cos;
   }
 };
 
@@ -119,17 +105,17 @@ struct Keys {
   static constexpr int kOctets = Cfg::kPairs / 8;
   uint4 rows[2][Cfg::kKeyChunks];
 
-  // Where the lane's two rows lie. Rows from `count` on are zeros and are not read.
+  // Where the lane's two rows lie, of those of a block. Rows from `count` on are zeros and are not read.
   struct Source {
     char const* from[2];
     int count;
 
-    __device__ __forceinline__ Source(int count_, BlockAddress<Cfg::kK> const& address) : count(count_) {
-      int const lane = threadIdx.x % 32;
-      int const candidates[2] = {lane / 4, lane / 4 + 8};
-      address.rows(candidates, from);
-      from[0] += lane % 4 * 16;
-      from[1] += lane % 4 * 16;
+    __device__ __forceinline__ Source(int count_, char const* keys, uint32_t const* rows) : count(count_) {
+      int const lane = lane_of_warp();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        from[i] = keys + static_cast<std::int64_t>(rows[lane / 4 + 8 * i]) * (2 * Cfg::kK) + lane % 4 * 16;
+      }
     }
   };
 
@@ -137,25 +123,26 @@ struct Keys {
   __device__ __forceinline__ void load(Source const& source, int octet, Pairing const& pairing) {
     int2 offset = {64 * octet, 64 * (octet + kOctets)};
     if constexpr (!Cfg::kHalves) {
-      int const t = threadIdx.x % 4;
+      int const t = lane_of_warp() % 4;
       int2 const chunks = pair_chunks(pairing, t + 4 * octet, Cfg::kK / 8);
       offset = {(chunks.x - t) * 16, (chunks.y - t) * 16};
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      bool const reads = static_cast<int>(threadIdx.x % 32) / 4 + 8 * i < source.count;
+      bool const reads = lane_of_warp() / 4 + 8 * i < source.count;
       rows[i][octet] = ptx::load_global_once_if(reads, source.from[i] + offset.x);
       rows[i][octet + kOctets] = ptx::load_global_once_if(reads, source.from[i] + offset.y);
     }
   }
 
-  // Products with the query: s[tile][e] of candidate 8 tile + 2 t + e % 2 and head g + 8 (e / 2). The query rotates back
-  // by a step as it passes. `rotations`: the lane's part of the table's row g in shared memory, `step` of that of the step.
-  // Chunks that are done make room for those of the `next` block, which are on their way while the rest is multiplied.
-  __device__ __forceinline__ void multiply(Query<Cfg> const& q, float4 const* rotations, float4 const* step,
-                                           Source const& next, Pairing const& pairing, float (&s)[2][4]) {
+  // Products with the query: s[i][e] of candidate g + 8 (e / 2) and head 8 i + 2 t + e % 2. The query rotates back by a
+  // step as it passes. `rotations`: the lane's part of the table's row g in shared memory, `step` of that of the step.
+  // Chunks that are done make room for those of the next block, whose Source is next(): they are on their way while the rest is multiplied.
+  template <class Next>
+  __device__ __forceinline__ void multiply(Query<Cfg>& q, float4 const* rotations, float4 const* step, Next const& next,
+                                           Pairing const& pairing, float (&s)[Cfg::kHeadTiles][4]) {
     using Element = typename Cfg::Element;
-    float sums[2][2][4] = {};  // of even and odd pairs: shorter chains of products
+    float sums[2][Cfg::kHeadTiles][4] = {};  // of even and odd pairs: shorter chains of products
 #pragma unroll
     for (int four = 0; four < Cfg::kPairs; four += 4) {
       __syncwarp();  // what the next four pairs need is loaded when the last four are done: registers are scarce
@@ -165,84 +152,77 @@ struct Keys {
           for (int i = 0; i < 2; ++i) separate_pairs(rows[i][four / 8], rows[i][four / 8 + kOctets]);
         }
       }
-      uint32_t a[4][4] = {};
-      float4 const back[2] = {step[2 * four], step[2 * four + 4]};
 #pragma unroll
-      for (int i = 0; i < Cfg::kHeadTiles; ++i) {
-        float4 const low = q.low(i, four);
-        float4 const high = q.high(i, four);
-        float x[4] = {low.x, low.y, low.z, low.w};
-        float y[4] = {high.x, high.y, high.z, high.w};
+      for (int pair = four; pair < four + 4; ++pair) {
+        auto const cos = [&](float4 const& two) { return pair % 2 ? two.z : two.x; };
+        auto const sin = [&](float4 const& two) { return pair % 2 ? two.w : two.y; };
+        uint32_t a[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          a[e][i] = operand<Element>(x[e]);
-          a[e][2 + i] = operand<Element>(y[e]);
-          float4 const angle = back[e / 2];
-          Query<Cfg>::rotate(x[e], y[e], e % 2 ? angle.z : angle.x, e % 2 ? -angle.w : -angle.y);
+        for (int i = 0; i < 2; ++i) {
+          float4 const angle = rotations[8 * i * (Cfg::kRotationStride / 2) + pair / 2 * 4];
+          float low = element<Element>(rows[i], pair);
+          float high = element<Element>(rows[i], pair + Cfg::kPairs);
+          rotate(low, high, cos(angle), sin(angle));
+          a[i] = operand<Element>(low);
+          a[2 + i] = operand<Element>(high);
         }
-        q.low(i, four) = {x[0], x[1], x[2], x[3]};
-        q.high(i, four) = {y[0], y[1], y[2], y[3]};
-      }
+        float4 const back = step[pair / 2 * 4];
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float4 const angle = rotations[8 * tile * (Cfg::kRotationStride / 2) + (four + e) / 2 * 4];
-          float low = element<Element>(rows[tile], four + e);
-          float high = element<Element>(rows[tile], four + e + Cfg::kPairs);
-          Query<Cfg>::rotate(low, high, e % 2 ? angle.z : angle.x, e % 2 ? angle.w : angle.y);
-          ptx::mma_tf32(sums[e % 2][tile], a[e], operand<Element>(low), operand<Element>(high));
+        for (int i = 0; i < Cfg::kHeadTiles; ++i) {
+          ptx::mma_tf32(sums[pair % 2][i], a, operand<Element>(q.low[i][pair]), operand<Element>(q.high[i][pair]));
+          rotate(q.low[i][pair], q.high[i][pair], cos(back), -sin(back));
         }
       }
-      if (four % 8 == 4) load(next, four / 8, pairing);
+      if (four % 8 == 4) load(next(), four / 8, pairing);
     }
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
+    for (int i = 0; i < Cfg::kHeadTiles; ++i) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[tile][e] = sums[0][tile][e] + sums[1][tile][e];
+      for (int e = 0; e < 4; ++e) s[i][e] = sums[0][i][e] + sums[1][i][e];
     }
   }
 };
 
-// What a lane holds of the 16 values of a block.
+// What a lane holds of a quarter of the 16 values of a block: of each of its rows kV / 32 elements.
 template <class Cfg>
 struct Values {
-  uint4 rows[4][Cfg::kValueChunks];
+  static constexpr int kWords = Cfg::kQuarterTiles;
+  uint32_t rows[4][kWords];
 
-  // Rows that are not `attended` (bit c) are zeros and are not read: what they hold may not be finite.
-  __device__ __forceinline__ void load(uint32_t attended, BlockAddress<Cfg::kV> const& address) {
-    int const lane = threadIdx.x % 32;
-    int const first = 2 * (lane % 4);
-    int const candidates[4] = {first, first + 1, first + 8, first + 9};
-    char const* from[4];
-    address.rows(candidates, from);
+  // Rows that are not `attended` (bit c: the lane's row c) are zeros and are not read: what they hold may not be finite.
+  __device__ __forceinline__ void load(uint32_t attended, char const* values, uint4 const& place, int quarter) {
+    char const* const from = values + (quarter * 8 + lane_of_warp() / 4) * (4 * kWords);
+    uint32_t const row[4] = {place.x, place.y, place.z, place.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int c = 0; c < Cfg::kValueChunks; ++c) {
-        rows[i][c] = ptx::load_global_once_if(attended >> candidates[i] & 1u, from[i] + lane / 4 * 16 + 128 * c);
+      bool const wanted = attended >> i & 1u;
+      char const* const address = from + static_cast<std::int64_t>(row[i]) * (2 * Cfg::kV);
+      if constexpr (kWords == 2) {
+        uint2 const x = wanted ? __ldcg(reinterpret_cast<uint2 const*>(address)) : uint2{0, 0};
+        rows[i][0] = x.x, rows[i][1] = x.y;
+      } else {
+        rows[i][0] = wanted ? __ldcg(reinterpret_cast<uint32_t const*>(address)) : 0u;
       }
     }
   }
 
-  // Adds P of the block: p[tile][e] as the products of Keys have it, in tf32.
-  __device__ __forceinline__ void add(uint32_t const (&p)[2][4], float (&o)[Cfg::kHeadTiles][Cfg::kDimTiles][4]) const {
+  // Adds P of the block: p[i][c] of candidate 4 t + c and head g + 8 i, in tf32.
+  __device__ __forceinline__ void add(uint32_t const (&p)[Cfg::kHeadTiles][4],
+                                      float (&o)[Cfg::kHeadTiles][Cfg::kQuarterTiles][4]) const {
     using Element = typename Cfg::Element;
 #pragma unroll
-    for (int tile = 0; tile < Cfg::kDimTiles; ++tile) {
+    for (int c = 0; c < 4; c += 2) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        auto const value = [&](int row, int i) { return __float_as_uint(element<Element>(rows[2 * half + row], i)); };
-        uint32_t const a[4] = {value(0, tile), value(0, tile + Cfg::kDimTiles), value(1, tile),
-                               value(1, tile + Cfg::kDimTiles)};
+      for (int tile = 0; tile < kWords; ++tile) {
+        float2 const first = unpack(rows[c][tile], Element{});
+        float2 const second = unpack(rows[c + 1][tile], Element{});
+        uint32_t const a[4] = {__float_as_uint(first.x), __float_as_uint(first.y), __float_as_uint(second.x),
+                               __float_as_uint(second.y)};
 #pragma unroll
-        for (int i = 0; i < Cfg::kHeadTiles; ++i) ptx::mma_tf32(o[i][tile], a, p[half][2 * i], p[half][2 * i + 1]);
+        for (int i = 0; i < Cfg::kHeadTiles; ++i) ptx::mma_tf32(o[i][tile], a, p[i][c], p[i][c + 1]);
       }
     }
   }
-
-  // The dimension that row g (i < kDimTiles) or row g + 8 of tile i % kDimTiles of O^T stands for.
-  static __device__ __forceinline__ int dimension(int i, int g) { return i / 8 * 64 + 8 * g + i % 8; }
 };
 
 }  // namespace htree_cuda::sm90::htree_decode

@@ -2,12 +2,13 @@
 //
 //   for every layer
 //     score          keys of the CTA's parts -> scores in shared memory                                     score.cuh
+//     exponentiate   scores -> P                                                                          softmax.cuh
 //     above the tokens
-//       sum_scores, share_sums  (maximum, sum) of the parts to all CTAs                                     score.cuh
-//       score_importance      importances                                                                   score.cuh
+//       share_sums          (maximum, sum) of the parts to all CTAs                                       softmax.cuh
+//       score_importance    importances                                                                   softmax.cuh
 //       select_layer   rounds of counting, whose counts go to all CTAs; nodes to those that expand them     select.cuh
-//     attend         values of what is not expanded, from the stored scores                                 attend.cuh
-//   merge_warps, write_output   outputs to the CTAs that add them                                           merge.cuh
+//     attend         values of what is not expanded                                                        attend.cuh
+//   share_outputs, write_output   outputs to the CTAs that add them                                          merge.cuh
 //
 // What CTAs send each other is in exchange.cuh.
 //
@@ -38,7 +39,7 @@ __device__ __forceinline__ void write_whole_layer(Args const& args, Smem<Cfg> co
 template <class Cfg>
 __device__ __forceinline__ void write_nodes(Args const& args, Smem<Cfg> const& smem, int layer, std::int32_t const* nodes) {
   if (layer > args.selection_layers) return;
-  int const share = args.top_k / Split<Cfg>(args).ctas();
+  int const share = args.top_k / Split(args).ctas();
   std::int32_t* const to = smem.unit.selection(args, layer) + cta_index() * share;
 #pragma unroll 1
   for (int i = threadIdx.x; i < share; i += Cfg::kThreads) to[i] = nodes[i];
@@ -49,7 +50,7 @@ template <class Cfg>
 __device__ __forceinline__ void write_nothing(Args const& args, Smem<Cfg> const& smem, bool overflowed) {
   float const x = overflowed ? __int_as_float(0x7fffffff) : 0.0f;
   int const cta = cta_index();
-  int const ctas = Split<Cfg>(args).ctas();
+  int const ctas = Split(args).ctas();
   std::int64_t const first_head = smem.unit.first_head(args);
   auto* const out = static_cast<typename Cfg::Element*>(args.out) + first_head * Cfg::kV;
 #pragma unroll 1
@@ -76,13 +77,13 @@ __device__ __forceinline__ uint4 query_chunk(Args const& args, typename Cfg::Ele
   return i < kHalf ? x : y;
 }
 
-// What every layer needs: rotations by positions 0 .. 15 and by a warp's step, and the query's heads as they are.
+// What every layer needs: rotations by positions 0 .. 15 and by a stream's step, and the query's heads as they are.
 template <class Cfg>
 __device__ __forceinline__ void load_constants(Args const& args, Smem<Cfg>& smem, Unit const& unit) {
   constexpr int kRow = Cfg::kK / 4;  // float4 of a row
   constexpr int kVectors = (kSiblings + 1) * kRow;
   constexpr int kEach = (kVectors + Cfg::kThreads - 1) / Cfg::kThreads;
-  auto const row_of = [](int i) { return i / kRow < kSiblings ? i / kRow : kSiblings * Cfg::kWarps; };
+  auto const row_of = [](int i) { return i / kRow < kSiblings ? i / kRow : kSiblings * kStreams; };
   float4 x[kEach];
 #pragma unroll
   for (int n = 0; n < kEach; ++n) {
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
   wait_for_previous_grid();
 
   {
-    uint32_t const unit_index = blockIdx.x / static_cast<uint32_t>(Split<Cfg>(args).ctas());
+    uint32_t const unit_index = blockIdx.x / static_cast<uint32_t>(Split(args).ctas());
     Unit unit;
     unit.h = static_cast<int>(unit_index % static_cast<uint32_t>(args.cache.H_kv));
     uint32_t const query = unit_index / static_cast<uint32_t>(args.cache.H_kv);
@@ -146,39 +147,40 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
       write_whole_layer<Cfg>(args, smem, layer, static_cast<int>(smem.unit.t >> (kLog2Siblings * layer)) + 1);
     }
   }
-#pragma unroll 1
-  for (int i = 0; i < Cfg::kPartsOfCta; ++i) State<Cfg>{}.store(warp_outputs(smem, i, warp));
+  clear_states<Cfg>(args, smem);
 #pragma unroll 1
   for (int l = tree::entry_layer(smem.unit.t, args.top_k); l >= 0; --l) {
     __syncthreads();  // who attended the layer above reads what it was
     if (threadIdx.x == 0) {
-      smem.layer = Layer(args.cache, smem.unit, l, args.top_k, smem.nodes + (l + 1) % 2 * kMaxBlocks, Split<Cfg>(args),
+      smem.layer = Layer(args.cache, smem.unit, l, args.top_k, smem.nodes + (l + 1) % 2 * Cfg::kMaxBlocks, Split(args),
                          cta_index());
     }
     __syncthreads();
     Layer const& layer = smem.layer;
-    // With two parts it lies in shared memory, and takes no register meanwhile.
-    auto const index = [&] { return Cfg::kPartsOfCta == 1 ? l : layer.index; };
+    auto const index = [&] { return layer.index; };  // it lies in shared memory, and takes no register meanwhile
     find_rows<Cfg>(args, smem, layer);
     __syncthreads();
-    prefetch_keys<Cfg>(args, smem, layer, warp);
-    if (index() == 0) prefetch_values<Cfg>(args, smem, layer, warp);
+    prefetch_keys<Cfg>(args, smem, layer);
+    if (index() == 0) prefetch_values<Cfg>(args, smem, layer);
     score<Cfg>(args, layer, smem, warp);
     if (layer.parents == nullptr) barriers::cluster_wait();  // in the entry layer
+    __syncthreads();
+    exponentiate<Cfg>(args, layer, smem, warp);
     if (index() > 0) {
-      sum_scores<Cfg>(args, layer, smem, warp);
       share_sums<Cfg>(args, smem);
-      prefetch_values<Cfg>(args, smem, layer, warp);
+      prefetch_values<Cfg>(args, smem, layer);
       receive<Cfg>(args, smem, Message::kSums, warp);
-      score_importance<Cfg>(args, layer, smem, warp);
-      select_layer<Cfg>(args, layer, smem, warp, smem.nodes + index() % 2 * kMaxBlocks);
-      write_nodes<Cfg>(args, smem, index(), smem.nodes + index() % 2 * kMaxBlocks);
+      score_importance<Cfg>(args, layer, smem);
+      select_layer<Cfg>(args, layer, smem, warp, smem.nodes + index() % 2 * Cfg::kMaxBlocks);
+      write_nodes<Cfg>(args, smem, index(), smem.nodes + index() % 2 * Cfg::kMaxBlocks);
+    } else {
+      __syncthreads();  // P
     }
     attend<Cfg>(args, layer, smem, index() > 0, warp);
     l = index();
   }
-#pragma unroll 1
-  for (int i = 0; i < Cfg::kPartsOfCta; ++i) merge_warps<Cfg>(args, smem, i, warp);
+  __syncthreads();
+  share_outputs<Cfg>(args, smem);
   receive<Cfg>(args, smem, Message::kOutputs, warp);
   write_output<Cfg>(args, smem, smem.unit.first_head(args));
 }

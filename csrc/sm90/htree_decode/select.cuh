@@ -12,14 +12,14 @@
 #include "device/barriers.cuh"
 #include "device/ptx.cuh"
 #include "layer.cuh"
-#include "score.cuh"
+#include "softmax.cuh"
 
 namespace htree_cuda::sm90::htree_decode {
 
 // The counts of a round, of all CTAs: two bins a word.
 template <class Cfg>
 __device__ __forceinline__ uint32_t* histograms_of(Smem<Cfg>& smem, int ctas, int round, int cta) {
-  return smem.layers.histograms + (round % 2 * ctas + cta) * (kBins / 2);
+  return smem.histograms + (round % 2 * ctas + cta) * (kBins / 2);
 }
 
 // The bin that holds the k-th largest, from the counts of all CTAs, to smem.threshold. Threads 0 .. 127 have two bins each,
@@ -28,7 +28,7 @@ __device__ __forceinline__ uint32_t* histograms_of(Smem<Cfg>& smem, int ctas, in
 template <class Cfg>
 __device__ __forceinline__ void find_bin(Smem<Cfg>& smem, int cta, int ctas, int warp, int round, uint32_t k) {
   static_assert(Cfg::kThreads >= kBins / 2 && tree::kMaxTopK * kSiblings < 1 << 16);
-  int const lane = lane_of<Cfg>();
+  int const lane = lane_of_warp();
   constexpr int kSumming = kBins / 2 / 32;  // warps
   int const word = kBins / 2 - 1 - static_cast<int>(threadIdx.x);
   uint32_t two = 0;
@@ -67,28 +67,49 @@ __device__ __forceinline__ void find_bin(Smem<Cfg>& smem, int cta, int ctas, int
   __syncthreads();
 }
 
-// Bits of the words before a word; all lanes of a warp.
-__device__ __forceinline__ uint32_t bits_before(uint32_t const* words, int count, int lane) {
-  uint32_t const bits = lane < count ? __popc(words[lane]) : 0;
-  uint32_t inclusive = bits;
+// How many bits are set in the words before a word, by all lanes of a warp: a lane counts those before word kOfLane * lane.
+template <int kMaxWords>
+struct BitsBefore {
+  static constexpr int kOfLane = kMaxWords / 32;
+  uint32_t const* words;
+  uint32_t before;
+
+  __device__ __forceinline__ BitsBefore(uint32_t const* words_, int count, int lane) : words(words_) {
+    uint32_t bits = 0;
 #pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    uint32_t const before = __shfl_up_sync(0xffffffffu, inclusive, d);
-    if (lane >= d) inclusive += before;
+    for (int i = 0; i < kOfLane; ++i) {
+      int const w = kOfLane * lane + i;
+      if (w < count) bits += __popc(words[w]);
+    }
+    uint32_t inclusive = bits;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      uint32_t const less = __shfl_up_sync(0xffffffffu, inclusive, d);
+      if (lane >= d) inclusive += less;
+    }
+    before = inclusive - bits;
   }
-  return inclusive - bits;
-}
+
+  __device__ __forceinline__ uint32_t word(int w) const {
+    uint32_t bits = __shfl_sync(0xffffffffu, before, w / kOfLane);
+#pragma unroll
+    for (int i = 0; i < kOfLane - 1; ++i) {
+      if (i < w % kOfLane) bits += __popc(words[w / kOfLane * kOfLane + i]);
+    }
+    return bits;
+  }
+};
 
 // Leaves the expanded candidates of the CTA in smem.expanded, and the parents of the next layer's blocks in `nodes` of the CTA
-// that has them. More than top_k candidates exist. smem.layers.importance is read, and smem.histogram in the first round; the
+// that has them. More than top_k candidates exist. smem.importance is read, and smem.histogram in the first round; the
 // CTA's barrier after both were written is here.
 template <class Cfg>
 __device__ __forceinline__ void select_layer(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp,
                                              std::int32_t* nodes) {
   int const cta = cta_index();
-  int const ctas = Split<Cfg>(args).ctas();
+  int const ctas = Split(args).ctas();
   int const top_k = args.top_k;
-  int const lane = lane_of<Cfg>();
+  int const lane = lane_of_warp();
   int const count = layer.candidates_of_cta();
   int const candidates = kSiblings * (layer.last - layer.first);
   uint32_t k = top_k - 1;
@@ -104,7 +125,7 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
       __syncthreads();
 #pragma unroll 1
       for (int i = threadIdx.x; i < count; i += Cfg::kThreads) {
-        uint32_t const x = smem.layers.importance[i];
+        uint32_t const x = smem.importance[i];
         if (range.holds(x)) atomicAdd(reinterpret_cast<uint32_t*>(smem.histogram) + range.bin(x), 1u);
       }
     }
@@ -141,18 +162,18 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
 #pragma unroll 1
     for (int w = warp; w < words; w += Cfg::kWarps) {
       int const i = 32 * w + lane;
-      uint32_t const equal = __ballot_sync(0xffffffffu, i < count && smem.layers.importance[i] == range.begin);
+      uint32_t const equal = __ballot_sync(0xffffffffu, i < count && smem.importance[i] == range.begin);
       if (lane == 0) smem.equal[w] = equal;
     }
     __syncthreads();
   }
-  uint32_t const equal_before = ties ? bits_before(smem.equal, words, lane) : 0;
+  BitsBefore<Cfg::kMaxWords> const equal_before(smem.equal, ties ? words : 0, lane);
 #pragma unroll 1
   for (int w = warp; w < words; w += Cfg::kWarps) {
     int const i = 32 * w + lane;
-    uint32_t const x = i < count ? smem.layers.importance[i] : 0;
+    uint32_t const x = i < count ? smem.importance[i] : 0;
     bool selected = i < count && x >= range.begin;
-    uint32_t const first = __shfl_sync(0xffffffffu, equal_before, w);
+    uint32_t const first = ties ? equal_before.word(w) : 0;
     if (ties && selected && x == range.begin) {
       selected = first + __popc(smem.equal[w] & ((1u << lane) - 1u)) < room;
     }
@@ -163,13 +184,13 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
   __syncthreads();
 
   // The rank of a node says whose it is: it becomes the parent of that block of the next layer.
-  uint32_t const before = bits_before(smem.expanded, words, lane);
+  BitsBefore<Cfg::kMaxWords> const before(smem.expanded, words, lane);
   int const share = top_k / ctas;
   uint32_t const to = ptx::shared_address(nodes);
 #pragma unroll 1
   for (int w = warp; w < words; w += Cfg::kWarps) {
     uint32_t const word = smem.expanded[w];
-    uint32_t const rank = base + __shfl_sync(0xffffffffu, before, w) + __popc(word & ((1u << lane) - 1u));
+    uint32_t const rank = base + before.word(w) + __popc(word & ((1u << lane) - 1u));
     if ((word >> lane & 1u) && rank < static_cast<uint32_t>(top_k)) {
       int const i = 32 * w + lane;
       int const node = layer.first_node(layer.first + i / kSiblings) + i % kSiblings;

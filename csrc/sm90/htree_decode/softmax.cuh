@@ -1,151 +1,179 @@
-// Sums of exponentials in base 2, and the running state of the output.
+// What becomes of the scores of a layer: P, sums that go to all CTAs, and the importance of every candidate.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
 #include "device/ptx.cuh"
+#include "args.cuh"
 #include "config.cuh"
+#include "exchange.cuh"
+#include "score.cuh"
 
 namespace htree_cuda::sm90::htree_decode {
 
-// The maximum before the first candidate: any score exceeds it, and what was summed up to then is zero.
-inline constexpr float kNoScore = -3.402823466e38f;
-
-// (maximum m, sum s) stands for s * 2^m. The order of the operands decides the rounding.
-__device__ __forceinline__ float2 combine(float2 x, float2 y) {
-  float const most = fmaxf(x.x, y.x);
-  return {most, x.y * ptx::exp2_movable(x.x - most) + y.y * ptx::exp2_movable(y.x - most)};
-}
-
-// Over the four lanes of a head, the same in all of them.
-__device__ __forceinline__ float2 combine_quad(float2 x) {
-#pragma unroll
-  for (int d = 1; d < 4; d *= 2) {
-    float2 const y = {__shfl_xor_sync(0xffffffffu, x.x, d), __shfl_xor_sync(0xffffffffu, x.y, d)};
-    x = threadIdx.x & d ? combine(y, x) : combine(x, y);
-  }
-  return x;
-}
-
-// The softmax of a warp over what it has attended, in all layers. Sums are a lane's own until the end. Between attend passes all
-// of it lies in shared memory, where every lane keeps its own: score passes need the registers.
+// Nothing has been attended yet. A barrier of the CTA is needed before states are added to.
 template <class Cfg>
-struct State {
-  // A maximum rises when a score exceeds it by more than this: rescaling is rare.
-  static constexpr float kSlack = 8.0f;
+__device__ __forceinline__ void clear_states(Args const& args, Smem<Cfg>& smem) {
+  Split const split(args);
+  int const floats = kSlots * split.parts_of_cta() * args.G * Cfg::kOutputStride;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < floats / 4; i += Cfg::kThreads) reinterpret_cast<float4*>(smem.states(args))[i] = float4{};
+#pragma unroll 1
+  for (int i = threadIdx.x; i < split.parts_of_cta() * kHeads; i += Cfg::kThreads) smem.references[i] = kNoScore;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < split.parts_of_cta() * kSlots * kHeads; i += Cfg::kThreads) smem.slot_sums[i] = 0.0f;
+}
 
-  float max[Cfg::kHeadTiles];  // of head g + 8 i, the same in its four lanes
-  float sum[Cfg::kHeadTiles];
-  float o[Cfg::kHeadTiles][Cfg::kDimTiles][4];  // O^T: rows are dimensions, columns heads 2 t and 2 t + 1
-
-  // Where a lane keeps a tile of O^T, and behind the tiles maxima and sums, among the warp's `outputs`. Where they are compact,
-  // only lanes that have outputs, or sums, of kCompactHeads heads keep any; what the others load are zeros.
-  struct Place {
-    int of_tile;
-    int of_sums;
-    bool has_tile = true;
-    bool has_sums = true;
-
-    __device__ __forceinline__ Place() {
-      int const lane = static_cast<int>(ptx::lane_index());
-      of_tile = of_sums = lane;
-      if constexpr (Cfg::kCompact) {
-        of_tile = lane / 4 * 2 + lane % 2;
-        has_tile = lane % 4 < 2;
-        has_sums = lane < 16;
-      }
-    }
-    __device__ __forceinline__ int tile(int i, int tile) const { return (i * (Cfg::kDimTiles + 1) + tile) * Cfg::kStateLanes + of_tile; }
-    __device__ __forceinline__ int sums(int i) const { return (i * (Cfg::kDimTiles + 1) + Cfg::kDimTiles) * Cfg::kStateLanes + of_sums; }
-  };
-
-  __device__ __forceinline__ void load(float4 const* outputs) {
-    Place const place;
+// The largest score of a head in part `part` of the CTA.
+template <class Cfg>
+__device__ __forceinline__ float part_maximum(Smem<Cfg> const& smem, int part, int head) {
+  float most = kNoScore;
 #pragma unroll
-    for (int i = 0; i < Cfg::kHeadTiles; ++i) {
-#pragma unroll
-      for (int tile = 0; tile < Cfg::kDimTiles; ++tile) {
-        float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (place.has_tile) x = outputs[place.tile(i, tile)];
-        o[i][tile][0] = x.x, o[i][tile][1] = x.y, o[i][tile][2] = x.z, o[i][tile][3] = x.w;
-      }
-      float2 running = {0.0f, 0.0f};
-      if (place.has_sums) running = reinterpret_cast<float2 const&>(outputs[place.sums(i)]);
-      max[i] = running.x, sum[i] = running.y;
-    }
+  for (int w = 0; w < kStreams; ++w) most = fmaxf(most, smem.maxima[(part * kStreams + w) * kHeads + head]);
+  return most;
+}
+
+// Scores become P = exp2(score - the part's maximum), whose sums go to smem.sums. What was attended before is relative to the
+// largest score of the layers above, in smem.references: a node that was expanded may be the largest, because the logarithm
+// of its children's sum exceeds it.
+template <class Cfg>
+__device__ __forceinline__ void exponentiate(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp) {
+  Split const split(args);
+  int const lane = lane_of_warp();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < split.parts_of_cta() * kHeads; i += Cfg::kThreads) {
+    if (i % kHeads >= args.G) continue;
+    float const most = part_maximum(smem, i / kHeads, i % kHeads);
+    float const before = smem.references[i];
+    float const reference = fmaxf(before, most);
+    smem.part_maxima[i] = most;
+    smem.references[i] = reference;
+    smem.factors[i] = {ptx::exp2_movable(before - reference), ptx::exp2_movable(most - reference)};
   }
-
-  __device__ __forceinline__ void store(float4* outputs) const {
-    Place const place;
+  float4* const scores = reinterpret_cast<float4*>(smem.scores(args));
+#pragma unroll 1
+  for (int stream = warp; stream < split.streams_of_cta(); stream += Cfg::kWarps) {
+    int const part = stream / kStreams;
+    int const end = layer.first_of(split, part + 1);
 #pragma unroll
     for (int i = 0; i < Cfg::kHeadTiles; ++i) {
-#pragma unroll
-      for (int tile = 0; tile < Cfg::kDimTiles; ++tile) {
-        if (place.has_tile) outputs[place.tile(i, tile)] = {o[i][tile][0], o[i][tile][1], o[i][tile][2], o[i][tile][3]};
-      }
-      if (place.has_sums) reinterpret_cast<float2&>(outputs[place.sums(i)]) = {max[i], sum[i]};
-    }
-  }
-
-  __device__ __forceinline__ State() {
-#pragma unroll
-    for (int i = 0; i < Cfg::kHeadTiles; ++i) {
-      max[i] = kNoScore;
-      sum[i] = 0.0f;
-#pragma unroll
-      for (int tile = 0; tile < Cfg::kDimTiles; ++tile) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) o[i][tile][e] = 0.0f;
-      }
-    }
-  }
-
-  // Scores of a block become probabilities relative to the maxima, which rise first where they must. What decides is the
-  // scores of this query alone.
-  __device__ __forceinline__ void exponentiate(float const (&s)[2][4], uint32_t (&p)[2][4]) {
-    float largest[Cfg::kHeadTiles];
-    bool rises = false;
-#pragma unroll
-    for (int i = 0; i < Cfg::kHeadTiles; ++i) {
-      float x = fmaxf(fmaxf(s[0][2 * i], s[0][2 * i + 1]), fmaxf(s[1][2 * i], s[1][2 * i + 1]));
-      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-      largest[i] = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-      rises |= largest[i] > max[i] + kSlack;
-    }
-    if (__any_sync(0xffffffffu, rises)) {
-#pragma unroll
-      for (int i = 0; i < Cfg::kHeadTiles; ++i) {
-        float const before = max[i];
-        if (largest[i] > before + kSlack) max[i] = largest[i];
-        float const factor = ptx::exp2_movable(before - max[i]);
-        sum[i] *= factor;
-        int const lane = static_cast<int>(ptx::lane_index() % 4 * 8);
-        float const even = __shfl_sync(0xffffffffu, factor, lane);
-        float const odd = __shfl_sync(0xffffffffu, factor, lane + 4);
-#pragma unroll
-        for (int tile = 0; tile < Cfg::kDimTiles; ++tile) {
-          o[i][tile][0] *= even;
-          o[i][tile][1] *= odd;
-          o[i][tile][2] *= even;
-          o[i][tile][3] *= odd;
+      int const head = lane / 4 + 8 * i;
+      float sum = 0.0f;
+      if (head < args.G) {
+        float const most = part_maximum(smem, part, head);
+#pragma unroll 2
+        for (int block = layer.first_of(split, part) + stream % kStreams; block < end; block += kStreams) {
+          float4& x = scores[score_place(args, block - layer.first, head, lane % 4)];
+          float4 const p = {ptx::exp2_movable(x.x - most), ptx::exp2_movable(x.y - most), ptx::exp2_movable(x.z - most),
+                            ptx::exp2_movable(x.w - most)};
+          x = p;
+          sum += (p.x + p.y) + (p.z + p.w);
         }
       }
+      __syncwarp();
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      if (lane % 4 == 0) smem.sums[stream * kHeads + head] = sum;
     }
+  }
+}
+
+// Hands the sums of the CTA's parts to every CTA of the cluster, and clears the histogram.
+template <class Cfg>
+__device__ __forceinline__ void share_sums(Args const& args, Smem<Cfg>& smem) {
+  Split const split(args);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kBins / 4; i += Cfg::kThreads) smem.histogram[i] = uint4{};
+  __syncthreads();  // sums
+  // Number 16 (P c + p) + head, of P parts a CTA, hands the head's sum of part p to CTA c.
+#pragma unroll 1
+  for (int i = threadIdx.x; i < split.parts() * kHeads; i += Cfg::kThreads) {
+    int const head = i % kHeads;
+    if (head >= args.G) continue;
+    int const part = i / kHeads & split.parts_of_cta() - 1;
+    int const to = i / kHeads >> split.log2_parts_of_cta;
+    float const* const of_part = smem.sums + part * kStreams * kHeads + head;
+    float sum = of_part[0];
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        int const i = e / 2;
-        if (i >= Cfg::kHeadTiles) {
-          p[tile][e] = 0;
-          continue;
-        }
-        float const x = ptx::exp2_movable(s[tile][e] - max[i < Cfg::kHeadTiles ? i : 0]);
-        sum[i < Cfg::kHeadTiles ? i : 0] += x;
-        p[tile][e] = ptx::round_tf32(x);
-      }
+    for (int w = 1; w < kStreams; ++w) sum += of_part[w * kHeads];
+    float2 const* const place = &smem.part_sums[(cta_index() * split.parts_of_cta() + part) * kHeads + head];
+    ptx::store_async(ptx::map_to_rank(ptx::shared_address(place), to), float2{smem.part_maxima[part * kHeads + head], sum},
+                     ptx::map_to_rank(inbox(smem, Message::kSums), to));
+  }
+}
+
+// Importances begin .. begin + range may be the threshold. In the first round, all: bins are eighths of powers of two from
+// 2^-27 on, and the end bins hold what lies outside.
+struct Range {
+  static constexpr uint32_t kFirstBin = (127 - 27) << 3;
+  static constexpr int kFirstShift = 20;
+  static constexpr uint32_t kInfinity = 0x7f800000u;
+
+  uint32_t begin = 0;
+  uint32_t range = kInfinity;
+  bool first = true;
+
+  __device__ __forceinline__ int shift() const { return max(24 - __clz(range), 0); }
+  __device__ __forceinline__ bool holds(uint32_t x) const { return x - begin <= range; }
+  __device__ __forceinline__ uint32_t bin(uint32_t x) const {
+    if (!first) return (x - begin) >> shift();
+    uint32_t const eighth = x >> kFirstShift;
+    return eighth <= kFirstBin ? 0u : min(eighth - kFirstBin, kBins - 1u);
+  }
+  __device__ __forceinline__ void narrow(uint32_t bin) {
+    if (first) {
+      begin = bin == 0 ? 0u : (kFirstBin + bin) << kFirstShift;
+      range = bin == 0 ? ((kFirstBin + 1) << kFirstShift) - 1 : bin == kBins - 1 ? kInfinity - begin : (1u << kFirstShift) - 1;
+    } else {
+      int const bits = shift();
+      begin += bin << bits;
+      range = (1u << bits) - 1;
     }
+    first = false;
   }
 };
+
+// Importances of the CTA's candidates, as bits that compare as they do, and their histogram; NaN counts as infinity. A barrier of
+// the CTA is needed before they are read.
+template <class Cfg>
+__device__ __forceinline__ void score_importance(Args const& args, Layer const& layer, Smem<Cfg>& smem) {
+  Split const split(args);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < split.parts_of_cta() * kHeads; i += Cfg::kThreads) {
+    int const head = i % kHeads;
+    if (head >= args.G) continue;
+    float most = kNoScore;
+#pragma unroll 4
+    for (int p = 0; p < split.parts(); ++p) most = fmaxf(most, smem.part_sums[p * kHeads + head].x);
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int p = 0; p < split.parts(); ++p) {
+      float2 const of_part = smem.part_sums[p * kHeads + head];
+      sum = fmaf(of_part.y, ptx::exp2_movable(of_part.x - most), sum);
+    }
+    smem.importance_factors[i] = ptx::exp2_movable(smem.part_maxima[i] - (most + __log2f(sum)));
+  }
+  __syncthreads();
+  float const* const scores = smem.scores(args);
+  int const count = layer.candidates_of_cta();
+#pragma unroll 1
+  for (int part = 0; part < split.parts_of_cta(); ++part) {
+    float const* const factors = smem.importance_factors + part * kHeads;
+    int const end = kSiblings * (layer.first_of(split, part + 1) - layer.first);
+#pragma unroll 1
+    for (int i = kSiblings * (layer.first_of(split, part) - layer.first) + threadIdx.x; i < end; i += Cfg::kThreads) {
+      float sum = 0.0f;
+#pragma unroll 4
+      for (int head = 0; head < args.G; ++head) {
+        sum = fmaf(scores[4 * score_place(args, i / kSiblings, head, i % kSiblings / 4) + i % 4], factors[head], sum);
+      }
+      uint32_t const x = min(__float_as_uint(sum) & 0x7fffffffu, Range::kInfinity);
+      smem.importance[i] = x;
+      if (i < count) atomicAdd(reinterpret_cast<uint32_t*>(smem.histogram) + Range{}.bin(x), 1u);
+    }
+  }
+}
 
 }  // namespace htree_cuda::sm90::htree_decode
