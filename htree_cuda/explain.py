@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from . import checks, cost_model, explain_dsa, kernels
+from . import checks, cost_model, explain_decode, explain_dsa, kernels
 from .bench.inputs import DTYPES
 from .definition import layer_sizes
 
@@ -167,12 +167,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m htree_cuda explain", description=__doc__.splitlines()[0].split(": ", 1)[1],
     )  # fmt: skip
     add = parser.add_argument
-    add("--op", choices=["forward", *explain_dsa.OPS], default="forward", help="the operation (default: forward)")
+    add("--op", choices=["forward", "forward_cached", *explain_dsa.OPS], default="forward", help="the operation (default: forward)")
     add("--T", type=int, required=True, help="tokens of the context, or key rows")
     add("--H", type=int, required=True, help="query heads")
-    add("--H-kv", type=int, help="KV heads; divides --H; of forward, which needs it")
+    add("--H-kv", type=int, help="KV heads; divides --H; of forward and forward_cached, which need it")
     add("--top-k", type=int, help="nodes expanded per layer (default: 512), or slots of a list (default: 2048)")
-    add("--T-q", type=int, help="queries, the last ones (default: T)")
+    add("--T-q", type=int, help="queries, the last ones (default: T; of forward_cached 1)")
     add("--B", type=int, default=1, help="sequences (default: 1)")
     add("--K", type=int, help="head dimension of keys (default: 128; of attn_dist and sparse_attention 576)")
     add("--V", type=int, help="head dimension of values (default: K)")
@@ -192,14 +192,19 @@ def _sms() -> int:
 
 def _call(args: argparse.Namespace) -> dict:
     dtype, sms = DSA_DTYPES[args.dtype], args.sms or _sms()
-    if args.op != "forward":
+    if args.op not in ("forward", "forward_cached"):
         K = args.K or (576 if args.op in ("attn_dist", "sparse_attention") else 128)
         return explain_dsa.explain(
             args.op, T=args.T, H=args.H, K=K, top_k=args.top_k or 2048, T_q=args.T_q, B=args.B, dtype=dtype,
             backward=args.backward, deterministic=args.deterministic, sms=sms,
         )  # fmt: skip
     if args.H_kv is None:
-        raise ExplainError("--H-kv is missing: the KV heads of forward")
+        raise ExplainError(f"--H-kv is missing: the KV heads of {args.op}")
+    if args.op == "forward_cached":
+        return explain_decode.explain(
+            T=args.T, H=args.H, H_kv=args.H_kv, top_k_per_layer=args.top_k or 512, T_q=args.T_q or 1, B=args.B,
+            K=args.K or 128, dtype=dtype, sms=sms,
+        )  # fmt: skip
     return explain(
         T=args.T, H=args.H, H_kv=args.H_kv, top_k_per_layer=args.top_k or 512, T_q=args.T_q, B=args.B, K=args.K or 128,
         V=args.V, dtype=dtype, backward=args.backward, sms=sms,

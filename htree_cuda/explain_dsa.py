@@ -149,7 +149,7 @@ COLUMNS = ("phase", "kernel", "tile of a CTA", "launches", "CTAs")
 
 def render(call: dict) -> str:
     """The report for people."""
-    shape = ", ".join(f"{name} {call[name]:,}" for name in ("B", "T", "T_q", "H", "K", "top_k"))
+    shape = ", ".join(f"{name} {call[name]:,}" for name in ("B", "T", "T_q", "H", "H_kv", "K", "top_k") if name in call)
     what = f"{call['op']}{', backward' if call['backward'] else ''}{', deterministic' if call['deterministic'] else ''}"
     rows = [list(COLUMNS)]
     for row in call["rows"]:

@@ -9,71 +9,61 @@
 
 namespace htree_cuda::sm90::htree_decode {
 
-// Bit c: candidate c of a block is attended. `selects`: candidates of smem.expanded are left out.
-template <class Cfg>
-__device__ __forceinline__ uint32_t attended_of(Smem<Cfg> const& smem, Layer const& layer, bool selects, int block) {
-  int const place = block - layer.first;
-  uint32_t const expanded = selects ? smem.expanded[place / 2] >> place % 2 * kSiblings : 0u;
-  return ((1u << layer.readable_of(block)) - 1u) & ~expanded;
-}
-
-// A quarter of the values of a slot's blocks begin, begin + kSlots, ... below `end`, in O^T, relative to the part's maxima; `sum`
-// is what P adds up to in this lane.
+// A quarter of the values of a slot's blocks, in O^T, relative to the part's maxima; `sum` is what P adds up to in this lane.
+// Blocks are counted from the CTA's first.
 template <class Cfg>
 struct Quarter {
   static constexpr int kAhead = 4;  // blocks whose values are on their way while those of one are multiplied
 
   Args const& args;
   Smem<Cfg>& smem;
-  Layer const& layer;
-  bool selects;
-  int end;
   int quarter;
   float o[Cfg::kHeadTiles][Cfg::kQuarterTiles][4] = {};
   float sum[Cfg::kHeadTiles] = {};
 
-  __device__ __forceinline__ void load(Values<Cfg>& values, int block) const {
-    bool const exists = block < end;
-    int const known = min(block, end - 1);
-    int const row_quad = lane_of_warp() % 4;
-    uint32_t const attended = exists ? attended_of(smem, layer, selects, known) >> row_quad * 4 : 0u;
-    values.load(attended, values_of<Cfg>(args, layer), smem.rows[(known - layer.first) * (kSiblings / 4) + row_quad], quarter);
-  }
-
-  __device__ __forceinline__ void add(Values<Cfg> const& values, int block) {
+  // Blocks begin, begin + kSlots, ... below `end`. `values`: row 0 of the cache's tensor.
+  __device__ __forceinline__ void attend(char const* values, int begin, int end) {
     int const lane = lane_of_warp();
-    float4 const* const scores = reinterpret_cast<float4 const*>(smem.scores(args));
-    uint32_t const attended = attended_of(smem, layer, selects, block) >> lane % 4 * 4;
-    uint32_t p[Cfg::kHeadTiles][4];
+    int const row_quad = lane % 4;
+    values += (quarter * 8 + lane / 4) * (4 * Cfg::kQuarterTiles);
+    uint4 const* rows = smem.rows + begin * (kSiblings / 4) + row_quad;
+    std::uint16_t const* attended = smem.attended + begin;
+    // Columns of heads that do not exist are computed from those of the last one, and never read.
+    float4 const* p[Cfg::kHeadTiles];
 #pragma unroll
     for (int i = 0; i < Cfg::kHeadTiles; ++i) {
-      int const head = lane / 4 + 8 * i;
-      float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
-      if (head < args.G) x = scores[score_place(args, block - layer.first, head, lane % 4)];
-      x.x = attended & 1u ? x.x : 0.0f;
-      x.y = attended & 2u ? x.y : 0.0f;
-      x.z = attended & 4u ? x.z : 0.0f;
-      x.w = attended & 8u ? x.w : 0.0f;
-      sum[i] += (x.x + x.y) + (x.z + x.w);
-      p[i][0] = ptx::round_tf32(x.x), p[i][1] = ptx::round_tf32(x.y);
-      p[i][2] = ptx::round_tf32(x.z), p[i][3] = ptx::round_tf32(x.w);
+      p[i] = reinterpret_cast<float4 const*>(smem.scores(args)) +
+             score_place(args, begin, min(lane / 4 + 8 * i, args.G - 1), row_quad);
     }
-    values.add(p, o);
-  }
-
-  __device__ __forceinline__ void attend(int begin) {
-    Values<Cfg> values[kAhead];
+    int const step = kSlots * args.G * (kSiblings / 4);
+    Values<Cfg> ahead[kAhead];
 #pragma unroll
-    for (int n = 0; n < kAhead; ++n) load(values[n], begin + n * kSlots);
+    for (int n = 0; n < kAhead; ++n) {
+      if (begin + n * kSlots < end) {
+        ahead[n].load(attended[n * kSlots] >> row_quad * 4, values, rows[n * kSlots * (kSiblings / 4)]);
+      }
+    }
 #pragma unroll 1
     for (int first = begin; first < end; first += kAhead * kSlots) {
 #pragma unroll
       for (int n = 0; n < kAhead; ++n) {
-        int const block = first + n * kSlots;
-        if (block >= end) break;
-        add(values[n], block);
-        load(values[n], block + kAhead * kSlots);
+        if (first + n * kSlots >= end) break;
+        float4 x[Cfg::kHeadTiles];
+#pragma unroll
+        for (int i = 0; i < Cfg::kHeadTiles; ++i) {
+          x[i] = *p[i];
+          p[i] += step;
+          if (quarter == 0) sum[i] += (x[i].x + x[i].y) + (x[i].z + x[i].w);
+        }
+        ahead[n].add(x, o);
+        constexpr int kNext = kAhead * kSlots;
+        if (first + n * kSlots + kNext < end) {
+          ahead[n].load(attended[n * kSlots + kNext] >> row_quad * 4, values,
+                        rows[(n * kSlots + kNext) * (kSiblings / 4)]);
+        }
       }
+      rows += kAhead * kSlots * (kSiblings / 4);
+      attended += kAhead * kSlots;
     }
   }
 
@@ -100,23 +90,24 @@ struct Quarter {
       if (quarter == 0 && lane % 4 == 0 && head < args.G) {
         float2 const factors = smem.factors[part * kHeads + head];
         float& to = smem.slot_sums[(part * kSlots + slot) * kHeads + head];
-        to = fmaf(to, factors.x, __fmul_rn(whole, factors.y));
+        to = fmaf(to, factors.x, __fmul_rn(__fmul_rn(whole, 1.0f / kCut), factors.y));
       }
     }
   }
 };
 
 template <class Cfg>
-__device__ __forceinline__ void attend(Args const& args, Layer const& layer, Smem<Cfg>& smem, bool selects, int warp) {
+__device__ __forceinline__ void attend(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp) {
   Split const split(args);
   // Number 8 part + 4 slot + quarter.
 #pragma unroll 1
   for (int i = warp; i < split.streams_of_cta(); i += Cfg::kWarps) {
     int const part = i / kStreams;
     int const slot = i / kQuarters % kSlots;
-    Quarter<Cfg> quarter{args, smem, layer, selects, layer.first_of(split, part + 1), i % kQuarters};
-    int const begin = layer.first_of(split, part) + slot;
-    if (begin < quarter.end) quarter.attend(begin);
+    Quarter<Cfg> quarter{args, smem, i % kQuarters};
+    int const begin = layer.first_of(split, part) + slot - layer.first;
+    int const end = layer.first_of(split, part + 1) - layer.first;
+    if (begin < end) quarter.attend(values_of<Cfg>(args, layer), begin, end);
     quarter.store(part, slot);
   }
 }

@@ -50,9 +50,7 @@ struct Config {
   static constexpr int kKeyChunks = kK / 32;            // 16-byte chunks of a row of keys that a lane holds
   static constexpr int kQuarterTiles = kV / 64;         // tiles of 16 dimensions in a quarter of O^T
   static constexpr bool kLarge = kLarge_;               // a CTA that has its SM alone
-  // fp16 operands are rounded, and other pairs are looked up, which takes registers that sixteen warps of an SM do not have.
-  static constexpr bool kScarce = kHeadTiles == 1 && kK == 128 && (std::is_same_v<Element, __half> || !kHalves);
-  static constexpr int kWarps = (kLarge ? 16 : 8) * (kScarce ? 3 : 4) / 4;
+  static constexpr int kWarps = kLarge ? 16 : 8;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kBlocksPerSM = kHeadTiles == 1 && !kLarge ? 2 : 1;
   static constexpr int kRotationStride = kK / 2 + 8;    // float2 of a row in shared memory: two rows do not meet in a bank
@@ -98,6 +96,7 @@ struct Smem {
   uint32_t bin_sums[4];                   // of 64 bins each, of all CTAs, and 16 bits up of the CTAs before this one
   uint32_t expanded[Cfg::kMaxWords];           // bit i % 32 of word i / 32: candidate i of the CTA is expanded
   uint32_t equal[Cfg::kMaxWords];              // likewise, its importance is the threshold
+  std::uint16_t attended[Cfg::kMaxBlocks];     // bit c: candidate c of a block of the CTA is attended
   std::int32_t nodes[2 * Cfg::kMaxBlocks];     // parents of the CTA's blocks, in this layer and in the next, alternating
   uint4 rows[Cfg::kMaxBlocks * kSiblings / 4]; // where the CTA's candidates lie: rows of the cache's tensors, of which no GPU holds 2^32
   Digit threshold;

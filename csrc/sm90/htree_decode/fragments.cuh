@@ -87,6 +87,19 @@ struct Query {
       }
     }
   }
+
+  // Rotates back by a step, as multiply does. `step`: as there.
+  __device__ __forceinline__ void pass(float4 const* step) {
+#pragma unroll
+    for (int pair = 0; pair < Cfg::kPairs; ++pair) {
+      if (pair % 4 == 0) __syncwarp();  // registers are scarce: see multiply
+      float4 const back = step[pair / 2 * 4];
+#pragma unroll
+      for (int i = 0; i < Cfg::kHeadTiles; ++i) {
+        rotate(low[i][pair], high[i][pair], pair % 2 ? back.z : back.x, -(pair % 2 ? back.w : back.y));
+      }
+    }
+  }
 };
 
 // 8 elements of a row of the query; `vectors`: 16 bytes may be read at once.
@@ -103,6 +116,7 @@ __device__ __forceinline__ uint4 load_query_chunk(void const* row, int chunk, bo
 template <class Cfg>
 struct Keys {
   static constexpr int kOctets = Cfg::kPairs / 8;
+  static constexpr int kAtOnce = 4;  // pairs
   uint4 rows[2][Cfg::kKeyChunks];
 
   // Where the lane's two rows lie, of those of a block. Rows from `count` on are zeros and are not read.
@@ -137,23 +151,28 @@ struct Keys {
 
   // Products with the query: s[i][e] of candidate g + 8 (e / 2) and head 8 i + 2 t + e % 2. The query rotates back by a
   // step as it passes. `rotations`: the lane's part of the table's row g in shared memory, `step` of that of the step.
-  // Chunks that are done make room for those of the next block, whose Source is next(): they are on their way while the rest is multiplied.
+  // Chunks that are done make room for those of the next block, whose Source is next(): they are on their way while the rest
+  // is multiplied.
   template <class Next>
   __device__ __forceinline__ void multiply(Query<Cfg>& q, float4 const* rotations, float4 const* step, Next const& next,
                                            Pairing const& pairing, float (&s)[Cfg::kHeadTiles][4]) {
     using Element = typename Cfg::Element;
-    float sums[2][Cfg::kHeadTiles][4] = {};  // of even and odd pairs: shorter chains of products
 #pragma unroll
-    for (int four = 0; four < Cfg::kPairs; four += 4) {
-      __syncwarp();  // what the next four pairs need is loaded when the last four are done: registers are scarce
+    for (int i = 0; i < Cfg::kHeadTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[i][e] = 0.0f;
+    }
+#pragma unroll
+    for (int first = 0; first < Cfg::kPairs; first += kAtOnce) {
+      __syncwarp();  // what the next pairs need is loaded when the last ones are done: registers are scarce
       if constexpr (!Cfg::kHalves) {
-        if (four % 8 == 0 && pairing.interleaved) {
+        if (first % 8 == 0 && pairing.interleaved) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) separate_pairs(rows[i][four / 8], rows[i][four / 8 + kOctets]);
+          for (int i = 0; i < 2; ++i) separate_pairs(rows[i][first / 8], rows[i][first / 8 + kOctets]);
         }
       }
 #pragma unroll
-      for (int pair = four; pair < four + 4; ++pair) {
+      for (int pair = first; pair < first + kAtOnce; ++pair) {
         auto const cos = [&](float4 const& two) { return pair % 2 ? two.z : two.x; };
         auto const sin = [&](float4 const& two) { return pair % 2 ? two.w : two.y; };
         uint32_t a[4];
@@ -169,16 +188,11 @@ struct Keys {
         float4 const back = step[pair / 2 * 4];
 #pragma unroll
         for (int i = 0; i < Cfg::kHeadTiles; ++i) {
-          ptx::mma_tf32(sums[pair % 2][i], a, operand<Element>(q.low[i][pair]), operand<Element>(q.high[i][pair]));
+          ptx::mma_tf32(s[i], a, operand<Element>(q.low[i][pair]), operand<Element>(q.high[i][pair]));
           rotate(q.low[i][pair], q.high[i][pair], cos(back), -sin(back));
         }
       }
-      if (four % 8 == 4) load(next(), four / 8, pairing);
-    }
-#pragma unroll
-    for (int i = 0; i < Cfg::kHeadTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[i][e] = sums[0][i][e] + sums[1][i][e];
+      if ((first + kAtOnce) % 8 == 0) load(next(), first / 8, pairing);
     }
   }
 };
@@ -187,16 +201,16 @@ struct Keys {
 template <class Cfg>
 struct Values {
   static constexpr int kWords = Cfg::kQuarterTiles;
-  uint32_t rows[4][kWords];
+  uint32_t rows[4][kWords] = {};  // a value of nobody would stay alive wherever loops lead
 
   // Rows that are not `attended` (bit c: the lane's row c) are zeros and are not read: what they hold may not be finite.
-  __device__ __forceinline__ void load(uint32_t attended, char const* values, uint4 const& place, int quarter) {
-    char const* const from = values + (quarter * 8 + lane_of_warp() / 4) * (4 * kWords);
+  // `values`: the lane's elements of row 0 of the cache's tensor.
+  __device__ __forceinline__ void load(uint32_t attended, char const* values, uint4 const& place) {
     uint32_t const row[4] = {place.x, place.y, place.z, place.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       bool const wanted = attended >> i & 1u;
-      char const* const address = from + static_cast<std::int64_t>(row[i]) * (2 * Cfg::kV);
+      char const* const address = values + static_cast<std::int64_t>(row[i]) * (2 * Cfg::kV);
       if constexpr (kWords == 2) {
         uint2 const x = wanted ? __ldcg(reinterpret_cast<uint2 const*>(address)) : uint2{0, 0};
         rows[i][0] = x.x, rows[i][1] = x.y;
@@ -206,8 +220,8 @@ struct Values {
     }
   }
 
-  // Adds P of the block: p[i][c] of candidate 4 t + c and head g + 8 i, in tf32.
-  __device__ __forceinline__ void add(uint32_t const (&p)[Cfg::kHeadTiles][4],
+  // Adds P of the block: p[i] of candidates 4 t .. 4 t + 3 and head g + 8 i.
+  __device__ __forceinline__ void add(float4 const (&p)[Cfg::kHeadTiles],
                                       float (&o)[Cfg::kHeadTiles][Cfg::kQuarterTiles][4]) const {
     using Element = typename Cfg::Element;
 #pragma unroll
@@ -219,7 +233,9 @@ struct Values {
         uint32_t const a[4] = {__float_as_uint(first.x), __float_as_uint(first.y), __float_as_uint(second.x),
                                __float_as_uint(second.y)};
 #pragma unroll
-        for (int i = 0; i < Cfg::kHeadTiles; ++i) ptx::mma_tf32(o[i][tile], a, p[i][c], p[i][c + 1]);
+        for (int i = 0; i < Cfg::kHeadTiles; ++i) {
+          ptx::mma_tf32(o[i][tile], a, __float_as_uint(c == 0 ? p[i].x : p[i].z), __float_as_uint(c == 0 ? p[i].y : p[i].w));
+        }
       }
     }
   }

@@ -37,12 +37,13 @@ __device__ __forceinline__ void write_whole_layer(Args const& args, Smem<Cfg> co
 
 // The CTA's share of a selected list.
 template <class Cfg>
-__device__ __forceinline__ void write_nodes(Args const& args, Smem<Cfg> const& smem, int layer, std::int32_t const* nodes) {
+__device__ __forceinline__ void write_nodes(Args const& args, Smem<Cfg> const& smem, int layer, std::int32_t const* nodes,
+                                            int warp) {
   if (layer > args.selection_layers) return;
   int const share = args.top_k / Split(args).ctas();
   std::int32_t* const to = smem.unit.selection(args, layer) + cta_index() * share;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < share; i += Cfg::kThreads) to[i] = nodes[i];
+  for (int i = thread_of_cta(warp); i < share; i += Cfg::kThreads) to[i] = nodes[i];
 }
 
 // A query that does not exist, or whose cache has overflowed.
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
     htree_decode_kernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(16) char shared_memory[];
   auto& smem = *reinterpret_cast<Smem<Cfg>*>(shared_memory);
-  int const warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
+  int const warp = threadIdx.x / 32;
   wait_for_previous_grid();
 
   {
@@ -151,38 +152,38 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
 #pragma unroll 1
   for (int l = tree::entry_layer(smem.unit.t, args.top_k); l >= 0; --l) {
     __syncthreads();  // who attended the layer above reads what it was
-    if (threadIdx.x == 0) {
+    if (thread_of_cta(warp) == 0) {
       smem.layer = Layer(args.cache, smem.unit, l, args.top_k, smem.nodes + (l + 1) % 2 * Cfg::kMaxBlocks, Split(args),
                          cta_index());
     }
     __syncthreads();
     Layer const& layer = smem.layer;
     auto const index = [&] { return layer.index; };  // it lies in shared memory, and takes no register meanwhile
-    find_rows<Cfg>(args, smem, layer);
+    find_rows<Cfg>(args, smem, layer, warp);
     __syncthreads();
-    prefetch_keys<Cfg>(args, smem, layer);
-    if (index() == 0) prefetch_values<Cfg>(args, smem, layer);
+    prefetch_keys<Cfg>(args, smem, layer, warp);
+    if (index() == 0) prefetch_values<Cfg>(args, smem, layer, warp);
     score<Cfg>(args, layer, smem, warp);
     if (layer.parents == nullptr) barriers::cluster_wait();  // in the entry layer
     __syncthreads();
     exponentiate<Cfg>(args, layer, smem, warp);
     if (index() > 0) {
-      share_sums<Cfg>(args, smem);
-      prefetch_values<Cfg>(args, smem, layer);
+      share_sums<Cfg>(args, smem, warp);
+      prefetch_values<Cfg>(args, smem, layer, warp);
       receive<Cfg>(args, smem, Message::kSums, warp);
-      score_importance<Cfg>(args, layer, smem);
+      score_importance<Cfg>(args, layer, smem, warp);
       select_layer<Cfg>(args, layer, smem, warp, smem.nodes + index() % 2 * Cfg::kMaxBlocks);
-      write_nodes<Cfg>(args, smem, index(), smem.nodes + index() % 2 * Cfg::kMaxBlocks);
+      write_nodes<Cfg>(args, smem, index(), smem.nodes + index() % 2 * Cfg::kMaxBlocks, warp);
     } else {
-      __syncthreads();  // P
+      __syncthreads();  // what is attended
     }
-    attend<Cfg>(args, layer, smem, index() > 0, warp);
+    attend<Cfg>(args, layer, smem, warp);
     l = index();
   }
   __syncthreads();
-  share_outputs<Cfg>(args, smem);
+  share_outputs<Cfg>(args, smem, warp);
   receive<Cfg>(args, smem, Message::kOutputs, warp);
-  write_output<Cfg>(args, smem, smem.unit.first_head(args));
+  write_output<Cfg>(args, smem, smem.unit.first_head(args), warp);
 }
 
 }  // namespace htree_cuda::sm90::htree_decode

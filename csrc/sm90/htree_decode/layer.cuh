@@ -16,6 +16,8 @@ namespace htree_cuda::sm90::htree_decode {
 // The CTA's rank in its cluster, and the lane's number. Both are read where they are used: registers are scarce.
 __device__ __forceinline__ int cta_index() { return static_cast<int>(ptx::cluster_rank()); }
 __device__ __forceinline__ int lane_of_warp() { return static_cast<int>(ptx::lane_index()); }
+// The thread's number in the CTA, likewise.
+__device__ __forceinline__ int thread_of_cta(int warp) { return 32 * warp + lane_of_warp(); }
 
 // Whom a cluster works for. It lies in shared memory, where it takes no registers.
 

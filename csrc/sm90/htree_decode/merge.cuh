@@ -13,12 +13,12 @@ namespace htree_cuda::sm90::htree_decode {
 // Outputs of the CTA's parts, relative to their references, go to the CTAs that add the parts: each has a share of the
 // dimensions. A barrier of the CTA was between the last attend pass and this.
 template <class Cfg>
-__device__ __forceinline__ void share_outputs(Args const& args, Smem<Cfg>& smem) {
+__device__ __forceinline__ void share_outputs(Args const& args, Smem<Cfg>& smem, int warp) {
   Split const split(args);
   int const first_part = cta_index() * split.parts_of_cta();
   // Number 16 (P c + p) + head, of P parts a CTA, hands the head's sum of part p to CTA c.
 #pragma unroll 1
-  for (int i = threadIdx.x; i < split.parts() * kHeads; i += Cfg::kThreads) {
+  for (int i = thread_of_cta(warp); i < split.parts() * kHeads; i += Cfg::kThreads) {
     int const head = i % kHeads;
     if (head >= args.G) continue;
     int const part = i / kHeads & split.parts_of_cta() - 1;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void share_outputs(Args const& args, Smem<Cfg>& smem)
   }
   int const share = Cfg::kV / split.ctas();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < split.parts_of_cta() * args.G * (Cfg::kV / 4); i += Cfg::kThreads) {
+  for (int i = thread_of_cta(warp); i < split.parts_of_cta() * args.G * (Cfg::kV / 4); i += Cfg::kThreads) {
     int const d = i % (Cfg::kV / 4) * 4;
     int const head = i / (Cfg::kV / 4) % args.G;
     int const part = i / (Cfg::kV / 4) / args.G;
@@ -58,14 +58,14 @@ __device__ __forceinline__ float sink_weight(Args const& args, std::int64_t head
 
 // out and lse of the query, each CTA its share of the dimensions, once it has the outputs of all parts.
 template <class Cfg>
-__device__ __forceinline__ void write_output(Args const& args, Smem<Cfg>& smem, std::int64_t first_head) {
+__device__ __forceinline__ void write_output(Args const& args, Smem<Cfg>& smem, std::int64_t first_head, int warp) {
   Split const split(args);
   int const parts = split.parts();
   int const cta = cta_index();
   int const share = Cfg::kV / split.ctas();
   auto* const out = static_cast<typename Cfg::Element*>(args.out);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < args.G * share; i += Cfg::kThreads) {
+  for (int i = thread_of_cta(warp); i < args.G * share; i += Cfg::kThreads) {
     int const head = i / share;
     int const d = cta * share + i % share;
     float2 const* const sums = smem.part_sums + head;

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cute/arch/copy_sm90_tma.hpp>
+
 #include <cstdint>
 
 #include "device/barriers.cuh"
@@ -27,10 +29,10 @@ __device__ __forceinline__ float4 const* lane_rotations(Smem<Cfg> const& smem, i
 
 // Writes where the CTA's candidates lie, keys and values alike.
 template <class Cfg>
-__device__ __forceinline__ void find_rows(Args const& args, Smem<Cfg>& smem, Layer const& layer) {
+__device__ __forceinline__ void find_rows(Args const& args, Smem<Cfg>& smem, Layer const& layer, int warp) {
   bool const whole = layer.rows.whole_blocks();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < (layer.last - layer.first) * (kSiblings / 4); i += Cfg::kThreads) {
+  for (int i = thread_of_cta(warp); i < (layer.last - layer.first) * (kSiblings / 4); i += Cfg::kThreads) {
     int const node = layer.first_node(layer.first + i / (kSiblings / 4)) + i % (kSiblings / 4) * 4;
     uint32_t row[4];
     row[0] = static_cast<uint32_t>(layer.rows.row(args.cache, node));
@@ -56,25 +58,37 @@ __device__ __forceinline__ char const* values_of(Args const& args, Layer const& 
 
 inline constexpr int kPrefetched = 64;  // blocks of a CTA that have room in L2 where all CTAs bring theirs
 
-// Brings the CTA's first rows of `bytes` each, of keys or of values, to L2, a line of 128 bytes a thread.
+// Brings the CTA's first rows of `kBytes` each, of keys or of values, to L2: where the rows of a block are neighbours by one
+// copy.
 template <class Cfg, int kBytes>
-__device__ __forceinline__ void prefetch(Smem<Cfg> const& smem, Layer const& layer, char const* from) {
-  constexpr int kLines = kBytes / 128;
-  int const last = min(layer.last, layer.first + kPrefetched);
-  int const count = kSiblings * (last - layer.first) - (last == layer.blocks ? kSiblings - layer.readable : 0);
+__device__ __forceinline__ void prefetch(Smem<Cfg> const& smem, Layer const& layer, int warp, char const* from) {
+  int const blocks = min(layer.last - layer.first, kPrefetched);
+  auto const* const rows = reinterpret_cast<uint32_t const*>(smem.rows);
+  if (layer.rows.whole_blocks()) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < count * kLines; i += Cfg::kThreads) {
-    std::int64_t const row = reinterpret_cast<uint32_t const*>(smem.rows)[i / kLines];
-    ptx::prefetch_l2(from + row * kBytes + i % kLines * 128);
+    for (int block = warp; block < blocks; block += Cfg::kWarps) {
+      int const readable = layer.readable_of(layer.first + block);
+      if (readable == 0 || lane_of_warp() != 0) continue;
+      cute::SM90_BULK_COPY_G2S::PREFETCH::copy(from + static_cast<std::int64_t>(rows[block * kSiblings]) * kBytes,
+                                               readable * kBytes);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = thread_of_cta(warp); i < blocks * kSiblings; i += Cfg::kThreads) {
+    if (i % kSiblings >= layer.readable_of(layer.first + i / kSiblings)) continue;
+    char const* const row = from + static_cast<std::int64_t>(rows[i]) * kBytes;
+#pragma unroll
+    for (int line = 0; line < kBytes; line += 128) ptx::prefetch_l2(row + line);
   }
 }
 template <class Cfg>
-__device__ __forceinline__ void prefetch_keys(Args const& args, Smem<Cfg> const& smem, Layer const& layer) {
-  prefetch<Cfg, 2 * Cfg::kK>(smem, layer, keys_of<Cfg>(args, layer));
+__device__ __forceinline__ void prefetch_keys(Args const& args, Smem<Cfg> const& smem, Layer const& layer, int warp) {
+  prefetch<Cfg, 2 * Cfg::kK>(smem, layer, warp, keys_of<Cfg>(args, layer));
 }
 template <class Cfg>
-__device__ __forceinline__ void prefetch_values(Args const& args, Smem<Cfg> const& smem, Layer const& layer) {
-  prefetch<Cfg, 2 * Cfg::kV>(smem, layer, values_of<Cfg>(args, layer));
+__device__ __forceinline__ void prefetch_values(Args const& args, Smem<Cfg> const& smem, Layer const& layer, int warp) {
+  prefetch<Cfg, 2 * Cfg::kV>(smem, layer, warp, values_of<Cfg>(args, layer));
 }
 
 // Scores and P of candidates 4 i .. 4 i + 3 of a block and head are a float4. Heads 2 and 3 of every four have the places of
@@ -83,67 +97,85 @@ __device__ __forceinline__ int score_place(Args const& args, int block_of_cta, i
   return (block_of_cta * args.G + head) * (kSiblings / 4) + (four ^ head / 2 % 2 * 2);
 }
 
-// Stores the scores of a block in units of log2, masked where there is no candidate to read, and raises the maxima.
+// Where a CTA has more warps than streams, two take a stream.
 template <class Cfg>
-__device__ __forceinline__ void store_scores(Args const& args, Smem<Cfg>& smem, int block_of_cta, int readable,
+__device__ __forceinline__ int log2_shares_of_stream(Split const& split) {
+  return Cfg::kWarps >= 2 * split.streams_of_cta() ? 1 : 0;
+}
+
+// Stores the scores of a block in units of log2, that of candidate g and head 2 t at `to`, masked where there is no candidate to read, and raises the maxima.
+template <class Cfg>
+__device__ __forceinline__ void store_scores(Args const& args, float* to, int readable,
                                              float (&s)[Cfg::kHeadTiles][4], float (&most)[Cfg::kHeadTiles][2]) {
   int const lane = lane_of_warp();
-  float* const scores = smem.scores(args);
 #pragma unroll
   for (int i = 0; i < Cfg::kHeadTiles; ++i) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      int const candidate = lane / 4 + e / 2 * 8;
-      int const head = 8 * i + lane % 4 * 2 + e % 2;
-      float const x = candidate < readable ? s[i][e] * args.scale_log2 : kMasked;
+      float const x = lane / 4 + e / 2 * 8 < readable ? s[i][e] * args.scale_log2 : kMasked;
       most[i][e % 2] = fmaxf(most[i][e % 2], x);
-      if (head < args.G) scores[4 * score_place(args, block_of_cta, head, candidate / 4) + candidate % 4] = x;
+      int const place = (8 * i + e % 2) * kSiblings + (e / 2 ? (lane % 2 ? -8 : 8) : 0);
+      if (8 * i + lane % 4 * 2 + e % 2 < args.G) to[place] = x;
     }
   }
 }
 
 // Stores the scores of the CTA's parts, and the maxima of each stream. The keys of a stream's next block are on their way
-// while those of the one before are multiplied, the first ones while the query rotates.
+// while those of the one before are multiplied, the first ones while the query rotates. Of two warps that share a stream the
+// second begins in its middle, up to which its query has rotated block by block too.
 template <class Cfg>
 __device__ __forceinline__ void score(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp) {
   Split const split(args);
-  int const lane = lane_of_warp();
+  int const log2_shares = log2_shares_of_stream<Cfg>(split);
 #pragma unroll 1
-  for (int stream = warp; stream < split.streams_of_cta(); stream += Cfg::kWarps) {
-    int const end = layer.first_of(split, stream / kStreams + 1);
+  for (int i = warp; i < split.streams_of_cta() << log2_shares; i += Cfg::kWarps) {
+    int const stream = i >> log2_shares;
+    int end = layer.first_of(split, stream / kStreams + 1);
     int block = layer.first_of(split, stream / kStreams) + stream % kStreams;
+    int passed = 0;
+    if (log2_shares != 0) {
+      int const half = (end - block + 2 * kStreams - 1) / (2 * kStreams);  // of the stream's blocks, rounded up
+      i % 2 == 0 ? end = min(end, block + half * kStreams) : passed = half;
+    }
     float most[Cfg::kHeadTiles][2];
 #pragma unroll
-    for (int i = 0; i < Cfg::kHeadTiles; ++i) most[i][0] = most[i][1] = kNoScore;
-    if (block < end) {
-      auto const source = [&](int wanted) {
-        auto const* const rows = reinterpret_cast<uint32_t const*>(smem.rows);
-        return typename Keys<Cfg>::Source(wanted < end ? layer.readable_of(wanted) : 0, keys_of<Cfg>(args, layer),
-                                          rows + (min(wanted, end - 1) - layer.first) * kSiblings);
-      };
+    for (int tile = 0; tile < Cfg::kHeadTiles; ++tile) most[tile][0] = most[tile][1] = kNoScore;
+    if (block + passed * kStreams < end) {
+      auto const* rows = reinterpret_cast<uint32_t const*>(smem.rows) + (block + passed * kStreams - layer.first) * kSiblings;
       Keys<Cfg> keys;
       {
-        auto const first = source(block);
+        typename Keys<Cfg>::Source const first(layer.readable_of(block + passed * kStreams), keys_of<Cfg>(args, layer), rows);
 #pragma unroll
         for (int octet = 0; octet < Keys<Cfg>::kOctets; ++octet) keys.load(first, octet, args.pairing);
       }
       Query<Cfg> q;
       q.load(smem.query, args.rotations + static_cast<std::int64_t>(layer.n - 1 - kSiblings * block) * (Cfg::kK / 2));
 #pragma unroll 1
+      for (; passed > 0; --passed, block += kStreams) q.pass(lane_rotations<Cfg>(smem, kSiblings));
+      int const lane = lane_of_warp();
+      float* to = smem.scores(args) + 4 * score_place(args, block - layer.first, lane % 4 * 2, lane / 16) + lane / 4 % 4;
+#pragma unroll 1
       for (; block < end; block += kStreams) {
+        bool const more = block + kStreams < end;
+        if (more) rows += kStreams * kSiblings;
+        auto const next = [&] {
+          return typename Keys<Cfg>::Source(more ? layer.readable_of(block + kStreams) : 0, keys_of<Cfg>(args, layer), rows);
+        };
         float s[Cfg::kHeadTiles][4];
-        keys.multiply(q, lane_rotations<Cfg>(smem, lane / 4), lane_rotations<Cfg>(smem, kSiblings),
-                      [&] { return source(block + kStreams); }, args.pairing, s);
-        store_scores<Cfg>(args, smem, block - layer.first, layer.readable_of(block), s, most);
+        keys.multiply(q, lane_rotations<Cfg>(smem, lane_of_warp() / 4), lane_rotations<Cfg>(smem, kSiblings), next, args.pairing, s);
+        store_scores<Cfg>(args, to, layer.readable_of(block), s, most);
+        to += kStreams * kSiblings * args.G;
       }
     }
 #pragma unroll
-    for (int i = 0; i < Cfg::kHeadTiles; ++i) {
+    for (int tile = 0; tile < Cfg::kHeadTiles; ++tile) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
 #pragma unroll
-        for (int d = 4; d < 32; d *= 2) most[i][e] = fmaxf(most[i][e], __shfl_xor_sync(0xffffffffu, most[i][e], d));
-        if (lane < 4) smem.maxima[stream * kHeads + 8 * i + 2 * lane + e] = most[i][e];
+        for (int d = 4; d < 32; d *= 2) {
+          most[tile][e] = fmaxf(most[tile][e], __shfl_xor_sync(0xffffffffu, most[tile][e], d));
+        }
+        if (lane_of_warp() < 4) smem.maxima[i * kHeads + 8 * tile + 2 * lane_of_warp() + e] = most[tile][e];
       }
     }
   }

@@ -30,7 +30,7 @@ __device__ __forceinline__ void find_bin(Smem<Cfg>& smem, int cta, int ctas, int
   static_assert(Cfg::kThreads >= kBins / 2 && tree::kMaxTopK * kSiblings < 1 << 16);
   int const lane = lane_of_warp();
   constexpr int kSumming = kBins / 2 / 32;  // warps
-  int const word = kBins / 2 - 1 - static_cast<int>(threadIdx.x);
+  int const word = kBins / 2 - 1 - thread_of_cta(warp);
   uint32_t two = 0;
   uint32_t two_before = 0;
   uint32_t own = 0;
@@ -100,7 +100,7 @@ struct BitsBefore {
   }
 };
 
-// Leaves the expanded candidates of the CTA in smem.expanded, and the parents of the next layer's blocks in `nodes` of the CTA
+// Takes the expanded candidates of the CTA from smem.attended and out of P, and leaves the parents of the next layer's blocks in `nodes` of the CTA
 // that has them. More than top_k candidates exist. smem.importance is read, and smem.histogram in the first round; the
 // CTA's barrier after both were written is here.
 template <class Cfg>
@@ -121,10 +121,10 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
   while (true) {
     if (round > 0) {
 #pragma unroll 1
-      for (int i = threadIdx.x; i < kBins / 4; i += Cfg::kThreads) smem.histogram[i] = uint4{};
+      for (int i = thread_of_cta(warp); i < kBins / 4; i += Cfg::kThreads) smem.histogram[i] = uint4{};
       __syncthreads();
 #pragma unroll 1
-      for (int i = threadIdx.x; i < count; i += Cfg::kThreads) {
+      for (int i = thread_of_cta(warp); i < count; i += Cfg::kThreads) {
         uint32_t const x = smem.importance[i];
         if (range.holds(x)) atomicAdd(reinterpret_cast<uint32_t*>(smem.histogram) + range.bin(x), 1u);
       }
@@ -134,7 +134,7 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
     Message const message = round % 2 ? Message::kOddCounts : Message::kEvenCounts;
     uint32_t const own = ptx::shared_address(histograms_of(smem, ctas, round, cta));
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kBins / 8 * ctas; i += Cfg::kThreads) {
+    for (int i = thread_of_cta(warp); i < kBins / 8 * ctas; i += Cfg::kThreads) {
       int const eight = i % (kBins / 8);
       uint4 const low = smem.histogram[2 * eight];
       uint4 const high = smem.histogram[2 * eight + 1];
@@ -197,7 +197,17 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
       ptx::store_async(ptx::map_to_rank(to + rank % share * 4, rank / share), static_cast<uint32_t>(node),
                        ptx::map_to_rank(inbox(smem, Message::kNodes), rank / share));
     }
+    if (word >> lane & 1u) {
+      int const i = 32 * w + lane;
+      float* const p = smem.scores(args);
+#pragma unroll 1
+      for (int head = 0; head < args.G; ++head) {
+        p[4 * score_place(args, i / kSiblings, head, i % kSiblings / 4) + i % 4] = 0.0f;
+      }
+    }
+    if (lane < 2 && 32 * w + kSiblings * lane < candidates) smem.attended[2 * w + lane] &= ~(word >> kSiblings * lane);
   }
+  __syncthreads();  // what is attended
   receive<Cfg>(args, smem, Message::kNodes, warp);
 }
 

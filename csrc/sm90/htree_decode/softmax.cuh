@@ -26,16 +26,20 @@ __device__ __forceinline__ void clear_states(Args const& args, Smem<Cfg>& smem) 
   for (int i = threadIdx.x; i < split.parts_of_cta() * kSlots * kHeads; i += Cfg::kThreads) smem.slot_sums[i] = 0.0f;
 }
 
+// P lies in shared memory times this: the tensor cores cut it to tf32, as they do with rotated bf16 elements.
+inline constexpr float kCut = kUnbias<__nv_bfloat16>;
+
 // The largest score of a head in part `part` of the CTA.
 template <class Cfg>
-__device__ __forceinline__ float part_maximum(Smem<Cfg> const& smem, int part, int head) {
+__device__ __forceinline__ float part_maximum(Smem<Cfg> const& smem, Split const& split, int part, int head) {
+  int const warps = kStreams << log2_shares_of_stream<Cfg>(split);
   float most = kNoScore;
-#pragma unroll
-  for (int w = 0; w < kStreams; ++w) most = fmaxf(most, smem.maxima[(part * kStreams + w) * kHeads + head]);
+#pragma unroll 8
+  for (int w = 0; w < warps; ++w) most = fmaxf(most, smem.maxima[(part * warps + w) * kHeads + head]);
   return most;
 }
 
-// Scores become P = exp2(score - the part's maximum), whose sums go to smem.sums. What was attended before is relative to the
+// Scores become P = exp2(score - the part's maximum), whose sums go to smem.sums, times kCut, and what can be read is attended so far. What was attended before is relative to the
 // largest score of the layers above, in smem.references: a node that was expanded may be the largest, because the logarithm
 // of its children's sum exceeds it.
 template <class Cfg>
@@ -43,14 +47,18 @@ __device__ __forceinline__ void exponentiate(Args const& args, Layer const& laye
   Split const split(args);
   int const lane = lane_of_warp();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < split.parts_of_cta() * kHeads; i += Cfg::kThreads) {
+  for (int i = thread_of_cta(warp); i < split.parts_of_cta() * kHeads; i += Cfg::kThreads) {
     if (i % kHeads >= args.G) continue;
-    float const most = part_maximum(smem, i / kHeads, i % kHeads);
+    float const most = part_maximum(smem, split, i / kHeads, i % kHeads);
     float const before = smem.references[i];
     float const reference = fmaxf(before, most);
     smem.part_maxima[i] = most;
     smem.references[i] = reference;
     smem.factors[i] = {ptx::exp2_movable(before - reference), ptx::exp2_movable(most - reference)};
+  }
+#pragma unroll 1
+  for (int i = thread_of_cta(warp); i < layer.last - layer.first; i += Cfg::kThreads) {
+    smem.attended[i] = static_cast<std::uint16_t>((1u << layer.readable_of(layer.first + i)) - 1u);
   }
   float4* const scores = reinterpret_cast<float4*>(smem.scores(args));
 #pragma unroll 1
@@ -62,13 +70,13 @@ __device__ __forceinline__ void exponentiate(Args const& args, Layer const& laye
       int const head = lane / 4 + 8 * i;
       float sum = 0.0f;
       if (head < args.G) {
-        float const most = part_maximum(smem, part, head);
+        float const most = part_maximum(smem, split, part, head);
 #pragma unroll 2
         for (int block = layer.first_of(split, part) + stream % kStreams; block < end; block += kStreams) {
           float4& x = scores[score_place(args, block - layer.first, head, lane % 4)];
           float4 const p = {ptx::exp2_movable(x.x - most), ptx::exp2_movable(x.y - most), ptx::exp2_movable(x.z - most),
                             ptx::exp2_movable(x.w - most)};
-          x = p;
+          x = {__fmul_rn(p.x, kCut), __fmul_rn(p.y, kCut), __fmul_rn(p.z, kCut), __fmul_rn(p.w, kCut)};
           sum += (p.x + p.y) + (p.z + p.w);
         }
       }
@@ -82,14 +90,14 @@ __device__ __forceinline__ void exponentiate(Args const& args, Layer const& laye
 
 // Hands the sums of the CTA's parts to every CTA of the cluster, and clears the histogram.
 template <class Cfg>
-__device__ __forceinline__ void share_sums(Args const& args, Smem<Cfg>& smem) {
+__device__ __forceinline__ void share_sums(Args const& args, Smem<Cfg>& smem, int warp) {
   Split const split(args);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < kBins / 4; i += Cfg::kThreads) smem.histogram[i] = uint4{};
+  for (int i = thread_of_cta(warp); i < kBins / 4; i += Cfg::kThreads) smem.histogram[i] = uint4{};
   __syncthreads();  // sums
   // Number 16 (P c + p) + head, of P parts a CTA, hands the head's sum of part p to CTA c.
 #pragma unroll 1
-  for (int i = threadIdx.x; i < split.parts() * kHeads; i += Cfg::kThreads) {
+  for (int i = thread_of_cta(warp); i < split.parts() * kHeads; i += Cfg::kThreads) {
     int const head = i % kHeads;
     if (head >= args.G) continue;
     int const part = i / kHeads & split.parts_of_cta() - 1;
@@ -138,10 +146,10 @@ struct Range {
 // Importances of the CTA's candidates, as bits that compare as they do, and their histogram; NaN counts as infinity. A barrier of
 // the CTA is needed before they are read.
 template <class Cfg>
-__device__ __forceinline__ void score_importance(Args const& args, Layer const& layer, Smem<Cfg>& smem) {
+__device__ __forceinline__ void score_importance(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp) {
   Split const split(args);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < split.parts_of_cta() * kHeads; i += Cfg::kThreads) {
+  for (int i = thread_of_cta(warp); i < split.parts_of_cta() * kHeads; i += Cfg::kThreads) {
     int const head = i % kHeads;
     if (head >= args.G) continue;
     float most = kNoScore;
@@ -163,7 +171,7 @@ __device__ __forceinline__ void score_importance(Args const& args, Layer const& 
     float const* const factors = smem.importance_factors + part * kHeads;
     int const end = kSiblings * (layer.first_of(split, part + 1) - layer.first);
 #pragma unroll 1
-    for (int i = kSiblings * (layer.first_of(split, part) - layer.first) + threadIdx.x; i < end; i += Cfg::kThreads) {
+    for (int i = kSiblings * (layer.first_of(split, part) - layer.first) + thread_of_cta(warp); i < end; i += Cfg::kThreads) {
       float sum = 0.0f;
 #pragma unroll 4
       for (int head = 0; head < args.G; ++head) {

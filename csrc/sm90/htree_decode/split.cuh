@@ -7,7 +7,8 @@
 
 namespace htree_cuda::sm90::htree_decode {
 
-inline constexpr int kMaxParts = 16;
+inline constexpr int kLog2MaxParts = 4;
+inline constexpr int kMaxParts = 1 << kLog2MaxParts;
 inline constexpr int kLog2Streams = 3;
 inline constexpr int kStreams = 1 << kLog2Streams;  // of a part: stream w scores its blocks w, w + 8, ...
 inline constexpr int kSlots = 2;     // of a part: slot s attends its blocks s, s + 2, ...
