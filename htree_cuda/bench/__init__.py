@@ -10,6 +10,8 @@ on the same data. Inputs have unit variance and are never zeros.
 sparse_attention and its peer are interleaved, three rounds of both, over which median and percentile are taken. Then
 again with a pause before each call, as long as the call: back to back the power cap sets the clock, with pauses not.
 
+decode times what is set beside a replayed step on a GPU, eager steps and a step's parts, for 0.3 s after 0.1 s.
+
 budgets has hundreds of rows and a shorter protocol (`protocol.Short`): 0.05 s of warm-up, then calls for at least
 0.12 s, and one call where a call takes 0.3 s or more. The JSON holds these numbers. packed has the call that a row is
 compared with in the same process: 0.2 s of warm-up and 0.6 s of calls, at least 5; 0.05 and 0.2 s for each length of a

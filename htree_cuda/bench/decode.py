@@ -30,6 +30,7 @@ from .inputs import DTYPES, visited
 from .protocol import measure
 
 STEPS = {"cuda": 32, "cpu": 4}  # in one measured interval
+BESIDE = (0.1, 0.3)  # seconds of warm-up and of timed calls of what is set beside a replayed step on a GPU
 GLANCES = 8  # calls of a backend of dense attention before the fastest is measured
 CHUNK = 4096  # tokens that are drawn and appended at a time
 QUICK = (
@@ -79,21 +80,22 @@ def captured(call: Callable[[], object]) -> Callable[[], None]:
 
 
 def timed(
-    call: Callable[[], object], device: str, before: Callable[[], object] | None = None, *, eager: bool = True
+    call: Callable[[], object], device: str, before: Callable[[], object] | None = None, *, alone: bool = False
 ) -> dict:
-    """Eagerly, and on a GPU as a graph: {"eager": ..., "graph": ...}, milliseconds of one call. Without `eager`, on a
-    GPU as a graph alone."""
+    """Eagerly, and on a GPU as a graph: {"eager": ..., "graph": ...}, milliseconds of one call. `alone`: a part of a
+    step, on a GPU as a graph alone, and as long as what is set beside a step."""
     if before is not None:
         before()
     call()
     result = {}
-    if eager or device != "cuda":
-        result["eager"] = measure(call, device, before=before, repeats=STEPS[device])
+    beside = {"seconds": BESIDE} if device == "cuda" else {}
+    if not alone or device != "cuda":
+        result["eager"] = measure(call, device, before=before, repeats=STEPS[device], **beside)
     if device == "cuda":
         replay = captured(call)
         if before is not None:
             before()
-        result["graph"] = measure(replay, device, before=before, repeats=STEPS[device])
+        result["graph"] = measure(replay, device, before=before, repeats=STEPS[device], **(beside if alone else {}))
     return result
 
 
@@ -183,7 +185,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         def back(cache=cache, T=T) -> None:
             cache.truncate(T)
 
-        appended = timed(append, device, back, eager=False)
+        appended = timed(append, device, back, alone=True)
         for top_k in QUICK_TOP_K if args.quick else args.top_k:
             options = {"top_k_per_layer": top_k, "backend": args.backend}
 
@@ -193,7 +195,7 @@ def run(args: argparse.Namespace) -> list[dict]:
             def step(append=append, attend=attend) -> None:
                 append(), attend()
 
-            parts = {"append": appended, "attend": timed(attend, device, back, eager=False)}
+            parts = {"append": appended, "attend": timed(attend, device, back, alone=True)}
             whole = timed(step, device, back)
             steps = STEPS[device]
             candidates, leaves = visited(T + steps, T, T + steps, 16, top_k, 16 * top_k)
