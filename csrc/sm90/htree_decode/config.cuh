@@ -79,7 +79,7 @@ struct Smem {
   float4 rotations[(kSiblings + 1) * Cfg::kRotationStride / 2];  // positions 0 .. 15, and a stream's step between blocks
   uint4 query[Cfg::kTileHeads * Cfg::kK / 8];                    // the heads as given
   uint4 histogram[kBins / 4];                                    // of the CTA's importances
-  uint32_t histograms[2 * kMaxParts * (kBins / 2)];  // of every CTA, two bins a word; two rounds, alternating
+  alignas(16) uint32_t histograms[2 * kMaxParts * (kBins / 2)];  // of every CTA, two bins a word; two rounds, alternating
   uint32_t importance[Cfg::kMaxBlocks * kSiblings];
   float2 part_sums[kMaxParts * kHeads];              // maximum and sum of the scores of each part
   // Of the CTA's parts, in the layer that is attended:
@@ -93,7 +93,6 @@ struct Smem {
   float slot_sums[kMaxPartsOfCta * kSlots * kHeads];
   std::uint64_t inboxes[kMessages];       // mbarriers
   uint32_t phases[Cfg::kThreads];         // each thread's own: bit i is the parity of message i that it awaits next
-  uint32_t bin_sums[4];                   // of 64 bins each, of all CTAs, and 16 bits up of the CTAs before this one
   uint32_t expanded[Cfg::kMaxWords];           // bit i % 32 of word i / 32: candidate i of the CTA is expanded
   uint32_t equal[Cfg::kMaxWords];              // likewise, its importance is the threshold
   std::uint16_t attended[Cfg::kMaxBlocks];     // bit c: candidate c of a block of the CTA is attended

@@ -22,47 +22,48 @@ __device__ __forceinline__ uint32_t* histograms_of(Smem<Cfg>& smem, int ctas, in
   return smem.histograms + (round % 2 * ctas + cta) * (kBins / 2);
 }
 
-// The bin that holds the k-th largest, from the counts of all CTAs, to smem.threshold. Threads 0 .. 127 have two bins each,
+// The bin that holds the k-th largest, from the counts of all CTAs, to smem.threshold. One warp looks for it, eight bins a lane,
 // the largest first. What lies in the CTAs before this one is added up beside it, 16 bits up: a layer has at most 8,192
 // candidates.
 template <class Cfg>
 __device__ __forceinline__ void find_bin(Smem<Cfg>& smem, int cta, int ctas, int warp, int round, uint32_t k) {
-  static_assert(Cfg::kThreads >= kBins / 2 && tree::kMaxTopK * kSiblings < 1 << 16);
-  int const lane = lane_of_warp();
-  constexpr int kSumming = kBins / 2 / 32;  // warps
-  int const word = kBins / 2 - 1 - thread_of_cta(warp);
-  uint32_t two = 0;
-  uint32_t two_before = 0;
-  uint32_t own = 0;
-  uint32_t inclusive = 0;
-  if (warp < kSumming) {
+  static_assert(kBins == 8 * 32 && tree::kMaxTopK * kSiblings < 1 << 16);
+  if (warp == 0) {
+    int const lane = lane_of_warp();
+    int const eight = 31 - lane;
+    uint32_t counts[4] = {};  // of two bins each
+    uint32_t before[4] = {};  // likewise, in the CTAs before this one
 #pragma unroll 4
     for (int p = 0; p < ctas; ++p) {
-      if (p == cta) two_before = two;
-      two += histograms_of(smem, ctas, round, p)[word];
+      uint4 const x = reinterpret_cast<uint4 const*>(histograms_of(smem, ctas, round, p))[eight];
+      uint32_t const words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (p < cta) before[i] += words[i];
+        counts[i] += words[i];
+      }
     }
-    own = (two & 0xffffu) + (two >> 16) + ((two_before << 16) + (two_before & 0xffff0000u));
-    inclusive = own;
+    auto const total = [](uint32_t const(&two)[4]) {
+      uint32_t const sum = two[0] + two[1] + two[2] + two[3];
+      return (sum & 0xffffu) + (sum >> 16);
+    };
+    uint32_t const own = total(counts) + (total(before) << 16);
+    uint32_t inclusive = own;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
-      uint32_t const before = __shfl_up_sync(0xffffffffu, inclusive, d);
-      if (lane >= d) inclusive += before;
+      uint32_t const less = __shfl_up_sync(0xffffffffu, inclusive, d);
+      if (lane >= d) inclusive += less;
     }
-    if (lane == 31) smem.bin_sums[warp] = inclusive;
-  }
-  __syncthreads();
-  if (warp < kSumming) {
-    uint32_t above = inclusive - own;
-#pragma unroll 1
-    for (int w = 0; w < warp; ++w) above += smem.bin_sums[w];
-    uint32_t const upper = two >> 16;
-    uint32_t const lower = two & 0xffffu;
-    uint32_t passed = above & 0xffffu;
-    uint32_t before = above >> 16;
-    if (passed < k && k <= passed + upper) smem.threshold = {2u * word + 1u, k - passed, upper, before, two_before >> 16};
-    passed += upper;
-    before += two_before >> 16;
-    if (passed < k && k <= passed + lower) smem.threshold = {2u * word, k - passed, lower, before, two_before & 0xffffu};
+    uint32_t passed = inclusive - own & 0xffffu;
+    uint32_t above_before = inclusive - own >> 16;
+#pragma unroll
+    for (int i = 7; i >= 0; --i) {
+      uint32_t const count = counts[i / 2] >> 16 * (i % 2) & 0xffffu;
+      uint32_t const count_before = before[i / 2] >> 16 * (i % 2) & 0xffffu;
+      if (passed < k && k <= passed + count) smem.threshold = {8u * eight + i, k - passed, count, above_before, count_before};
+      passed += count;
+      above_before += count_before;
+    }
   }
   __syncthreads();
 }
