@@ -167,7 +167,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m htree_cuda explain", description=__doc__.splitlines()[0].split(": ", 1)[1],
     )  # fmt: skip
     add = parser.add_argument
-    add("--op", choices=["forward", "forward_cached", *explain_dsa.OPS], default="forward", help="the operation (default: forward)")
+    ops = ["forward", "forward_cached", *explain_dsa.OPS]
+    add("--op", choices=ops, default="forward", help="the operation (default: forward)")
     add("--T", type=int, required=True, help="tokens of the context, or key rows")
     add("--H", type=int, required=True, help="query heads")
     add("--H-kv", type=int, help="KV heads; divides --H; of forward and forward_cached, which need it")

@@ -66,7 +66,7 @@ def explain(
 
     Notes:
         Deterministic; launches nothing. How many clusters of CTAs a GPU holds at once, which decides the parts of a
-        CTA, is that of an H100 scaled to ``sms``; a launch asks its device.
+        CTA, is that of an H100 scaled to ``sms``; a launch looks at its device.
 
     Example:
         >>> from htree_cuda.explain_decode import explain
@@ -78,7 +78,7 @@ def explain(
     for name, value in sizes.items():
         checks.common.size("explain", name, checks.common.integer("explain", name, value))
     if not 1 <= T_q <= 8:
-        raise ValueError(f"explain: T_q must be in 1 .. 8 for forward_cached, whose longer calls are forward's, got {T_q}")
+        raise ValueError(f"explain: T_q of forward_cached must be in 1 .. 8, longer calls being forward's, got {T_q}")
     if H_kv < 1 or H % H_kv:
         raise ValueError(f"explain: H must be a multiple of H_kv, got {H} and {H_kv}")
     rows = kernels.recorded(lambda: _decode(sizes, dtype), sms=sms)

@@ -116,6 +116,11 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
   extern __shared__ __align__(16) char shared_memory[];
   auto& smem = *reinterpret_cast<Smem<Cfg>*>(shared_memory);
   int const warp = threadIdx.x / 32;
+  // What needs no global memory may run while the grid before ends.
+  smem.phases[threadIdx.x] = 0;
+  if (threadIdx.x == 0) open_inboxes(args, smem);
+  barriers::cluster_arrive();  // everybody's inboxes are open when all have waited, below
+  clear_states<Cfg>(args, smem);
   wait_for_previous_grid();
 
   {
@@ -132,23 +137,21 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
     int const queries = min(max(wanted, 0), args.T_q);
     std::int64_t const t = min(max(tokens, 0), args.cache.max_tokens) - queries + unit.j;
     unit.t = t;
-    if (threadIdx.x == 0) smem.unit = unit, open_inboxes(args, smem);
+    if (threadIdx.x == 0) smem.unit = unit;
     __syncthreads();
     if (unit.j >= queries || t < 0 || overflowed) {  // the same in all CTAs of the cluster
       write_nothing<Cfg>(args, smem, overflowed && unit.j < queries);
+      barriers::cluster_wait();
       return;
     }
   }
 
-  smem.phases[threadIdx.x] = 0;
-  barriers::cluster_arrive();  // everybody's inboxes are open when all have waited, below
   if (cta_index() == 0) {
 #pragma unroll 1
     for (int layer = tree::entry_layer(smem.unit.t, args.top_k) + 1; layer <= args.selection_layers; ++layer) {
       write_whole_layer<Cfg>(args, smem, layer, static_cast<int>(smem.unit.t >> (kLog2Siblings * layer)) + 1);
     }
   }
-  clear_states<Cfg>(args, smem);
 #pragma unroll 1
   for (int l = tree::entry_layer(smem.unit.t, args.top_k); l >= 0; --l) {
     __syncthreads();  // who attended the layer above reads what it was

@@ -15,7 +15,7 @@ namespace htree_cuda::sm90::htree_decode {
 inline constexpr int kDevices = 64;  // that `resident` remembers
 
 // How many clusters of the kernel a GPU with so many SMs holds at once, as an H100 does (132 SMs, 2026-11-25: 7 of 16 CTAs
-// alone on their SMs, 15 of 8, 31 of 4, 66 of 2): for calls that are told of. A launch asks the device.
+// alone on their SMs, 15 of 8, 31 of 4, 66 of 2): for calls that are told of. A launch looks at its device.
 template <class Cfg>
 int resident_of(int processors, int log2_ctas) {
   constexpr int kLost[] = {0, 0, 2, 1, 1};  // clusters that do not fit into a group of SMs
@@ -30,7 +30,7 @@ int resident(Args const& args, int log2_parts_of_cta) {
   if (host::Recording const* const told = host::recording()) return resident_of<Cfg>(told->processors, log2_ctas);
   int device = 0;
   HTREE_CUDA_CHECK(cudaGetDevice(&device));
-  static std::atomic<int> known[kDevices][kLog2MaxParts + 1][kLog2MaxPartsOfCta + 1];  // 0: not asked yet
+  static std::atomic<int> known[kDevices][kLog2MaxParts + 1][kLog2MaxPartsOfCta + 1];  // 0: not known yet
   std::atomic<int>& answer = known[device % kDevices][args.log2_parts][log2_parts_of_cta];
   if (answer != 0) return answer;
   void const* const kernel = reinterpret_cast<void const*>(htree_decode_kernel<Cfg>);

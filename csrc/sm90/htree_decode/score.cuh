@@ -92,7 +92,7 @@ __device__ __forceinline__ void prefetch_values(Args const& args, Smem<Cfg> cons
 }
 
 // Scores and P of candidates 4 i .. 4 i + 3 of a block and head are a float4. Heads 2 and 3 of every four have the places of
-// theirs turned by half a row, so that lanes that store a column of scores meet in a bank twice, not four times.
+// theirs shifted by half a row, so that lanes that store a column of scores meet in a bank twice, not four times.
 __device__ __forceinline__ int score_place(Args const& args, int block_of_cta, int head, int four) {
   return (block_of_cta * args.G + head) * (kSiblings / 4) + (four ^ head / 2 % 2 * 2);
 }
@@ -103,7 +103,7 @@ __device__ __forceinline__ int log2_shares_of_stream(Split const& split) {
   return Cfg::kWarps >= 2 * split.streams_of_cta() ? 1 : 0;
 }
 
-// Stores the scores of a block in units of log2, that of candidate g and head 2 t at `to`, masked where there is no candidate to read, and raises the maxima.
+// Stores the scores of a block in units of log2, that of candidate g and head 2 t at `to`, masked where there is no candidate to read, and keeps the maxima.
 template <class Cfg>
 __device__ __forceinline__ void store_scores(Args const& args, float* to, int readable,
                                              float (&s)[Cfg::kHeadTiles][4], float (&most)[Cfg::kHeadTiles][2]) {
