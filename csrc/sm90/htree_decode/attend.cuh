@@ -13,7 +13,9 @@ namespace htree_cuda::sm90::htree_decode {
 // Blocks are counted from the CTA's first.
 template <class Cfg>
 struct Quarter {
-  static constexpr int kAhead = 4;  // blocks whose values are on their way while those of one are multiplied
+  // Blocks whose values are loaded before the first of them are multiplied. Loads while others are multiplied gain nothing:
+  // they share a scoreboard, so that whoever waits for the first ones waits for all.
+  static constexpr int kAtOnce = 8;
 
   Args const& args;
   Smem<Cfg>& smem;
@@ -36,17 +38,17 @@ struct Quarter {
              score_place(args, begin, min(lane / 4 + 8 * i, args.G - 1), row_quad);
     }
     int const step = kSlots * args.G * (kSiblings / 4);
-    Values<Cfg> ahead[kAhead];
-#pragma unroll
-    for (int n = 0; n < kAhead; ++n) {
-      if (begin + n * kSlots < end) {
-        ahead[n].load(attended[n * kSlots] >> row_quad * 4, values, rows[n * kSlots * (kSiblings / 4)]);
-      }
-    }
 #pragma unroll 1
-    for (int first = begin; first < end; first += kAhead * kSlots) {
+    for (int first = begin; first < end; first += kAtOnce * kSlots) {
+      Values<Cfg> values_of[kAtOnce];
 #pragma unroll
-      for (int n = 0; n < kAhead; ++n) {
+      for (int n = 0; n < kAtOnce; ++n) {
+        if (first + n * kSlots < end) {
+          values_of[n].load(attended[n * kSlots] >> row_quad * 4, values, rows[n * kSlots * (kSiblings / 4)]);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
         if (first + n * kSlots >= end) break;
         float4 x[Cfg::kHeadTiles];
 #pragma unroll
@@ -55,15 +57,10 @@ struct Quarter {
           p[i] += step;
           if (quarter == 0) sum[i] += (x[i].x + x[i].y) + (x[i].z + x[i].w);
         }
-        ahead[n].add(x, o);
-        constexpr int kNext = kAhead * kSlots;
-        if (first + n * kSlots + kNext < end) {
-          ahead[n].load(attended[n * kSlots + kNext] >> row_quad * 4, values,
-                        rows[(n * kSlots + kNext) * (kSiblings / 4)]);
-        }
+        values_of[n].add(x, o);
       }
-      rows += kAhead * kSlots * (kSiblings / 4);
-      attended += kAhead * kSlots;
+      rows += kAtOnce * kSlots * (kSiblings / 4);
+      attended += kAtOnce * kSlots;
     }
   }
 
