@@ -185,6 +185,17 @@ def test_top_k(top_k):
     check(host, lengths, run(host[0], filled(*host[1:], lengths), top_k), top_k, share=0.9)
 
 
+@pytest.mark.emulated
+def test_one_query_and_several_of_a_large_top_k():
+    """A CTA of 16 warps with one part, whose streams two warps share, and with as many parts as there are."""
+    lengths = (4200,)
+    host = inputs(1, 4200, 2, G=2, seed=5)
+    cache = filled(*host[1:], lengths)
+    out, lse, selection = run(host[0], cache, 256)
+    check(host, lengths, (out, lse, selection), 256, share=0.9)
+    same_bits(run(host[0][:, 1:], cache, 256), (out[:, 1:], lse[:, 1:], selection[:, :, 1:]))
+
+
 @pytest.mark.parametrize("scale, rope_base", [(0.0, 10000.0), (-0.3, 50.0), (1.0, 1e6)])
 def test_scale_and_base(scale, rope_base):
     lengths = (3000, 290)

@@ -151,10 +151,11 @@ struct Keys {
 
   // Products with the query: s[i][e] of candidate g + 8 (e / 2) and head 8 i + 2 t + e % 2. The query rotates back by a
   // step as it passes. `rotations`: the lane's part of the table's row g in shared memory, `step` of that of the step.
-  // Chunks that are done make room for those of the next block, whose Source is next(): they are on their way while the rest
-  // is multiplied.
-  template <class Next>
-  __device__ __forceinline__ void multiply(Query<Cfg>& q, float4 const* rotations, float4 const* step, Next const& next,
+  // Chunks that are done make room for others, which are on their way while the rest is multiplied: the second octet of this
+  // block, whose Source is here(), then the first of the next one, whose Source is next(). Each is loaded when the other one
+  // has arrived: loads share a scoreboard, so that whoever waits for one waits for all.
+  template <class Here, class Next>
+  __device__ __forceinline__ void multiply(Query<Cfg>& q, float4 const* rotations, float4 const* step, Here const& here, Next const& next,
                                            Pairing const& pairing, float (&s)[Cfg::kHeadTiles][4]) {
     using Element = typename Cfg::Element;
 #pragma unroll
@@ -192,7 +193,8 @@ struct Keys {
           rotate(q.low[i][pair], q.high[i][pair], cos(back), -sin(back));
         }
       }
-      if ((first + kAtOnce) % 8 == 0) load(next(), first / 8, pairing);
+      if (kOctets == 2 && first == 0) load(here(), 1, pairing);
+      if (first == (kOctets == 2 ? 8 : Cfg::kPairs - kAtOnce)) load(next(), 0, pairing);
     }
   }
 };

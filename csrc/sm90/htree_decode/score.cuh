@@ -145,8 +145,7 @@ __device__ __forceinline__ void score(Args const& args, Layer const& layer, Smem
       Keys<Cfg> keys;
       {
         typename Keys<Cfg>::Source const first(layer.readable_of(block + passed * kStreams), keys_of<Cfg>(args, layer), rows);
-#pragma unroll
-        for (int octet = 0; octet < Keys<Cfg>::kOctets; ++octet) keys.load(first, octet, args.pairing);
+        keys.load(first, 0, args.pairing);
       }
       Query<Cfg> q;
       q.load(smem.query, args.rotations + static_cast<std::int64_t>(layer.n - 1 - kSiblings * block) * (Cfg::kK / 2));
@@ -156,14 +155,18 @@ __device__ __forceinline__ void score(Args const& args, Layer const& layer, Smem
       float* to = smem.scores(args) + 4 * score_place(args, block - layer.first, lane % 4 * 2, lane / 16) + lane / 4 % 4;
 #pragma unroll 1
       for (; block < end; block += kStreams) {
-        bool const more = block + kStreams < end;
-        if (more) rows += kStreams * kSiblings;
+        auto const here = [&] {
+          return typename Keys<Cfg>::Source(layer.readable_of(block), keys_of<Cfg>(args, layer), rows);
+        };
         auto const next = [&] {
-          return typename Keys<Cfg>::Source(more ? layer.readable_of(block + kStreams) : 0, keys_of<Cfg>(args, layer), rows);
+          bool const more = block + kStreams < end;
+          return typename Keys<Cfg>::Source(more ? layer.readable_of(block + kStreams) : 0, keys_of<Cfg>(args, layer),
+                                            rows + (more ? kStreams * kSiblings : 0));
         };
         float s[Cfg::kHeadTiles][4];
-        keys.multiply(q, lane_rotations<Cfg>(smem, lane_of_warp() / 4), lane_rotations<Cfg>(smem, kSiblings), next, args.pairing, s);
+        keys.multiply(q, lane_rotations<Cfg>(smem, lane_of_warp() / 4), lane_rotations<Cfg>(smem, kSiblings), here, next, args.pairing, s);
         store_scores<Cfg>(args, to, layer.readable_of(block), s, most);
+        rows += kStreams * kSiblings;
         to += kStreams * kSiblings * args.G;
       }
     }
