@@ -14,8 +14,8 @@ decode times what is set beside a replayed step on a GPU, eager steps and a step
 
 budgets has hundreds of rows and a shorter protocol (`protocol.Short`): 0.05 s of warm-up, then calls for at least
 0.12 s, and one call where a call takes 0.3 s or more. The JSON holds these numbers. packed has the call that a row is
-compared with in the same process: 0.2 s of warm-up and 0.6 s of calls, at least 5; 0.05 and 0.2 s for each length of a
-document.
+compared with in the same process: 0.2 s of warm-up and 0.6 s of calls, at least 5; 0.03 and 0.15 s for each length of
+a document.
 
 Every figure carries the FLOPs and bytes it counts; the JSON names the sources (content hash), machine and torch. The
 tables and plots of the README are made from these files by tools/update_docs.py.

@@ -21,7 +21,7 @@ SECONDS = (0.2, 0.6)
 # The same for each length of a document. Its time is that of one sequence of a batch of its length which fills the GPU.
 # Nothing is interpolated between fewer lengths: from 16 top_k tokens on a sequence has one layer more, and its cost
 # rises in a straight line, by a factor of 5 to 9 up to twice that length.
-DOCUMENT_SECONDS = (0.05, 0.2)
+DOCUMENT_SECONDS = (0.03, 0.15)
 
 
 def documents(total: int, shortest: int, longest: int, seed: int) -> list[int]:

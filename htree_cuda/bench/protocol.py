@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ WARM_UP_S, TIMED_S = 0.5, 1.0
 LEAST_CALLS_GPU, LEAST_CALLS_CPU = 5, 3
 ROUNDS = 3  # of calls whose measurements are interleaved
 LEAST_PAUSE_MS = 0.5  # the host enqueues a call in less
+LEAST_PROBED_S = 0.3  # of timed calls beside which clock and power are read: nvidia-smi takes as long
 
 
 def _output(command: list[str]) -> str | None:
@@ -33,8 +35,9 @@ def _output(command: list[str]) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+@functools.cache
 def identity(device: str) -> dict:
-    """Which sources ran where."""
+    """Which sources ran where, found out once: programs write it with every row. Not to be changed by the caller."""
     script = Path(__file__).resolve().parent.parent.parent / "tools" / "content_hash.py"
     about = {
         "version": __version__,
@@ -143,7 +146,7 @@ def sample(
         pairs.append(pair)
         if len(pairs) % 16 == 0:  # keeps the queue short, never empty
             pairs[-8][1].synchronize()
-        if probe is None and time.perf_counter() - start > 0.3 * timed:
+        if probe is None and timed >= LEAST_PROBED_S and time.perf_counter() - start > 0.3 * timed:
             probe = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     torch.cuda.synchronize()
     clock = power = None
