@@ -42,12 +42,13 @@ def _inputs(args: argparse.Namespace, rows: tuple[int, ...], H: int, H_kv: int):
 
 def _measured(call, tensors, args: argparse.Namespace, gradients: bool, seconds=SECONDS) -> dict:
     """Forward without gradients; or a backward alone, through a graph that is kept."""
+    options = {"seconds": seconds, "probed": seconds != DOCUMENT_SECONDS}
     if not gradients:
         with torch.no_grad():
-            return measure(call, args.device, seconds=seconds)
+            return measure(call, args.device, **options)
     out = call()
     dout = torch.randn_like(out)
-    return measure(lambda: torch.autograd.grad(out, tensors, dout, retain_graph=True), args.device, seconds=seconds)
+    return measure(lambda: torch.autograd.grad(out, tensors, dout, retain_graph=True), args.device, **options)
 
 
 def _packed(args: argparse.Namespace, lengths: list[int], H: int, H_kv: int, top_k: int, gradients: bool) -> dict:

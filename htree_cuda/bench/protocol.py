@@ -24,7 +24,6 @@ WARM_UP_S, TIMED_S = 0.5, 1.0
 LEAST_CALLS_GPU, LEAST_CALLS_CPU = 5, 3
 ROUNDS = 3  # of calls whose measurements are interleaved
 LEAST_PAUSE_MS = 0.5  # the host enqueues a call in less
-LEAST_PROBED_S = 0.3  # of timed calls beside which clock and power are read: nvidia-smi takes as long
 
 
 def _output(command: list[str]) -> str | None:
@@ -95,12 +94,14 @@ def sample(
     before: Callable[[], object] | None = None,
     repeats: int = 1,
     seconds: tuple[float, float] | None = None,
+    probed: bool = True,
 ) -> tuple[list[float], dict]:
     """Milliseconds of each call by the protocol above, and what was read meanwhile. With a pause before each call: the
     GPU spends it in a kernel of one thread, while the host enqueues the call behind it, so that no time of the host is
     in the call's. With repeats, a time is the mean of as many calls back to back, for calls so short that two events
     around each would show; `before` runs before each of these intervals and is in no time. seconds: of warm-up and of
-    timed calls, in place of the protocol's, for what is only set beside a result."""
+    timed calls, in place of the protocol's, for what is only set beside a result. Not probed: clock and power are not
+    read, which takes as long as some samples."""
     times: list[float] = []
     warm_up, timed = (WARM_UP_S, TIMED_S) if seconds is None else seconds
 
@@ -146,7 +147,7 @@ def sample(
         pairs.append(pair)
         if len(pairs) % 16 == 0:  # keeps the queue short, never empty
             pairs[-8][1].synchronize()
-        if probe is None and timed >= LEAST_PROBED_S and time.perf_counter() - start > 0.3 * timed:
+        if probed and probe is None and time.perf_counter() - start > 0.3 * timed:
             probe = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     torch.cuda.synchronize()
     clock = power = None
