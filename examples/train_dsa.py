@@ -30,6 +30,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -288,15 +289,17 @@ class Run:
             extra += f", mass {entry['mass']['indexer']:.1%}, recall {entry['recall']['indexer']:.1%}"
         print(f"seed {self.seed}, {stage}, step {entry['step']}: held out {entry['loss']:.4f}{extra}", flush=True)
 
-    def run(self) -> dict:
-        """The four stages; the control begins where the sparse stage's decoder did."""
-        self.train("dense")
-        self.train("warmup")
-        kept = copy.deepcopy((self.model.state_dict(), self.optimizers["model"].state_dict()))
-        self.train("sparse")
-        self.model.load_state_dict(kept[0])
-        self.optimizers["model"].load_state_dict(kept[1])
-        self.train("control")
+    def run(self, keep: Callable[[dict], None] | None = None) -> dict:
+        """The four stages; the control begins where the sparse one did. `keep` gets what there is after each."""
+        for stage in STAGES:
+            if stage == "sparse":
+                kept = copy.deepcopy((self.model.state_dict(), self.optimizers["model"].state_dict()))
+            if stage == "control":
+                self.model.load_state_dict(kept[0])
+                self.optimizers["model"].load_state_dict(kept[1])
+            self.train(stage)
+            if keep is not None:
+                keep({"seed": self.seed, "seconds": self.seconds, "log": self.log})
         return {"seed": self.seed, "seconds": self.seconds, "log": self.log, **summary(self.log)}
 
 
@@ -402,9 +405,15 @@ def main(argv: list[str] | None = None) -> int:
         "runs": [],
     }  # fmt: skip
     log = args.out / f"train_dsa_{preset.name}.json"
+    ended: list[dict] = []
+
+    def keep(*runs: dict) -> None:
+        log.write_text(json.dumps(report | {"runs": [*ended, *runs]}, indent=1) + "\n")
+
     for seed in args.seeds:
-        report["runs"].append(Run(preset, seed, text, device, args.backend).run())
-        log.write_text(json.dumps(report, indent=1) + "\n")
+        ended.append(Run(preset, seed, text, device, args.backend).run(keep))
+        keep()
+    report["runs"] = ended
     print(table(report["runs"], COLUMNS))
     try:
         draw(report, log.with_suffix(".png"))

@@ -60,30 +60,22 @@ struct Consumer {
     if (work.tiles == 0) return;
     barriers::mbarrier_wait(ptx::shared_address(&shared.queries_full), 0, "queries");
     RingPosition<C::kStages> at;
-    float lower[C::kAccumulators];
-    float upper[C::kAccumulators];
-    ring.wait_full(at, "keys");
-    multiply<0>(lower, at.slot);
-    wait(lower);
-    // No branch comes between products in flight and their wait: ptxas would wait for them there.
+    // Both products are issued before the first is summed: otherwise ptxas moves what sums one between the instructions of
+    // the other. While the second is summed, the other consumer's products run.
 #pragma unroll 1
-    for (int tile = 0; tile + 1 < work.tiles; ++tile) {
-      Keys const keys = keys_of(tile);
-      multiply<1>(upper, at.slot);
-      finish<0>(lower, keys);
-      wait(upper);
-      barriers::release(ring.empty_at(at.slot));
-      at = at.ahead(1);
+    for (int tile = 0; tile < work.tiles; ++tile, at = at.ahead(1)) {
+      float lower[C::kAccumulators];
+      float upper[C::kAccumulators];
       ring.wait_full(at, "keys");
       multiply<0>(lower, at.slot);
+      multiply<1>(upper, at.slot);
+      Keys const keys = keys_of(tile);
+      wait<1>(lower);
+      finish<0>(lower, keys);
+      wait<0>(upper);
+      barriers::release(ring.empty_at(at.slot));
       finish<1>(upper, keys);
-      wait(lower);
     }
-    Keys const keys = keys_of(work.tiles - 1);
-    multiply<1>(upper, at.slot);
-    finish<0>(lower, keys);
-    wait(upper);
-    finish<1>(upper, keys);
   }
 
   // What a thread knows of its two keys of a tile.
@@ -104,8 +96,9 @@ struct Consumer {
     return keys;
   }
 
+  template <int kPending>
   static __device__ __forceinline__ void wait(float (&acc)[C::kAccumulators]) {
-    wgmma::wait<0>();
+    wgmma::wait<kPending>();
     wgmma::pin(acc);
   }
 

@@ -8,13 +8,14 @@
 //                    TMA bytes
 //   q_empty          one lane of each of the 8 consumer   producer warp   the last products of the unit with Q and dO
 //                    warps                                0
-//   ds_full          one lane of each of the 8 consumer   both consumers  P and dS of the tile (st.shared, fenced by each
-//                    warps                                                writing thread)
-//   ds_empty         the same                             both consumers  all products with P and dS of the tile
+//   ds_full          one lane of each warp of consumer 0  both consumers  P and dS of the tile (st.shared, fenced by each
+//                                                                         writing thread)
+//   ds_empty         one lane of each warp of consumer 1  consumer 0      all its products with P and dS of the tile
 //
-// A pair of CTAs has in addition
-//   ds_full          the same, and the bytes of the       both consumers  P and dS of all 64 keys of the tile
-//                    other CTA's keys (st.async)
+// A pair of CTAs has in addition, or otherwise
+//   ds_full          one lane of each of the 8 consumer   both consumers  P and dS of all 64 keys of the tile
+//                    warps, and the bytes of the other
+//                    CTA's keys (st.async)
 //   ds_empty         one lane of each of the other CTA's  both consumers  all products of the other CTA with P and dS of
 //                    8 consumer warps                                     the tile: partial scores may go there
 //   partial_full     one lane of the warp that waits, and its warp        partial scores, then partial dP (st.async)
@@ -45,8 +46,8 @@ public:
     barriers::mbarrier_init(keys_empty, C::kConsumers * C::kWarps);
     barriers::mbarrier_init(q_full, 1);
     barriers::mbarrier_init(q_empty, C::kConsumers * C::kWarps);
-    barriers::mbarrier_init(ds_full, C::kConsumers * C::kWarps);
-    barriers::mbarrier_init(ds_empty, C::kConsumers * C::kWarps);
+    barriers::mbarrier_init(ds_full, C::kWeightConsumers * C::kWarps);
+    barriers::mbarrier_init(ds_empty, C::kWeightConsumers * C::kWarps);
     if constexpr (C::kCtas > 1) {
 #pragma unroll
       for (int i = 0; i < C::kConsumers * C::kWarps; ++i) {

@@ -129,15 +129,16 @@ struct Config {
   static __device__ __forceinline__ int column(int panel, int) { return panel * kPanelCols; }
 
   // ---- how the two consumers share a tile ----
-  // Scores and dP: 32 keys each. dq and dkv: four panels of columns each, and half of the ninth.
+  // One makes P and dS and has dq on the first columns; the other has dq on the rest and all of dkv, so that sums leave
+  // without a pause.
   static constexpr int kConsumers = 2;  // warpgroups
-  static constexpr int kOwnKeys = kTileKeys / kConsumers;
-  static constexpr int kOwnPanels = kValuePanels / kConsumers;
-  static constexpr int kOwnCols = kOwnPanels * kPanelCols;
-  // Columns of dkv in accumulators at a time. Integers take registers of their own.
-  static constexpr int kSumCols = 64;
-  static constexpr int kTailCols = (kPanels - kValuePanels) * kPanelCols / kConsumers;
-  static_assert(kTailCols == 0 || kTailCols == 32);
+  static constexpr int kWeightConsumers = 1;  // that write P and dS
+  static constexpr int kOwnKeys = kTileKeys;  // of the CTA
+  static constexpr int kDqCols = 256;   // of the first, and of the second but for kTailCols
+  static constexpr int kTailCols = kHeadDim - 2 * kDqCols;
+  static_assert(kTailCols == 0 || kTailCols == 64);
+  // Columns of dkv in accumulators, twice: while some leave, the next ones are multiplied.
+  static constexpr int kSumCols = 32;
   static constexpr int kPanelSteps = kPanelCols / wgmma::kDepth;
   static constexpr int kHeadSteps = kGroupHeads / wgmma::kDepth;
   static constexpr int kKeySteps = kTileKeys / wgmma::kDepth;
@@ -145,13 +146,13 @@ struct Config {
   // ---- threads and registers ----
   static constexpr int kWarps = 4;  // of a warpgroup
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kConsumerRegisters[kConsumers] = {240, 232};
+  static constexpr int kConsumerRegisters[kConsumers] = {232, 240};
   static constexpr int kProducerRegisters = 32;
   // What the launch grants: 65536 / 384 rounded down to a multiple of 8.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static_assert(kConsumerRegisters[0] + kConsumerRegisters[1] + kProducerRegisters <= (kConsumers + 1) * kLaunchRegisters,
                 "setmaxnreg would wait for ever");
-  static_assert(wgmma::kValueAccumulators + kTailCols / 2 + kSumCols / 2 <= kConsumerRegisters[1] - 40,
+  static_assert(wgmma::kValueAccumulators + kTailCols / 2 + 2 * kSumCols / 2 <= kConsumerRegisters[1] - 40,
                 "dq and some columns of dkv share the consumer's registers");
 
   // ---- shared memory ----
@@ -212,6 +213,7 @@ struct PairConfig {
 
   // ---- how the two consumers share a tile ----
   static constexpr int kConsumers = 2;
+  static constexpr int kWeightConsumers = kConsumers;  // that write P and dS
   static constexpr int kOwnHeads = kGroupHeads / kConsumers;
   static constexpr int kOwnHeadBytes = kOwnHeads * 128;
   static constexpr int kCtaCols = kValueDim / kCtas;

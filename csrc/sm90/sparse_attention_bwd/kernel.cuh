@@ -3,8 +3,9 @@
 #pragma once
 
 #include "config.cuh"
-#include "consumer.cuh"
 #include "producer.cuh"
+#include "score_consumer.cuh"
+#include "sum_consumer.cuh"
 
 namespace htree_cuda::sm90::sparse_attention_bwd {
 
@@ -34,10 +35,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     Producer<C>(params, kv_map, q_map, dout_map, shared, warp % C::kWarps).run();
   } else if (warpgroup == 0) {
     ptx::raise_registers<C::kConsumerRegisters[0]>();
-    Consumer<C, 0>(params, shared, warp % C::kWarps).run();
+    ScoreConsumer<C>(params, shared).run();
   } else {
     ptx::raise_registers<C::kConsumerRegisters[1]>();
-    Consumer<C, 1>(params, shared, warp % C::kWarps).run();
+    SumConsumer<C>(params, shared).run();
   }
 }
 

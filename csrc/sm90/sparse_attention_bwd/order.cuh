@@ -1,8 +1,9 @@
 // In which order a row of the sums of dkv keeps its columns: the one in which a warp's accumulators of a product fill
-// whole sectors of 32 bytes, so that a reduction needs no exchange between lanes. Lane l has columns 2 (l % 4) + 0..1 of
+// whole lines of 128 bytes after an exchange between neighbouring rows. Lane l has columns 2 (l % 4) + 0..1 of
 // every eight.
 //   float    sixteen columns 16 b + 8 j + 2 l + i lie at 16 b + 4 l + 2 j + i: a lane adds four neighbours at once
-//   int64_t  eight columns 8 j + 2 l + i lie at 8 j + 4 i + l: four lanes add four neighbours
+//   int64_t  eight columns 8 j + 2 l + i lie at 8 j + 4 i + l: sixteen lanes, which swap what they have of four rows, add
+//            sixteen neighbours
 #pragma once
 
 #include <cstdint>

@@ -136,10 +136,7 @@ private:
 
     // dkv, some columns at a time: while the sums of some leave, the tensor cores multiply the next ones and, in the end,
     // the next tile's scores. There are registers for 64 columns, or for 32 and the scores.
-    int const key = warp() * 16 + fresh_lane() / 4;
-    int const row[2] = {static_cast<int>(ptx::load_shared_4B(rows_ + 4 * key)),
-                        static_cast<int>(ptx::load_shared_4B(rows_ + 4 * (key + 8)))};
-    Target<C> const target = target_of<C>(p_, u, row);
+    Target<C> const target = target_of<C>(p_, u, rows_, warp() * 16, fresh_lane());
     int const first = rank() * C::kCtaCols + kMe * C::kOwnCols;
     float tail[kOwnTail];
     float wide[C::kSumCols / 2];
@@ -155,22 +152,22 @@ private:
     }
     if (more) release_keys();
     if constexpr (C::kTailCols > 0) {
-      add<C>(target, tail, C::kValueDim + rank() * C::kTailCols + kMe * C::kOwnTailCols, fresh_lane());
+      add<C>(p_, u, target, tail, C::kValueDim + rank() * C::kTailCols + kMe * C::kOwnTailCols, fresh_lane());
     }
     wgmma::wait<0>();
     wgmma::pin(wide);
     multiply_columns(narrow[0], C::kSumCols);
-    add<C>(target, wide, first, fresh_lane());
+    add<C>(p_, u, target, wide, first, fresh_lane());
     multiply_columns(narrow[1], C::kSumCols * 3 / 2);
     wgmma::wait<1>();
     wgmma::pin(narrow[0]);
-    add<C>(target, narrow[0], first + C::kSumCols, fresh_lane());
+    add<C>(p_, u, target, narrow[0], first + C::kSumCols, fresh_lane());
     // After the unit's last tile the same keys once more, to no purpose: a branch around products takes registers.
     multiply_keys(scores, (more ? ~rounds_ : rounds_) & 1);
     wgmma::wait<1>();
     wgmma::pin(narrow[1]);
     if (ptx::elect()) barriers::mbarrier_arrive_cluster(ptx::map_to_rank(barriers_.ds_empty, peer()));
-    add<C>(target, narrow[1], first + C::kSumCols * 3 / 2, fresh_lane());
+    add<C>(p_, u, target, narrow[1], first + C::kSumCols * 3 / 2, fresh_lane());
     wgmma::wait<0>();
     wgmma::pin(scores);
     if (!more) release_keys();

@@ -115,46 +115,119 @@ __device__ __forceinline__ void multiply(float (&sums)[kCount], uint32_t weights
   }
 }
 
-// Where this thread's two rows of a tile are added.
+// Where this thread's part of a tile is added. Of a product with 64 rows of keys it has two rows, eight apart. For float32
+// the neighbour of each too, whose sums lane l ^ 4 has.
+template <class C, Sums = C::kSums>
+struct Target;
+
 template <class C>
-struct Target {
-  typename Order<C::kSums>::Sum* row[2];
-  float factor[2];
+struct Target<C, Sums::kAtomic> {
+  int row[2][2];  // of kv, -1 for none: [eight apart][the even row, the odd one]
 };
 
 template <class C>
-__device__ __forceinline__ Target<C> target_of(KernelParams const& p, Unit const& u, int const (&row)[2]) {
+struct Target<C, Sums::kDeterministic> {
+  int row[2];  // of kv, -1 for none
+  float factor[2];
+};
+
+// Of a tile whose rows lie at shared address `rows`; `first` is the warp's first key.
+template <class C>
+__device__ __forceinline__ Target<C> target_of(KernelParams const& p, Unit const& u, uint32_t rows, int first, int lane) {
   Target<C> target;
+  int const key = first + lane / 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    int64_t const at = static_cast<int64_t>(u.b) * p.s_kv + max(row[i], 0);
-    // Null where there is none.
-    target.row[i] = row[i] < 0 ? nullptr : static_cast<typename Order<C::kSums>::Sum*>(p.sums) + at * C::kHeadDim;
-    if constexpr (C::kSums == Sums::kDeterministic) target.factor[i] = __ldg(p.factors + at);
+    auto const row = [&](int at) { return static_cast<int>(ptx::load_shared_4B(rows + 4 * (at + 8 * i))); };
+    if constexpr (C::kSums == Sums::kAtomic) {
+      target.row[i][0] = row(key & ~1);
+      target.row[i][1] = row(key | 1);
+    } else {
+      target.row[i] = row(key);
+      target.factor[i] = __ldg(p.factors + static_cast<int64_t>(u.b) * p.s_kv + max(target.row[i], 0));
+    }
   }
   return target;
 }
 
-// Adds 64 keys by 2 kCount columns from `column` on, as order.cuh says.
+// Adds 64 keys by 2 kCount columns from `column` on, as order.cuh says. An instruction adds whole lines of 128 bytes where
+// there are 32 columns: lanes l and l ^ 4 swap half of what they have of two neighbouring rows (an idea of the cuDNN
+// frontend's backward).
 template <class C, int kCount>
-__device__ __forceinline__ void add(Target<C> const& target, float const (&sums)[kCount], int column, int lane) {
+__device__ __forceinline__ void add(KernelParams const& p, Unit const& u, Target<C> const& target, float const (&sums)[kCount],
+                                    int column, int lane) {
+  if constexpr (C::kSums == Sums::kAtomic) {
+    float* const first = static_cast<float*>(p.sums) + static_cast<int64_t>(u.b) * p.s_kv * C::kHeadDim;
+    bool const odd = lane / 4 % 2 != 0;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if constexpr (C::kSums == Sums::kAtomic) {
-      float* const to = target.row[i] + (column + 4 * (lane % 4));
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (kCount % 16 == 0) {
+        float* to[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          int const block = odd == (r != 0) ? 0 : 16;
+          to[r] = first + static_cast<int64_t>(target.row[i][r]) * C::kHeadDim + (column + 4 * (lane % 4) + block);
+        }
+#pragma unroll
+        for (int j = 0; j < kCount / 16; ++j) {
+          float const* const x = &sums[16 * j + 2 * i];
+          float const low[4] = {x[0], x[1], x[4], x[5]};
+          float const high[4] = {x[8], x[9], x[12], x[13]};
+          float other[4];
+#pragma unroll
+          for (int k = 0; k < 4; ++k) other[k] = __shfl_xor_sync(kFullWarp, high[k], 4);
+          auto const pick = [](bool own, float const (&x)[4], float const (&y)[4]) {
+            return make_float4(own ? x[0] : y[0], own ? x[1] : y[1], own ? x[2] : y[2], own ? x[3] : y[3]);
+          };
+          ptx::reduce_add_16B_if(target.row[i][0] >= 0, to[0] + 32 * j, pick(!odd, low, other));
+          ptx::reduce_add_16B_if(target.row[i][1] >= 0, to[1] + 32 * j, pick(odd, low, other));
+        }
+      } else {
+        static_assert(kCount % 8 == 0);
+        int const row = odd ? target.row[i][1] : target.row[i][0];
+        float* const to = first + static_cast<int64_t>(row) * C::kHeadDim + (column + 4 * (lane % 4));
+#pragma unroll
+        for (int j = 0; j < kCount / 4; j += 2) {
+          float const* const x = &sums[4 * j + 2 * i];
+          ptx::reduce_add_16B_if(row >= 0, to + 8 * j, make_float4(x[0], x[1], x[4], x[5]));
+        }
+      }
+    }
+  } else {
+    static_assert(kCount % 8 == 0);
+    // Sixteen lanes add sixteen columns of a row: the four lanes l, l ^ 4, l ^ 8, l ^ 12 transpose what they have of four
+    // neighbouring rows.
+    bool const upper = lane & 8;
+    bool const odd = lane & 4;
+    long long* const first = static_cast<long long*>(p.sums) + static_cast<int64_t>(u.b) * p.s_kv * C::kHeadDim +
+                             (column + lane % 16);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int row[4];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) row[t] = __shfl_sync(kFullWarp, target.row[i], (lane & ~12) + 4 * t);
 #pragma unroll
       for (int j = 0; j < kCount / 4; j += 2) {
-        float const* const x = &sums[4 * j + 2 * i];
-        ptx::reduce_add_16B_if(target.row[i] != nullptr, to + 8 * j, make_float4(x[0], x[1], x[4], x[5]));
-      }
-    } else {
-      long long* const to = target.row[i] + (column + lane % 4);
+        float x[4];
 #pragma unroll
-      for (int j = 0; j < kCount / 4; ++j) {
+        for (int k = 0; k < 4; ++k) x[k] = sums[4 * j + 4 * (k / 2) + 2 * i + k % 2] * target.factor[i];
+        float half[4];
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float const x = sums[4 * j + 2 * i + c] * target.factor[i];
-          ptx::reduce_add_rounded_if(target.row[i] != nullptr, to + 8 * j + 4 * c, x);
+        for (int k = 0; k < 2; ++k) {
+          float const other = __shfl_xor_sync(kFullWarp, upper ? x[k] : x[k + 2], 8);
+          half[k] = upper ? other : x[k];
+          half[k + 2] = upper ? x[k + 2] : other;
+        }
+        float whole[4];
+#pragma unroll
+        for (int k = 0; k < 4; k += 2) {
+          float const other = __shfl_xor_sync(kFullWarp, odd ? half[k] : half[k + 1], 4);
+          whole[k] = odd ? other : half[k];
+          whole[k + 1] = odd ? half[k + 1] : other;
+        }
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          ptx::reduce_add_rounded_if(row[t] >= 0, first + static_cast<int64_t>(row[t]) * C::kHeadDim + 8 * j, whole[t]);
         }
       }
     }

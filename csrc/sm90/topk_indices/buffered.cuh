@@ -7,6 +7,8 @@
 
 namespace htree_cuda::sm90::topk_indices {
 
+inline constexpr int kSampleShift = 32 - Config::kBinBits;
+
 // Calls store(slot, row, value) for the selected entries of the buffer, slots ascending, and returns their number.
 // `least` is the least key of those. A store to the buffer itself writes at or before the entries that have been read.
 template <class Store>
@@ -74,54 +76,42 @@ __device__ __forceinline__ uint32_t passing(float const (&x)[Config::kThreadElem
   return mask;
 }
 
-// A limit that at least k rows pass, from the start of a row that is longer than a tile: as many groups of four as that
-// have a maximum no smaller. Where logits spread, an eighth more than k of the rows so far pass.
-__device__ __forceinline__ float first_limit(Config::Search& search, Row const& row, uint32_t k) {
-  constexpr int kShift = 32 - Config::kBinBits;
+// The largest of each group of four of a tile, counted by the upper bits of their keys.
+__device__ __forceinline__ void count_groups(Config::Search& search, float const (&x)[Config::kThreadElements]) {
   auto* const bins = reinterpret_cast<uint32_t*>(search.histogram);
-  uint32_t tile = row.first_tile();
-  if (row.end <= tile + Config::kTile) return -INFINITY;
-#pragma unroll 1
-  for (int i = 0; i < Config::kSampleTiles; ++i, tile += Config::kTile) {
-    float x[Config::kThreadElements];
-    row.load(x, tile);
 #pragma unroll
-    for (int j = 0; j < Config::kVectors; ++j) {
-      float const most = ptx::max_or_nan(ptx::max_or_nan(x[4 * j], x[4 * j + 1]), ptx::max_or_nan(x[4 * j + 2], x[4 * j + 3]));
-      if (passes(most, -INFINITY)) atomicAdd(&bins[order_key(most) >> kShift], 1u);
-    }
+  for (int j = 0; j < Config::kVectors; ++j) {
+    float const most = ptx::max_or_nan(ptx::max_or_nan(x[4 * j], x[4 * j + 1]), ptx::max_or_nan(x[4 * j + 2], x[4 * j + 3]));
+    if (passes(most, -INFINITY)) atomicAdd(&bins[order_key(most) >> kSampleShift], 1u);
   }
+}
+
+// A limit that at least k rows pass, from the groups that were counted: as many as that have a maximum no smaller. Where
+// logits spread, an eighth more than k of their rows pass.
+__device__ __forceinline__ float limit_of_groups(Config::Search& search, uint32_t k) {
   __syncthreads();
   if (find_bin(search, k) < k) return -INFINITY;
-  uint32_t const edge = search.digit << kShift;
+  uint32_t const edge = search.digit << kSampleShift;
   // The largest number below the bin: beside zero that is below -0, and below NaN it is infinity.
   if (edge > order_key(INFINITY)) return INFINITY;
   return from_key(edge - (edge == order_key(0.0f) ? 2 : 1));
 }
 
-__global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
-    topk_indices_buffered(__grid_constant__ KernelParams const params) {
-  extern __shared__ __align__(16) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<Config::Buffered*>(shared_bytes);
-  shared.search.histogram[threadIdx.x] = uint4{};
-
-  // Causal windows grow with the query: the longest rows first.
-  int const number = params.rows - 1 - static_cast<int>(blockIdx.x);
-  Row const row(params, number);
+// The buffer of a row while its tiles go by.
+struct Buffer {
+  Config::Buffered& shared;
+  Row const& row;
+  uint32_t k;
+  float limit;
   int count = 0;
-  __syncthreads();
-  float limit = first_limit(shared.search, row, params.topk);
-  int parity = 0;
-  uint32_t tile = row.first_tile();
-#pragma unroll 1
-  while (tile < row.end) {
-    float x[Config::kThreadElements];
-    row.load(x, tile);
+  bool full = false;  // of NaNs: no later row comes before one of them
+
+  // Appends what passes of a tile, or nothing where there is no room, and says which.
+  __device__ __forceinline__ bool take(float const (&x)[Config::kThreadElements], uint32_t tile) {
     uint32_t const mask = passing(x, limit);
     WarpPlaces const places(mask);
     uint32_t total;
-    uint32_t const slot = count + warps_prefix(shared.search.tile_sums[parity], places.total(), total);
-    parity ^= 1;
+    uint32_t const slot = count + warps_prefix(shared.search.tile_sums[tile / Config::kTile % 2], places.total(), total);
     if (count + total <= Config::kCapacity) {
       if (places.totals != 0) {
 #pragma unroll
@@ -139,24 +129,62 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
         }
       }
       count += total;
+      return true;
+    }
+    return false;
+  }
+
+  // Keeps the best k, after a tile that had no room: the barrier of warps_prefix is behind what the last one wrote.
+  __device__ __forceinline__ void cut() {
+    Threshold const threshold = buffer_threshold(shared, count, k);
+    uint32_t least;
+    count = select_entries(shared, count, threshold, least, [&](uint32_t to, int r, float value) {
+      shared.value[to] = value;
+      shared.row[to] = r;
+    });
+    __syncthreads();
+    // More than kMaxBuffered entries were there, so k are left.
+    uint32_t highest = 0;
+    reduce_range(shared.search, least, highest);
+    limit = from_key(least);
+    full = least == kNaNKey;
+  }
+};
+
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
+    topk_indices_buffered(__grid_constant__ KernelParams const params) {
+  extern __shared__ __align__(16) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<Config::Buffered*>(shared_bytes);
+  shared.search.histogram[threadIdx.x] = uint4{};
+
+  // Causal windows grow with the query: the longest rows first.
+  int const number = params.rows - 1 - static_cast<int>(blockIdx.x);
+  Row const row(params, number);
+  __syncthreads();
+  uint32_t const start = row.first_tile();
+  Buffer buffer{shared, row, static_cast<uint32_t>(params.topk), -INFINITY};
+  // The first two tiles give a first limit. The second one stays in registers, if it is the last.
+  float x[Config::kThreadElements];
+  float next[Config::kThreadElements];
+  uint32_t tile = start + Config::kTile;
+  row.load(x, start);
+  row.load(next, tile);
+  if (row.end > tile) {
+    count_groups(shared.search, x);
+    count_groups(shared.search, next);
+    buffer.limit = limit_of_groups(shared.search, params.topk);
+  }
+  buffer.take(x, start);  // an empty buffer has room
+#pragma unroll 1
+  while (tile < row.end && !buffer.full) {
+    if (buffer.take(next, tile)) {
       tile += Config::kTile;
     } else {
-      // The tile is loaded again after the cut, from L2: its registers are scarcer than the time of a cut. The barrier of
-      // warps_prefix is behind what the last tile wrote to the buffer.
-      Threshold const threshold = buffer_threshold(shared, count, params.topk);
-      uint32_t least;
-      count = select_entries(shared, count, threshold, least, [&](uint32_t to, int r, float value) {
-        shared.value[to] = value;
-        shared.row[to] = r;
-      });
-      __syncthreads();
-      // More than kMaxBuffered entries were there, so topk are left.
-      uint32_t highest = 0;
-      reduce_range(shared.search, least, highest);
-      limit = from_key(least);
-      if (least == kNaNKey) tile = row.end;  // topk NaNs: no later row comes before one of them
+      buffer.cut();
     }
+    row.load(next, tile);
   }
+  int const count = buffer.count;
   __syncthreads();
   Threshold const threshold = buffer_threshold(shared, count, params.topk);
   uint32_t least;

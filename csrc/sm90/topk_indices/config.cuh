@@ -41,9 +41,6 @@ struct Config {
   static constexpr int kTile = kWarps * kWarpElements;
   static_assert(kVectors == 4 && 32 * 4 <= 255, "counts of the four vectors of all lanes share a word");
 
-  // Tiles at the start of a longer row whose groups of four tell a first limit.
-  static constexpr int kSampleTiles = 2;
-
   // A buffer of candidates that has been cut to topk takes any whole tile.
   static constexpr int kCapacity = 12288;
   static constexpr int kMaxBuffered = kCapacity - kTile;
