@@ -68,7 +68,7 @@ PYTHON_BENCHMARKS = {
         "--lengths",
         "32768,65536,262144",
     ],
-    "dsa_gpu": ["dsa"],
+    "dsa_gpu": ["dsa", "--heads-list", "128", "--lengths", "65536"],
     "backward_gpu": ["backward"],
     "packed_gpu": ["packed", "--backward"],
     "decode_gpu": ["decode", "--quick", "--plot", str(RESULTS / "decode_gpu.png")],

@@ -4,8 +4,8 @@
 //   ./list_reductions
 //
 // 132 blocks pass over 2,112 queries of 2,048 rows of 576 numbers, 64 rows at a time, nobody waiting for anybody. Vector
-// reductions as the kernel's threads issue them, a lane four numbers and four lanes a row; bulk reductions of whole rows from
-// shared memory; int64 in the place of float32; with and without a gather of bf16 rows beside.
+// reductions, a lane four numbers and four or eight lanes a row; bulk reductions of whole rows from shared memory; int64 in the
+// place of float32, a lane one number and 4, 16 or 32 lanes a row; with and without a gather of bf16 rows beside.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -33,20 +33,22 @@ enum class Way { kVectors, kRows, kIntegers, kIntegerRows };
 // Bytes of a number.
 constexpr int size_of(Way way) { return way == Way::kVectors || way == Way::kRows ? 4 : 8; }
 
-template <Way way>
+// kLanes lanes share a row, where lanes add.
+template <Way way, int kLanes>
 __device__ void add_tile(char* sums, int const* rows, uint32_t shared) {
   constexpr int kSize = size_of(way);
-  constexpr int kHalfCols = kCols / 2;
   int const warp = threadIdx.x / 32;
   int const lane = threadIdx.x % 32;
   if constexpr (way == Way::kVectors || way == Way::kIntegers) {
-    for (int i = 0; i < 2; ++i) {
-      int64_t const row = rows[16 * (warp % 4) + lane / 4 + 8 * i];
-      constexpr int kNumbers = way == Way::kVectors ? 4 : 1;
-      char* const to = sums + (row * kCols + warp / 4 * kHalfCols + kNumbers * (lane % 4)) * kSize;
+    constexpr int kNumbers = way == Way::kVectors ? 4 : 1;
+    constexpr int kRows = 32 / kLanes;  // of an instruction
+    static_assert(kCols % (kNumbers * kLanes) == 0);
+    for (int first = 0; first < 8; first += kRows) {
+      int64_t const row = rows[8 * warp + first + lane / kLanes];
+      char* const to = sums + (row * kCols + kNumbers * (lane % kLanes)) * kSize;
 #pragma unroll 6
-      for (int j = 0; j < kHalfCols / 4 / kNumbers; ++j) {
-        char* const at = to + 4 * kNumbers * kSize * j;
+      for (int j = 0; j < kCols / (kNumbers * kLanes); ++j) {
+        char* const at = to + kLanes * kNumbers * kSize * j;
         if constexpr (way == Way::kVectors) {
           asm volatile("red.global.add.v4.f32 [%0], {%1, %1, %1, %1};" ::"l"(at), "f"(1.f) : "memory");
         } else {
@@ -74,7 +76,7 @@ __device__ void add_tile(char* sums, int const* rows, uint32_t shared) {
   }
 }
 
-template <Way way>
+template <Way way, int kLanes>
 __global__ void __launch_bounds__(kThreads, 1)
     add_kernel(char* sums, char const* kv, int const* lists, bool gather, int* unused) {
   extern __shared__ __align__(128) int4 zeros[];
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             __ldg(reinterpret_cast<int4 const*>(kv + static_cast<int64_t>(rows[i / kChunks]) * kCols * 2) + i % kChunks);
         read ^= x.x ^ x.y ^ x.z ^ x.w;
       }
-      add_tile<way>(sums, rows, shared);
+      add_tile<way, kLanes>(sums, rows, shared);
     }
   }
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
@@ -106,12 +108,12 @@ struct Problem {
   int* unused;
 };
 
-template <Way way>
+template <Way way, int kLanes>
 void measure(char const* name, int s_kv, Problem const& p) {
-  HTREE_CUDA_CHECK(cudaFuncSetAttribute(add_kernel<way>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
+  HTREE_CUDA_CHECK(cudaFuncSetAttribute(add_kernel<way, kLanes>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
   for (bool const gather : {false, true}) {
     double const best = hardware::best_ms(
-        3, [&] { add_kernel<way><<<kBlocks, kThreads, kShared>>>(p.sums, p.kv, p.lists, gather, p.unused); });
+        3, [&] { add_kernel<way, kLanes><<<kBlocks, kThreads, kShared>>>(p.sums, p.kv, p.lists, gather, p.unused); });
     double const bytes = static_cast<double>(kQueries) * kTopk * kCols * size_of(way);
     std::printf("%6d rows, %-20s %-12s %7.3f ms, %.2f TB/s added\n", s_kv, name, gather ? "with gather," : "alone,", best,
                 bytes / best / 1e9);
@@ -138,10 +140,13 @@ void run(int s_kv) {
   HTREE_CUDA_CHECK(cudaMemset(p.sums, 0, numbers * 8));
   HTREE_CUDA_CHECK(cudaMemset(p.kv, 0, numbers * 2));
   HTREE_CUDA_CHECK(cudaMemcpy(p.lists, lists.data(), lists.size() * 4, cudaMemcpyHostToDevice));
-  measure<Way::kVectors>("float32 vectors", s_kv, p);
-  measure<Way::kRows>("float32 bulk rows", s_kv, p);
-  measure<Way::kIntegers>("int64", s_kv, p);
-  measure<Way::kIntegerRows>("int64 bulk half rows", s_kv, p);
+  measure<Way::kVectors, 4>("float32, 64 bytes", s_kv, p);
+  measure<Way::kVectors, 8>("float32, 128 bytes", s_kv, p);
+  measure<Way::kRows, 1>("float32 bulk rows", s_kv, p);
+  measure<Way::kIntegers, 4>("int64, 32 bytes", s_kv, p);
+  measure<Way::kIntegers, 16>("int64, 128 bytes", s_kv, p);
+  measure<Way::kIntegers, 32>("int64, 256 bytes", s_kv, p);
+  measure<Way::kIntegerRows, 1>("int64 bulk half rows", s_kv, p);
   HTREE_CUDA_CHECK(cudaFree(p.sums));
   HTREE_CUDA_CHECK(cudaFree(p.kv));
   HTREE_CUDA_CHECK(cudaFree(p.lists));
