@@ -37,8 +37,9 @@ BENCHMARKS = [
     "sparse_attention/instantiations/fp16_512",
 ]  # fmt: skip
 LAUNCHERS = "tests/kernels/steps.cu"  # entry points for tests of what has no binding
-# Contraction would change the rounding of what PTX spells out; the translated code is long, so -O1.
+# Contraction would change the rounding of what PTX spells out.
 CXX_FLAGS = ["-std=c++20", "-mavx2", "-mf16c", "-mfma", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-w"]
+TRANSLATED = [*CXX_FLAGS, "-O0"]  # long code that runs once or twice: -O1 compiles for longer than it saves
 RUNTIME = ("scheduler", "memory", "warp", "barriers", "products", "races", "cudart")
 PTX = "compute_90a"  # -code of nvcc: PTX in the object, no machine code, which takes ptxas half of the time
 
@@ -105,10 +106,10 @@ class _Emulation:
         tools = self.compilation.tools
         nvcc = self.compilation.kernel(source, code=PTX)
         files = [HERE / name for name in ("translate.py", "instructions.py", "emulate.py", "runtime.h")]
-        digest = store.key([nvcc.digest, tools.cxx_version, *CXX_FLAGS, *(path.read_text() for path in files)])
+        digest = store.key([nvcc.digest, tools.cxx_version, *TRANSLATED, *(path.read_text() for path in files)])
         output = store.place(self.compilation.store, f"emulated-{nvcc.output.name}", digest)
         python = os.path.realpath(sys.executable)
-        cxx = [tools.cxx, *CXX_FLAGS, "-O1", "-I", str(HERE)]
+        cxx = [tools.cxx, *TRANSLATED, "-I", str(HERE)]
         command = (python, str(HERE / "emulate.py"), store.OUT, str(len(cxx)), *cxx, *nvcc.command)
         return store.Job(f"{source}, emulated", output, command)
 
