@@ -20,6 +20,11 @@ def decode_gpu() -> str:
     )
 
 
+def _briefly(report: dict) -> str:
+    """The machine for a newcomer; `on_gpu` names its software too."""
+    return f"one {report['gpu']}, {report['date']}"
+
+
 def decode_short() -> str:
     """The README's rows: microseconds of a step by budget, and of dense attention."""
     report = load("decode_gpu")
@@ -37,8 +42,8 @@ def decode_short() -> str:
         rows.append([str(B), length(T), f"{H}, {H_kv}", *cells, f"{1e3 * dense:.0f}"])
     header = ["batch", "T", "H, H_kv", *(f"top_k {k}, µs" for k in budgets), "dense, µs"]
     return (
-        f"One step of decoding with `TreeCache`, microseconds and how many times as fast as dense attention "
-        f"({on_gpu(report)}):\n\n" + markdown(header, rows)
+        f"A step of decoding with `TreeCache`, and how many times as fast as dense attention it is "
+        f"({_briefly(report)}):\n\n" + markdown(header, rows)
     )
 
 
@@ -57,9 +62,8 @@ def generate_gpu() -> str:
         [length(T), *(f"{arms[arm]['tokens_per_s']:,.0f}" for arm in ("htree", "dense"))] for T, arms in speeds.items()
     ]
     return (
-        "Bytes per second of the byte decoder of `examples/generate_bytes.py` (4 blocks, 8 heads on 2, K 64, top_k "
-        f"{report['top_k']}; one sequence, every step a replayed CUDA graph; {on_gpu(report)}):\n\n"
-        + markdown(["prompt", "htree", "dense"], rows)
+        "Bytes per second of the small decoder of `examples/generate_bytes.py` (8 heads on 2, K 64, top_k "
+        f"{report['top_k']}; {_briefly(report)}):\n\n" + markdown(["prompt", "htree", "dense"], rows)
     )
 
 
