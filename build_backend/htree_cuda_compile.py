@@ -52,8 +52,7 @@ def nvcc_flags(features: build.Features = build.EVERYTHING, code: str = build.AR
     it first needs a kernel is compressed to a quarter.
     """
     flags = ["-gencode", f"arch=compute_{build.ARCH[3:]},code={code}", "-std=c++17", "-Xptxas", "-v", "-Xcompiler"]
-    optimised = ["-O3"] if code == build.ARCH else []  # of host code alone: the emulator's launchers may be slow
-    flags += ["-fPIC,-fvisibility=hidden,-Wall", "--expt-relaxed-constexpr", *optimised, "--compress-mode=size"]
+    flags += ["-fPIC,-fvisibility=hidden,-Wall", "--expt-relaxed-constexpr", "-O3", "--compress-mode=size"]
     flags += ["-lineinfo"] if features.profile else []
     return [*flags, "-DHTREE_CUDA_DEBUG=1"] if features.debug else [*flags, "-DNDEBUG"]
 
