@@ -65,10 +65,11 @@ struct TreePoolParams {
   DType dtype;
   // Sequences of different lengths, of the forward alone: tree/geometry.h's Sequence, `sequence_count` of them on the
   // device, or null. Then B is 1, T bounds a length, and layer l of the tree has room for (total_k >> 4 l) +
-  // sequence_count nodes.
+  // min(sequence_count, total_k / (top_k * 16^l)) nodes, for sequences of top_k * 16^l tokens or more.
   void const* sequences;
   std::int64_t sequence_count;
   std::int64_t total_k;
+  int top_k;
   bool packed;                    // k and v are a pack, else each sequence has a row of the batch
 };
 
@@ -90,6 +91,9 @@ struct SequencesParams {
   bool q_start_64 = false;                     // q_start is int64, else int32
   std::int64_t total_q = 0;                    // rows of q in the pack, or B * T_q
   std::int64_t total_k = 0;
+  // Of a pack that is computed in parts: rows before its first sequence and behind its last one are those of other parts.
+  bool first_part = true;
+  bool last_part = true;
 };
 
 struct ForwardParams {

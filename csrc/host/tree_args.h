@@ -16,6 +16,49 @@ namespace htree_cuda::host {
 // Whether sequences have lengths of their own, which only the device knows.
 inline bool has_sequences(ForwardParams const& p) { return p.sequences.count >= 0; }
 
+// A pack of many sequences is computed in parts, one after the other in the same workspace: at the bottom every sequence
+// has a KV tile of 64 nodes at least, so that a part has as many sequences as all tokens fill tiles. The workspace then
+// does not grow with the number of sequences.
+inline std::int64_t sequences_of_part(ForwardParams const& p) {
+  constexpr std::int64_t kMinSequences = 256;
+  std::int64_t const count = p.sequences.count;
+  if (!has_sequences(p) || p.sequences.cu_seqlens_k == nullptr || count == 0) return count;
+  std::int64_t const tiles = p.sequences.total_k / (tree::kTileParents * tree::kSiblings);
+  std::int64_t const parts = ceil_div(count, tiles < kMinSequences ? kMinSequences : tiles);
+  return ceil_div(count, parts);
+}
+
+inline bool has_parts(ForwardParams const& p) { return sequences_of_part(p) != p.sequences.count; }
+
+// Calls `of(part)` for each part of a call, as params of its own; the call itself where it has one.
+template <class Of>
+void for_parts(ForwardParams const& p, Of const& of) {
+  if (!has_parts(p)) return of(p);
+  std::int64_t const most = sequences_of_part(p);
+  for (std::int64_t first = 0; first < p.sequences.count; first += most) {
+    ForwardParams part = p;
+    part.sequences.cu_seqlens_q += first;
+    part.sequences.cu_seqlens_k += first;
+    part.sequences.count = p.sequences.count - first < most ? p.sequences.count - first : most;
+    part.sequences.first_part = first == 0;
+    part.sequences.last_part = first + most >= p.sequences.count;
+    of(part);
+  }
+}
+
+// The largest of the parts' workspaces, where workspace(part) is the bytes of one: of a whole part or of the last.
+template <class Bytes>
+std::int64_t workspace_of_parts(ForwardParams const& p, Bytes const& bytes) {
+  std::int64_t const most = sequences_of_part(p);
+  ForwardParams part = p;
+  part.sequences.count = most;
+  std::int64_t const whole = bytes(part);
+  if (most == p.sequences.count) return whole;
+  part.sequences.count = (p.sequences.count - 1) % most + 1;
+  std::int64_t const last = bytes(part);
+  return whole < last ? last : whole;
+}
+
 }  // namespace htree_cuda::host
 
 namespace htree_cuda::host::tree_args {

@@ -73,9 +73,10 @@ __host__ __device__ inline int candidates_in_selected(std::int64_t t, int layer,
 // ---- sequences of different lengths ------------------------------------------------------------------------------
 //
 // A packed or ragged call has N sequences whose lengths only the device knows (tree/sequences.h). In memory of the call,
-// the nodes of layer l of sequence i begin at row (key >> 4 l) + i, where `key` is the number of tokens before the
-// sequence, and likewise its KV blocks. So there is room for each of them, all have (total >> 4 l) + N rows together,
-// and no sums over lengths are needed.
+// the nodes of layer l of sequence i begin at row (key >> 4 l) + min(i, key >> s), where `key` is the number of tokens
+// before the sequence, and likewise its KV blocks. A sequence of 2^s tokens or more, 2^s = top_k * 16^l, has that room for
+// itself; a shorter one has no query whose entry layer is l or above, and no room there. So all have (total >> 4 l) +
+// min(N, total >> s) rows together, which the total bounds above the bottom, and no sums over lengths are needed.
 
 // What a call knows of one sequence.
 struct Sequence {
@@ -98,14 +99,34 @@ struct alignas(16) TileEntry {
   __host__ __device__ std::int32_t count() const { return sequence_count & 15; }
 };
 
-// Where the nodes of a layer of a sequence begin, and its KV blocks, of which `together` lie in a tile.
-__host__ __device__ inline std::int64_t sequence_nodes(std::int32_t key, std::int32_t sequence, int layer) {
-  return (static_cast<std::int64_t>(key) >> (kLog2Siblings * layer)) + sequence;
+// The logarithm of the tokens from which on a sequence has room in a layer: any where queries may enter the tree at the
+// bottom, else as many as bring a query that enters at this layer or above. Of KV blocks that only queries of selected
+// layers read, those of the layer above. top_k is a power of two.
+__host__ __device__ inline int log2_room_from(int layer, int top_k) {
+#ifdef __CUDA_ARCH__
+  int const log2_top_k = 31 - __clz(top_k);
+#else
+  int log2_top_k = 0;
+  while (top_k >> (log2_top_k + 1) != 0) ++log2_top_k;
+#endif
+  return layer == 0 ? 0 : kLog2Siblings * layer + log2_top_k;
 }
-__host__ __device__ inline std::int64_t sequence_blocks(std::int32_t key, std::int32_t sequence, int layer,
-                                                        int together) {
+
+// How many of the `sequence` sequences before one have such room, at most; the same of all N with the total as `key`.
+__host__ __device__ inline std::int64_t sequences_with_room(std::int64_t key, std::int64_t sequence, int log2_from) {
+  return sequence < key >> log2_from ? sequence : key >> log2_from;
+}
+__host__ __device__ inline bool has_room(Sequence const& sequence, int log2_from) { return sequence.keys >> log2_from != 0; }
+
+// Where the nodes of a layer of a sequence begin, and its KV blocks, of which `together` lie in a tile. Sequences have
+// room from 2^log2_from tokens on.
+__host__ __device__ inline std::int64_t sequence_nodes(std::int64_t key, std::int64_t sequence, int layer, int log2_from) {
+  return (key >> (kLog2Siblings * layer)) + sequences_with_room(key, sequence, log2_from);
+}
+__host__ __device__ inline std::int64_t sequence_blocks(std::int64_t key, std::int64_t sequence, int layer, int together,
+                                                        int log2_from) {
   int const shift = kLog2Siblings * (layer + 1) + (together == kTileParents ? 2 : 0);
-  return ((static_cast<std::int64_t>(key) >> shift) + sequence) * together;
+  return ((key >> shift) + sequences_with_room(key, sequence, log2_from)) * together;
 }
 static_assert(kTileParents == 4);
 

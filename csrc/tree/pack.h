@@ -25,9 +25,10 @@ struct Source {
   static constexpr int kOwnRows = -1;
   static constexpr int kTokens = 0;
   int begins = kOwnRows;
+  int log2_from = 0;  // sequence_nodes
 
   __device__ std::int64_t first_row(std::int32_t key, std::int32_t sequence) const {
-    return begins == kOwnRows ? 0 : begins == kTokens ? key : sequence_nodes(key, sequence, begins);
+    return begins == kOwnRows ? 0 : begins == kTokens ? key : sequence_nodes(key, sequence, begins, log2_from);
   }
 };
 
@@ -65,6 +66,7 @@ struct Args {
   Sequence const* sequences;      // [sequence_count], or null
   std::int32_t sequence_count;
   int layer;
+  int log2_from;                  // sequences have room from 2^log2_from tokens on
 };
 
 void tree_pack(Args const& args, DType dtype, cudaStream_t stream);

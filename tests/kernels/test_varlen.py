@@ -495,23 +495,78 @@ def test_no_synchronisation_and_a_graph_for_other_lengths():
         same_bits(captured, packed(own, lengths, maxima=(8192, 8192), top_k_per_layer=64))
 
 
+def workspaces(count, *, G, H_kv, top_k=64, total=65536, longest=65536):
+    """Bytes of workspace, forward and backward, of a pack of `count` sequences."""
+    q, k = (torch.empty(total, heads, 128, dtype=BF16, device=DEVICE) for heads in (H_kv * G, H_kv))
+    cu = torch.zeros(count + 1, dtype=torch.int32, device=DEVICE)
+    params = htree_cuda.checks.varlen.forward(
+        q, k, k, cu, cu, None, None, None, max_seqlen_q=longest, max_seqlen_k=longest, compression_rate=16,
+        top_k_per_layer=top_k, max_top_nodes=None, scale=None, rope_base=1e4, strict_causal=True, backend="auto",
+    )  # fmt: skip
+    sizes = kernels.forward_varlen_workspace, kernels.backward_varlen_workspace
+    return [size(q, k, k, cu, cu, None, None, None, params) for size in sizes]
+
+
+@pytest.mark.emulated
+@pytest.mark.sample
+@pytest.mark.parametrize(("H_kv", "G"), [(1, 16), (8, 4)])
+@pytest.mark.parametrize("top_k", [16, 64, 512])
+def test_memory_is_bounded_by_totals(H_kv, G, top_k):
+    """From a sequence for every 64 tokens on, the workspace does not grow; before, by a KV tile of 64 nodes a sequence
+    and KV head at the bottom, where a sequence has a tile of its own, and the backward by its sums. Nothing above the
+    bottom grows with the number of sequences: an upper layer has room for those that are long enough for it."""
+    tile = H_kv * (64 * (4 + 2 * 256) + 256)
+    sums = 16 * (4 + 2 * 256 + 4 * 256 + 2 * 128) + 64 * (4 + 2 * 256) + 512
+    one, few, many, most = ([*workspaces(n, G=G, H_kv=H_kv, top_k=top_k)] for n in (1, 1024, 4096, 65536))
+    print("workspace of 64K tokens, forward and backward, as 1, 1024, 4096, 65536 sequences:", one, few, many, most)
+    slots = 64 * 1024 * 8  # descriptions of sequences, tiles and work items
+    upper = (0.04 if top_k > 16 else 0.12) * one[0]  # layers that long sequences alone have
+    assert few[0] - one[0] <= 1024 * tile + upper + slots
+    assert few[1] - one[1] <= 1024 * sums * H_kv + 0.2 * one[1] + slots
+    for more in (many, most):
+        assert more[0] <= 1.02 * few[0] and more[1] <= 1.02 * few[1]
+
+
+@pytest.mark.emulated
+def test_a_pack_in_parts_is_its_parts():
+    """More sequences than tokens fill KV tiles: the pack is computed in parts, each of which leaves the rows of the
+    others as they are; padding is zeros."""
+    keys = [1] * 140 + [290] + [2] * 119
+    half = len(keys) // 2
+    first = sum(keys[:half])
+    pack = a_pack(keys, G=4, D=64, padding=3)
+    options = {"maxima": (290, 290), **SMALL}
+    out, gradients, given = with_gradients(pack, keys, **options)
+    for rows, own in ((slice(0, first), keys[:half]), (slice(first, sum(keys)), keys[half:])):
+        parts = [x[rows].detach().clone().requires_grad_() for x in pack[:3]]
+        cu = cu_of(own).to(DEVICE)
+        results = htree_cuda.forward_varlen(*parts, cu, cu, 290, 290, return_lse=True, **SMALL)
+        expected = torch.autograd.grad(results, parts, [x[rows].clone() for x in given])
+        same_bits([out[rows], gradients[0][rows]], [results[0].detach(), expected[0]])
+        same_sums([x[rows] for x in gradients[1:]], expected[1:])
+    assert not any(x[-3:].any() for x in (out, *gradients))
+
+
 @pytest.mark.hardware
-def test_memory_is_bounded_by_totals():
-    """Beyond what one sequence of the same total needs: descriptions, and room for a sequence's own blocks."""
-
-    def size(count):
-        keys = [65536 // count] * count
-        q, k, v, cu, _ = a_pack(keys, G=16)
-        params = htree_cuda.checks.varlen.forward(
-            q, k, v, cu, cu, None, None, None, max_seqlen_q=65536, max_seqlen_k=65536, compression_rate=16,
-            top_k_per_layer=64, max_top_nodes=None, scale=None, rope_base=1e4, strict_causal=True, backend="auto",
-        )  # fmt: skip
-        return kernels.forward_varlen_workspace(q, k, v, cu, cu, None, None, None, params)
-
-    one, many = size(1), size(4096)
-    print("workspace of 64K tokens:", one, "as 4096 sequences:", many)
-    # A sequence has room for one block in each of the packed layers, at most, besides its own description.
-    assert many - one <= 4096 * (64 + 4 * 64 + 16 * 16 * 2 * 2 * 128 * 6)
+@pytest.mark.parametrize(("H_kv", "G"), [(1, 16), (2, 4)])
+def test_thousands_of_sequences_are_a_loop_of_packs(H_kv, G):
+    """Lengths of 0 to 40 with a few long ones among them, and padding; parts begin anywhere."""
+    g = torch.Generator().manual_seed(3)
+    keys = torch.randint(0, 41, (5000,), generator=g).tolist()
+    keys[70], keys[2499], keys[4999] = 9000, 5000, 1100
+    pack = a_pack(keys, H_kv=H_kv, G=G, padding=77)
+    options = {"maxima": (9000, 9000), "top_k_per_layer": 64}
+    out, gradients, given = with_gradients(pack, keys, **options)
+    begin = [0, *itertools.accumulate(keys)]
+    for i in range(0, 5000, 200):
+        rows = slice(begin[i], begin[i + 200])
+        parts = [x[rows].detach().clone().requires_grad_() for x in pack[:3]]
+        cu = cu_of(keys[i : i + 200]).to(DEVICE)
+        results = htree_cuda.forward_varlen(*parts, cu, cu, 9000, 9000, return_lse=True, top_k_per_layer=64)
+        expected = torch.autograd.grad(results, parts, [x[rows].clone() for x in given])
+        same_bits([out[rows], gradients[0][rows]], [results[0].detach(), expected[0]])
+        same_sums([x[rows] for x in gradients[1:]], expected[1:])
+    assert not any(x[-77:].any() for x in (out, *gradients))
 
 
 # ---- prefill of a cache -----------------------------------------------------------------------------------------

@@ -105,6 +105,7 @@ struct Launcher {
       pool.sequences = w.sequences;
       pool.sequence_count = p.sequences.count;
       pool.total_k = p.sequences.total_k;
+      pool.top_k = w.tree.top_k;
       pool.packed = is_packed();
     }
     tree_pool(pool, stream);
@@ -133,6 +134,7 @@ struct Launcher {
       args.sequences = w.sequences;
       args.sequence_count = static_cast<std::int32_t>(p.sequences.count);
       args.layer = l;
+      args.log2_from = log2_room_from(l, w.tree.top_k);
       args.batch = l == 0 && !is_packed();
     }
     args.H_kv = static_cast<int>(p.H_kv);
@@ -232,6 +234,8 @@ struct Launcher {
         args.tokens = p.sequences.total_k;
         args.sequences = w.sequences;
         args.sequence_count = static_cast<std::int32_t>(p.sequences.count);
+        if (!p.sequences.first_part) args.first_token = p.sequences.cu_seqlens_k;
+        if (!p.sequences.last_part) args.end_token = p.sequences.cu_seqlens_k + p.sequences.count;
       }
       pack::distribute(args, p.dtype, stream);
     };
@@ -271,7 +275,8 @@ std::int64_t backward_workspace(ForwardParams const& p) { return backward_worksp
 
 std::int64_t backward_workspace(ForwardParams const& p, PartParams const& part) {
   check(p, part);
-  return is_empty(p) ? 0 : Workspace(p, part, nullptr).bytes;
+  if (is_empty(p)) return 0;
+  return host::workspace_of_parts(p, [&](ForwardParams const& own) { return Workspace(own, part, nullptr).bytes; });
 }
 
 void backward(BackwardParams const& params, void* stream) { backward(params, {}, stream); }
@@ -289,10 +294,13 @@ void backward(BackwardParams const& params, PartParams const& part, void* stream
     HTREE_CUDA_CHECK(cudaMemsetAsync(params.dv, 0, rows * p.V * 2, s));
     return;
   }
-  Workspace const w(p, part, static_cast<char*>(p.workspace));
-  host::tree_args::check_workspace(kOp, p, w.bytes);
-  Launcher launcher{params, p, w, s};
-  schedule(p, w, launcher);
+  if (host::has_parts(p)) host::tree_args::check_workspace(kOp, p, backward_workspace(p, part));
+  host::for_parts(p, [&](ForwardParams const& own) {
+    Workspace const w(own, part, static_cast<char*>(own.workspace));
+    host::tree_args::check_workspace(kOp, own, w.bytes);
+    Launcher launcher{params, own, w, s};
+    schedule(own, w, launcher);
+  });
 }
 
 }  // namespace htree_cuda

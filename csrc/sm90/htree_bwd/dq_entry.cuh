@@ -91,7 +91,7 @@ struct DqEntryCta {
   // The first KV tile of a layer, of the CTA's head.
   __device__ __forceinline__ std::int64_t kv_tile(Args const& args, int of_layer) const {
     std::int64_t const tile = static_cast<std::int64_t>(head) * args.tiles[of_layer];
-    if constexpr (Cfg::kSequences) return tile + sequences::first_tile(rows.key, rows.sequence, of_layer);
+    if constexpr (Cfg::kSequences) return tile + sequences::first_tile(rows.key, rows.sequence, of_layer, args.tree.top_k);
     return tile;
   }
 

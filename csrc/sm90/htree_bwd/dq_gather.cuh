@@ -83,7 +83,7 @@ struct GatherCta {
   // The first KV block of a layer, of the CTA's head.
   __device__ __forceinline__ std::int64_t block_begin(Args const& args, int layer) const {
     std::int64_t const block = static_cast<std::int64_t>(head) * args.tree.kv_blocks[layer];
-    if constexpr (Cfg::kSequences) return block + sequence_blocks(__ldg(&rows->key), __ldg(&rows->sequence), layer, 1);
+    if constexpr (Cfg::kSequences) return block + sequences::first_block(__ldg(&rows->key), __ldg(&rows->sequence), layer, args.tree.top_k);
     return block;
   }
   // The place of a row's query among the rows of q.

@@ -272,11 +272,13 @@ private:
     std::int64_t const count = p.sequences.count;
     std::int64_t const in_chunk = sequences_in_chunk(p);
     for (int l = 0; l <= max_entry; ++l) {
-      std::int64_t const all_pairs = (p.sequences.total_k >> (kLog2Siblings * l + 7)) + count;
+      std::int64_t const all_pairs = (p.sequences.total_k >> (kLog2Siblings * l + 7)) +
+                                     sequences_with_room(p.sequences.total_k, count, log2_room_from(l, tree.top_k));
       entry_room += rows / tile_segment_rows[l] * pairs[l] + std::min(all_pairs, in_chunk * pairs[l]);
       if (l == max_entry) break;
       selected_room += selected_room_of(p, l);
-      std::int64_t const all_words = tree.kv_blocks[l] / kWordBlocks + count;
+      std::int64_t const all_words = tree.kv_blocks[l] / kWordBlocks +
+                                     sequences_with_room(p.sequences.total_k, count, log2_room_from(l + 1, tree.top_k));
       list_room += rows / segment_rows[l] * tree.words[l] + std::min(all_words, in_chunk * tree.words[l]);
     }
     gather_ctas = hands_over_ds ? static_cast<int>(rows / gather_rows + in_chunk) : 0;
@@ -311,13 +313,17 @@ private:
     while (tree.N[tree.layers - 1] > p.top_k * kSiblings) {
       tree.N[tree.layers] = ceil_div(tree.N[tree.layers - 1], kSiblings);
       tree_begin[tree.layers] = M;
-      M += several ? (total_k >> (kLog2Siblings * tree.layers)) + count : tree.N[tree.layers];
+      M += several ? sequence_nodes(total_k, count, tree.layers, log2_room_from(tree.layers, tree.top_k))
+                   : tree.N[tree.layers];
       ++tree.layers;
     }
     for (int l = 0; l < tree.layers; ++l) {
       tree.kv_blocks[l] = blocks[l] = static_cast<int>(ceil_div(tree.N[l], kSiblings));
       tree.words[l] = ceil_div(tree.kv_blocks[l], kWordBlocks);
-      if (several) tree.kv_blocks[l] = static_cast<int>((total_k >> (kLog2Siblings * (l + 1))) + count);
+      if (several) {
+        std::int64_t const all = sequences::first_block(total_k, count, l, tree.top_k);
+        tree.kv_blocks[l] = static_cast<int>(std::max<std::int64_t>(all, 1));
+      }
       begin[l] = node_rows;
       node_rows += std::int64_t(tree.kv_blocks[l]) * kSiblings;
     }
@@ -326,7 +332,10 @@ private:
     for (int l = min_entry; l <= max_entry; ++l) {
       pairs[l] = static_cast<int>(ceil_div(std::min(blocks[l], tree.top_k), kItemTiles * kTileBlocks));
       tiles[l] = kItemTiles * pairs[l];
-      if (several) tiles[l] = static_cast<int>((total_k >> (kLog2Siblings * l + 6)) + count);
+      if (several) {
+        std::int64_t const all = sequences::first_tile(total_k, count, l, tree.top_k);
+        tiles[l] = static_cast<int>(std::max<std::int64_t>(all, 1));
+      }
     }
     positions = std::max<std::int64_t>(std::min(p.T, p.top_k * kSiblings), kSiblings);
   }

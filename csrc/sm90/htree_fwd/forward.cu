@@ -108,6 +108,7 @@ public:
       pool.sequences = w_.sequences;
       pool.sequence_count = p_.sequences.count;
       pool.total_k = p_.sequences.total_k;
+      pool.top_k = static_cast<int>(p_.top_k);
       pool.packed = is_packed(p_);
     }
     tree_pool(pool, stream_);
@@ -116,6 +117,7 @@ public:
   void pack(int l, LayerKind kind) {
     Packed const& packed = w_.of(l, kind);
     tree::pack::Args args = pack_args(l, packed);
+    args.log2_from = log2_room_from(kind == LayerKind::kEntry ? l : l + 1, static_cast<int>(p_.top_k));
     args.blocks = (has_sequences(p_) ? 1 : p_.B) * p_.H_kv * packed.parents;
     args.N = packed.nodes;
     args.by_node = kind != LayerKind::kSelected;
@@ -206,6 +208,7 @@ private:
     if (!has_sequences(p_) || (l == 0 && !is_packed(p_))) return source;
     source.stride_b = 0;
     source.begins = l == 0 ? tree::pack::Source::kTokens : l;
+    source.log2_from = log2_room_from(l, static_cast<int>(p_.top_k));
     return source;
   }
 
@@ -320,7 +323,8 @@ std::int64_t forward_workspace(ForwardParams const& p) { return forward_workspac
 
 std::int64_t forward_workspace(ForwardParams const& p, PartParams const& part) {
   tree_args::check(kOp, p);
-  return rows_of_call(p) == 0 ? 0 : Workspace(p, part, nullptr, processors()).bytes;
+  if (rows_of_call(p) == 0) return 0;
+  return workspace_of_parts(p, [&](ForwardParams const& own) { return Workspace(own, part, nullptr, processors()).bytes; });
 }
 
 void forward(ForwardParams const& p, void* stream) { forward(p, {}, stream); }
@@ -328,8 +332,6 @@ void forward(ForwardParams const& p, void* stream) { forward(p, {}, stream); }
 void forward(ForwardParams const& p, PartParams const& part, void* stream) {
   tree_args::check(kOp, p);
   if (rows_of_call(p) == 0) return;
-  Workspace const workspace(p, part, static_cast<char*>(p.workspace), processors());
-  tree_args::check_workspace(kOp, p, workspace.bytes);
   if (std::int64_t const past = misalignment(p.selection, 16); past != 0) {
     tree_args::reject(kOp, "selection must be 16-byte aligned, got an address " + std::to_string(past) +
                                " bytes past a multiple of 16");
@@ -337,8 +339,13 @@ void forward(ForwardParams const& p, PartParams const& part, void* stream) {
   if (p.selection != nullptr && p.given != nullptr) {
     tree_args::reject(kOp, "selection must be null where a selection is given");
   }
-  Executor executor(p, workspace, static_cast<cudaStream_t>(stream));
-  schedule(p, workspace, executor);
+  if (has_parts(p)) tree_args::check_workspace(kOp, p, forward_workspace(p, part));
+  for_parts(p, [&](ForwardParams const& own) {
+    Workspace const workspace(own, part, static_cast<char*>(own.workspace), processors());
+    tree_args::check_workspace(kOp, own, workspace.bytes);
+    Executor executor(own, workspace, static_cast<cudaStream_t>(stream));
+    schedule(own, workspace, executor);
+  });
 }
 
 }  // namespace htree_cuda

@@ -52,8 +52,10 @@ __device__ __forceinline__ char const* packed_blocks(Args const& args) {
   int const tile = block_of_warp<Cfg>(args, 0);
   TileEntry const entry = args.blocks.entry(tile);
   std::int64_t const head = (args.blocks.begin + tile) / args.blocks.per_head;
-  constexpr int kTogether = Cfg::kKind == LayerKind::kEntry ? kTileParents : 1;
-  std::int64_t const first = sequence_blocks(entry.key, entry.sequence(), args.layer, kTogether);
+  constexpr bool kEntry = Cfg::kKind == LayerKind::kEntry;
+  int const from = log2_room_from(kEntry ? args.layer : args.layer + 1, args.top_k);
+  std::int64_t const first =
+      sequence_blocks(entry.key, entry.sequence(), args.layer, kEntry ? kTileParents : 1, from);
   return own.packed + (head * own.parents_per_head + first) * args.block_bytes;
 }
 

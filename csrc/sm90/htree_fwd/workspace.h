@@ -96,12 +96,14 @@ struct Workspace {
 
   // processors: SMs of the GPU. Their number decides how many queries a chunk has, and no result.
   Workspace(ForwardParams const& p, PartParams const& part, char* base, std::int64_t processors) {
+    int const top_k = static_cast<int>(p.top_k);
     N[0] = p.T;
     layers = 1;
     while (N[layers - 1] > p.top_k * kSiblings) {
       N[layers] = ceil_div(N[layers - 1], kSiblings);
       tree_begin[layers] = M;
-      M += has_sequences(p) ? (p.sequences.total_k >> (kLog2Siblings * layers)) + p.sequences.count : N[layers];
+      M += has_sequences(p) ? sequence_nodes(p.sequences.total_k, p.sequences.count, layers, log2_room_from(layers, top_k))
+                            : N[layers];
       ++layers;
     }
     last_entry_layer = entry_layer(end_position(p) - 1, static_cast<int>(p.top_k));
@@ -222,8 +224,9 @@ private:
     packed.parents = ceil_div(nodes, kSiblings * together) * together;
     if (has_sequences(p)) {
       // Where a sequence behind the last one would begin.
-      packed.parents = sequence_blocks(static_cast<std::int32_t>(p.sequences.total_k),
-                                       static_cast<std::int32_t>(p.sequences.count), layer, together);
+      int const from = log2_room_from(together == kTileParents ? layer : layer + 1, static_cast<int>(p.top_k));
+      packed.parents = sequence_blocks(p.sequences.total_k, p.sequences.count, layer, together, from);
+      packed.parents = std::max<std::int64_t>(packed.parents, together);
     }
     take(packed.blocks, base, heads * packed.parents * block_bytes);
     // Where blocks are copied one by one, their keys begin a line, behind the scales.

@@ -68,6 +68,7 @@ struct Args {
   Sequence const* sequences;               // [sequence_count], or null
   std::int32_t sequence_count;
   int first;                               // the layer that jobs read
+  int log2_from[kMaxFused + 1];            // sequences have room in a layer from 2^log2_from tokens on
   bool packed;                             // of layer 0: a pack, else rows of a batch
 };
 

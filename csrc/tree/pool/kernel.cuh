@@ -133,13 +133,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
   if (several) {
     int const shift = args.log2_r * (args.first + 1) + args.log2_nodes;
     auto const begin = [&](std::int32_t i) {
-      return (static_cast<std::int64_t>(args.sequences[i].key) >> shift) + i;
+      std::int64_t const key = args.sequences[i].key;
+      return (key >> shift) + sequences_with_room(key, i, args.log2_from[1]);
     };
     own = sequence_at(args.sequence_count, tile, begin);
     sequence = args.sequences[own];
     tile -= begin(own);
-    if (tile < 0) return;  // no tile of any sequence; the CTA's threads agree
-    std::int64_t const row = args.first > 0 ? sequence_nodes(sequence.key, own, args.first) : args.packed ? sequence.key : 0;
+    if (tile < 0 || !has_room(sequence, args.log2_from[1])) return;  // no tile of any sequence; the CTA's threads agree
+    std::int64_t const row = args.first > 0 ? sequence_nodes(sequence.key, own, args.first, args.log2_from[0]) : args.packed ? sequence.key : 0;
     in += (args.first > 0 || args.packed ? 0 : own) * job.stride_b + row * job.stride_t;
   }
   auto const nodes = [&](int layer) -> std::int64_t {
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
     return (sequence.keys + (std::int64_t(1) << shift) - 1) >> shift;
   };
   auto const tree_node = [&](int layer) -> std::int64_t {
-    return args.tree_node[layer] + (several ? sequence_nodes(sequence.key, own, args.first + layer) : 0);
+    return args.tree_node[layer] + (several ? sequence_nodes(sequence.key, own, args.first + layer, args.log2_from[layer]) : 0);
   };
   Access<Config>* above = reinterpret_cast<Access<Config>*>(shared_bytes);
 
@@ -171,6 +172,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
     Access<Config>* const swap = below;
     below = above;
     above = swap;
+    if (several && !has_room(sequence, args.log2_from[layer + 1])) return;
     int const log2_nodes = args.log2_nodes - layer * args.log2_r;
     for (int local = slot; local < 1 << log2_nodes; local += slots) {
       std::int64_t const node = (tile << log2_nodes) + local;

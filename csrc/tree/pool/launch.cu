@@ -36,7 +36,7 @@ Tree make_tree(TreePoolParams const& p) {
   for (int l = 1; l < p.layers; ++l) {
     tree.N[l] = ceil_div(tree.N[l - 1], r);
     tree.begin[l] = tree.M;
-    tree.M += p.sequences == nullptr ? tree.N[l] : (p.total_k >> (kLog2Siblings * l)) + p.sequence_count;
+    tree.M += p.sequences == nullptr ? tree.N[l] : sequence_nodes(p.total_k, p.sequence_count, l, log2_room_from(l, p.top_k));
   }
   return tree;
 }
@@ -85,7 +85,10 @@ int launch_layers(TreePoolParams const& p, Tree const& tree, TreePoolTensor cons
     args.sequence_count = static_cast<std::int32_t>(p.sequence_count);
     args.first = first;
     args.packed = p.packed;
-    args.tiles = (p.total_k >> (log2_r * (first + 1) + log2_nodes)) + p.sequence_count;
+    for (int l = 0; l <= fused; ++l) args.log2_from[l] = log2_room_from(first + l, p.top_k);
+    args.tiles = (p.total_k >> (log2_r * (first + 1) + log2_nodes)) +
+                 sequences_with_room(p.total_k, p.sequence_count, args.log2_from[1]);
+    args.tiles = std::max<std::int64_t>(args.tiles, 1);
   }
 
   std::int64_t groups = 0;

@@ -140,6 +140,8 @@ static __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_
   std::int64_t const row = static_cast<std::int64_t>(blockIdx.x - tile_ctas) * (kFillThreads / 32) + threadIdx.x / 32;
   int const lane = threadIdx.x % 32;
   if (row >= lengths.total_q) return;
+  if (!lengths.first_part && row < lengths.cu_seqlens_q[0]) return;
+  if (!lengths.last_part && row >= lengths.cu_seqlens_q[N]) return;
   if (N > 0) {
     bool const packed = lengths.cu_seqlens_k != nullptr;
     std::int32_t const own = packed ? sequence_at(N, row, [&](std::int32_t i) { return args.sequences[i].row; })

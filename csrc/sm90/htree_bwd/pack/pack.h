@@ -40,6 +40,7 @@ struct PackKv {
   Sequence const* sequences;  // [sequence_count], or null
   std::int32_t sequence_count;
   int layer;
+  int log2_from;            // sequences have room from 2^log2_from tokens on
   bool batch;               // of layer 0: a sequence has a row of the batch; else sequences lie one behind another
 };
 
@@ -88,6 +89,8 @@ struct Distribute {
   std::int64_t tokens;             // rows of `out` of a head, all batches: B * T, or of a pack
   Sequence const* sequences;       // [sequence_count], or null
   std::int32_t sequence_count;
+  std::int32_t const* first_token; // of a part of a pack that is not the first; else null
+  std::int32_t const* end_token;   // past its last one, where it is not the last part; else null
 };
 
 void distribute(Distribute const& args, DType dtype, cudaStream_t stream);

@@ -2,8 +2,8 @@
 //
 // The queries of a sequence are rows of the call, padded to whole row tiles, so that no tile, CTA or work item has rows
 // of two sequences. A chunk is a range of these rows and may begin and end within a sequence. In all layers the KV
-// blocks of all sequences are one list a KV head: those of sequence i begin at sequence_blocks(key, i, layer, 1), and
-// its KV tiles at first_tile. The reverse index has a column for each row, and counts blocks within the row's sequence.
+// blocks of all sequences are one list a KV head: those of sequence i begin at first_block, and its KV tiles at
+// first_tile. The reverse index has a column for each row, and counts blocks within the row's sequence.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -100,9 +100,13 @@ struct Tables {
   }
 };
 
-// The sequence's first KV tile in a layer, of as many as (total_k >> (4 layer + 6)) + N.
-__host__ __device__ inline std::int64_t first_tile(std::int32_t key, std::int32_t sequence, int layer) {
-  return sequence_blocks(key, sequence, layer, kTileBlocks) / kTileBlocks;
+// The sequence's first KV block in a layer, and its first KV tile; of a layer all blocks and tiles, with the total of
+// tokens and the number of sequences.
+__host__ __device__ inline std::int64_t first_block(std::int64_t key, std::int64_t sequence, int layer, int top_k) {
+  return sequence_blocks(key, sequence, layer, 1, log2_room_from(layer, top_k));
+}
+__host__ __device__ inline std::int64_t first_tile(std::int64_t key, std::int64_t sequence, int layer, int top_k) {
+  return sequence_blocks(key, sequence, layer, kTileBlocks, log2_room_from(layer, top_k)) / kTileBlocks;
 }
 static_assert(kTileBlocks == kTileParents);
 
