@@ -91,7 +91,7 @@ struct SequencesParams {
   bool q_start_64 = false;                     // q_start is int64, else int32
   std::int64_t total_q = 0;                    // rows of q in the pack, or B * T_q
   std::int64_t total_k = 0;
-  // Of a pack that is computed in parts: rows before its first sequence and behind its last one are those of other parts.
+  // False in a part of a pack where other parts own the rows before its first sequence, or behind its last one.
   bool first_part = true;
   bool last_part = true;
 };

@@ -117,6 +117,15 @@ def test_pairs_of_the_backward_are_those_of_the_definition(T, T_q, top_k):
     assert queries == [(T - T_q, T)]
 
 
+@pytest.mark.parametrize(("H_kv", "G"), [(1, 16), (8, 4), (16, 1)])
+@pytest.mark.parametrize("top_k", [16, 64, 512])
+@pytest.mark.parametrize("T", [256, 300, 700, 1970, 5000])
+def test_sums_of_the_last_heads_have_room(T, top_k, H_kv, G):
+    """A last chunk of few heads is cut into more items than the others. A workspace that is too small is refused."""
+    for B in {65536 // T, 37, 50}:
+        assert explain(T, B=B, H_kv=H_kv, G=G, top_k=top_k, backward=True)
+
+
 def test_steps_of_the_backward_come_in_the_order_of_a_call():
     told = explain(100000, top_k=64, backward=True)
     names = [row["kernel"].partition("<")[0] for row in told if row["phase"] not in ("pack", "rotations", "pool")]

@@ -30,7 +30,7 @@ def install() -> str:
     if "wheel" in report:
         r = report["wheel"]
         parts.append(
-            f"A wheel of {r['mb']:.0f} MB installs in {r['install_s']:.0f} s; one was tried beside PyTorch "
+            f"A wheel of {r['mb']:.0f} MB installs in {r['install_s']:.0f} s; it imports beside PyTorch "
             f"{', '.join(r['torch'])} ({r['date']})."
         )
     return " ".join(parts) or "Not timed yet: `python tools/time_install.py`."

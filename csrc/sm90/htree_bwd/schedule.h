@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
+#include <string>
 
 #include "dispatch.h"
 #include "host/launch_overlapped.cuh"
@@ -55,6 +56,10 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
     std::int64_t const items = std::int64_t(chunk.heads) * split.pairs * split.segments;
     if (split.sums_apart) sums += items;
     args.tile_items = static_cast<int>(grid_blocks("backward", args.tile_items + items));
+  }
+  if (sums > w.items_apart) {
+    host::tree_args::reject("backward", "the workspace has room for the sums of " + std::to_string(w.items_apart) +
+                                            " work items, and a chunk has " + std::to_string(sums));
   }
   for (int l = 0; l < args.max_entry; ++l) {
     args.kv_blocks[l] = w.kv_blocks[l];

@@ -86,6 +86,7 @@ struct Workspace {
   std::int64_t entry_room = 0;
   std::int64_t selected_room = 0;
   std::int64_t list_room = 0;
+  std::int64_t items_apart = 0;              // of a chunk, at most: places of entry_sums
   std::int64_t bytes = 0;
 
   float2* rotations = nullptr;
@@ -194,7 +195,8 @@ struct Workspace {
     place(dv, base, heads * node_rows * p.V);
     place(queries, base, heads * rows * query_bytes);
     place(query_tiles, base, heads * rows / queries_of_tile * tile_bytes);
-    place(entry_sums, base, max_items_apart(p) * kItemNodes * (p.K + p.V));
+    items_apart = std::max(max_items_apart(p, heads), max_items_apart(p, all_heads % heads));
+    place(entry_sums, base, items_apart * kItemNodes * (p.K + p.V));
     std::int64_t const before = bytes;
     place(next_item, base, 1);
     place(next_tile_item, base, 1);
@@ -233,16 +235,17 @@ struct Workspace {
   }
 
 private:
-  // Work items of dkdv_entry in a chunk that leave their sums apart, at most.
-  std::int64_t max_items_apart(ForwardParams const& p) const {
+  // Work items of dkdv_entry in a chunk of so many heads that leave their sums apart, at most. The last chunk of heads may
+  // have fewer than the others, and fewer heads are cut into more items.
+  std::int64_t max_items_apart(ForwardParams const& p, std::int64_t chunk_heads) const {
     std::int64_t most = 0;
-    if (sequences_given) return most;
+    if (sequences_given || chunk_heads == 0) return most;
     for (std::int64_t first = 0, queries = first_rows(); first < all_rows; first += queries, queries = rows) {
-      Chunk const chunk{0, static_cast<int>(heads), first, static_cast<int>(queries), static_cast<int>(rows), p.q_start};
+      Chunk const chunk{0, static_cast<int>(chunk_heads), first, static_cast<int>(queries), static_cast<int>(rows), p.q_start};
       std::int64_t items = 0;
       for (int l = min_entry; l <= max_entry; ++l) {
         EntrySegments const split = entry_segments(chunk, l);
-        if (split.sums_apart) items += std::int64_t(heads) * split.pairs * split.segments;
+        if (split.sums_apart) items += chunk_heads * split.pairs * split.segments;
       }
       most = std::max(most, items);
     }

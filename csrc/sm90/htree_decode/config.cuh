@@ -82,13 +82,13 @@ struct Smem {
   alignas(16) uint32_t histograms[2 * kMaxParts * (kBins / 2)];  // of every CTA, two bins a word; two rounds, alternating
   uint32_t importance[Cfg::kMaxBlocks * kSiblings];
   float2 part_sums[kMaxParts * kHeads];              // maximum and sum of the scores of each part
-  // Of the CTA's parts, in the layer that is attended:
+  // The next five describe the CTA's parts in the layer that is attended.
   float maxima[kMaxPartsOfCta * kStreams * kHeads];  // of the scores of each stream
   float sums[kMaxPartsOfCta * kStreams * kHeads];    // of P of each stream
   float part_maxima[kMaxPartsOfCta * kHeads];
   float importance_factors[kMaxPartsOfCta * kHeads]; // by which P becomes the probability in the layer
   float2 factors[kMaxPartsOfCta * kHeads];           // of what was attended before, and of what this layer adds
-  // Of the CTA's parts, of all that was attended:
+  // The next two describe the CTA's parts over all layers attended up to now.
   float references[kMaxPartsOfCta * kHeads];         // states are relative to exp2 of this
   float slot_sums[kMaxPartsOfCta * kSlots * kHeads];
   std::uint64_t inboxes[kMessages];       // mbarriers

@@ -131,7 +131,7 @@ struct Target<C, Sums::kDeterministic> {
   float factor[2];
 };
 
-// Of a tile whose rows lie at shared address `rows`; `first` is the warp's first key.
+// The target of a lane in a tile whose row numbers lie at shared address `rows`; `first` is the warp's first key.
 template <class C>
 __device__ __forceinline__ Target<C> target_of(KernelParams const& p, Unit const& u, uint32_t rows, int first, int lane) {
   Target<C> target;
