@@ -158,7 +158,8 @@ def main(argv: list[str] | None = None) -> int:
     failed = []
     for name in wanted:
         if run(name):
-            green[name] = now[name]
+            # Another run may have written what it found in the meantime.
+            green = (json.loads(HASHES.read_text()) if HASHES.exists() else {}) | {name: now[name]}
             HASHES.write_text(json.dumps(dict(sorted(green.items())), indent=1) + "\n")
         else:
             failed.append(name)

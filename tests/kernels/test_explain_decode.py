@@ -8,7 +8,7 @@ import torch
 from htree_cuda import UnsupportedError, kernels
 from htree_cuda.explain_decode import explain
 
-pytestmark = [pytest.mark.gpu, pytest.mark.emulated, pytest.mark.sample]
+pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
 
 
 @pytest.fixture(autouse=True)
@@ -17,10 +17,11 @@ def _kernels_are_built():
 
 
 def told(**call):
-    (row,) = explain(**{"T": 32768, "H": 4, "H_kv": 1, **call})["rows"]
+    (row,) = explain(**{"T": 32768, "H": 4, "H_kv": 1, "K": 64, **call})["rows"]
     return row["tile"], row["ctas"]
 
 
+@pytest.mark.sample
 def test_parts_follow_from_top_k_and_the_group():
     assert told() == ("1 of 16 parts, 16 warps", 16)
     assert told(top_k_per_layer=128) == ("1 of 8 parts, 8 warps", 8)
@@ -28,6 +29,7 @@ def test_parts_follow_from_top_k_and_the_group():
     assert told(top_k_per_layer=64, H=16) == ("1 of 8 parts, 8 warps", 8)
 
 
+@pytest.mark.sample
 def test_many_queries_take_several_parts_a_cta():
     tiles = [told(H=32, H_kv=8, B=B) for B in (1, 2, 8, 64)]
     assert [tile for tile, _ in tiles] == [f"{parts} of 16 parts, 16 warps" for parts in (2, 4, 8, 8)]
@@ -37,11 +39,15 @@ def test_many_queries_take_several_parts_a_cta():
     assert told(H=32, H_kv=8, sms=264) == ("1 of 16 parts, 16 warps", 128)
 
 
-def test_the_kernel_is_named():
-    for dtype, K, name in ((torch.bfloat16, 128, "bf16, 128"), (torch.float16, 64, "fp16, 64")):
-        assert explain(T=1000, H=4, H_kv=1, dtype=dtype, K=K)["rows"][0]["kernel"] == f"htree_decode_kernel<{name}>"
+@pytest.mark.parametrize(("dtype", "K", "name"), [
+    pytest.param(torch.bfloat16, 64, "bf16, 64", marks=pytest.mark.sample), (torch.bfloat16, 128, "bf16, 128"),
+    (torch.float16, 64, "fp16, 64"),
+])  # fmt: skip
+def test_the_kernel_is_named(dtype, K, name):
+    assert explain(T=1000, H=4, H_kv=1, dtype=dtype, K=K)["rows"][0]["kernel"] == f"htree_decode_kernel<{name}>"
 
 
+@pytest.mark.sample
 def test_what_the_kernel_does_not_take():
     with pytest.raises(UnsupportedError):
         explain(T=1000, H=4, H_kv=1, K=96)
