@@ -534,6 +534,7 @@ def main(argv: list[str] | None = None) -> int:
                     result = runner.passkey(arms[name], int(what.rsplit(" ", 1)[1]), T, args.needles)
             result["seconds"] = round(time.monotonic() - begin, 1)
             result["cpu_seconds"] = round(time.process_time() - cpu, 1)  # of all threads, on a busy machine too
+            result["date"] = about["date"]  # a log may grow over days
             kept[json.dumps([task, T, what, name])] = result
             report = {**about, "units": kept, "nll": table(kept), "passkey": passkey_rows(kept)}
             log.with_suffix(".part").write_text(json.dumps(report, indent=1) + "\n")

@@ -125,6 +125,7 @@ def test_a_run_is_resumed_and_reported(example, model, tmp_path, monkeypatch, ca
     row = next(row for row in first["nll"] if row["arm"] == "htree:2")
     assert row["difference"] == pytest.approx(row["nll"] - first["nll"][0]["nll"]) and 0 <= row["overlap"] <= 1
     assert first["passkey"][0]["needles"] == 2
+    assert all(unit["date"] == first["date"] for unit in first["units"].values())
     assert example.main([*options, "--arms", "dense,htree:2,window:8"]) == 0
     second = json.loads((tmp_path / "pretrained.json").read_text())
     assert len(second["units"]) == 6 and all(second["units"][key] == unit for key, unit in first["units"].items())

@@ -16,7 +16,9 @@ def found() -> list[dict]:
 
 
 def machine(report: dict) -> str:
-    return on_gpu(report) if "gpu" in report else on_cpu(report)
+    """With the days of all units: a log grows from run to run."""
+    days = sorted({unit.get("date", report["date"]) for unit in report["units"].values()})
+    return (on_gpu if "gpu" in report else on_cpu)({**report, "date": " and ".join(days)})
 
 
 def rank(arm: str) -> tuple:
