@@ -14,7 +14,8 @@ namespace htree_cuda::tree::sequences {
 // the others.
 struct EarlyTiles {
   std::int32_t count;
-  std::int32_t first;  // counted behind the other tiles of all sequences
+  std::int32_t first;   // counted behind the other tiles of all sequences
+  std::int32_t bottom;  // where those with any query before the position begin in `bottom_entries`
 };
 
 struct Args {
@@ -31,6 +32,10 @@ struct Args {
   Sequence* sequences;       // [N]
   TileEntry* tiles;          // [tile_count], those of one KV head; null where tile_count is 0
   std::int64_t tile_count;
+  // [bottom_count] sets of tiles with any query before that position, alone, those of one KV head; null where there are
+  // none.
+  TileEntry* bottom_entries;
+  std::int64_t bottom_count;
 
   // Rows of q that are no query of a sequence, or none where they are null: 0, minus infinity and -1.
   void* out;                 // [total_q, out_row_bytes], multiples of 16 bytes

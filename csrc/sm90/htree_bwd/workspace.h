@@ -40,8 +40,13 @@ constexpr std::int64_t kMaxSegmentRows = 1024;
 // GPU, since half of them lie before the first query that visits their nodes.
 constexpr std::int64_t kTileItems = 1056;
 // Where the rows are too few for that, all items run at the same time, with at least kMinEntryRows rows, and their sums are
-// kept apart until a kernel adds them: added in order, they would wait for each other.
+// kept apart until a kernel adds them: added in order, they would wait for each other. Of sequences of different lengths
+// they are added in order; small groups, whose items need many rows, have fewer and longer items where few pairs of KV
+// tiles leave eight segments at least: as many items as run at the same time, less a sixteenth for the rows of layers
+// below, which have items of their own.
 constexpr std::int64_t kEntryRoundItems = 132;
+constexpr std::int64_t kSequencesRoundItems = kEntryRoundItems * 15 / 16;
+constexpr std::int64_t kMinRoundSegments = 8;
 constexpr std::int64_t kMinEntryRows = 128;
 // With sequences of different lengths an item's rows are counted in 16 bits.
 constexpr std::int64_t kMaxSegmentTileRows = 32768;
@@ -169,7 +174,10 @@ struct Workspace {
       split(wanted, kMinSegmentRows, segments[l], segment_rows[l]);
     }
     for (int l = min_entry; l <= max_entry; ++l) {
-      std::int64_t const wanted = kTileItems / (heads * pairs[l]);
+      std::int64_t const all = heads * pairs[l];
+      bool const in_one_round =
+          sequences_given && pack > 1 && few_entry_rows(all) && kSequencesRoundItems / all >= kMinRoundSegments;
+      std::int64_t const wanted = (in_one_round ? kSequencesRoundItems : kTileItems) / all;
       std::int64_t const least = sequences_given ? ceil_div(rows, kMaxSegmentTileRows) : 0;
       split(std::max(wanted, least), min_entry_rows(), tile_segments[l], tile_segment_rows[l]);
     }
@@ -222,19 +230,21 @@ struct Workspace {
     EntryRows const rows_of_layer(chunk, l, tree.top_k);
     if (rows_of_layer.begin >= rows_of_layer.end) return {};
     std::int64_t const all = std::int64_t(chunk.heads) * pairs[l];
-    bool const few = rows / min_entry_rows() < kTileItems / all;
     std::int64_t const reached = (chunk.position(rows_of_layer.end - 1) >> (kLog2Siblings * l)) + 1;
     int const own = static_cast<int>(ceil_div(std::min(reached, tree.N[l]), std::int64_t(kItemNodes)));
     int const first = rows_of_layer.begin / kRowStep * kRowStep;
     std::int64_t const own_rows = rows_of_layer.end - first;
     std::int64_t const most = kEntryRoundItems * own_rows / chunk.queries / (std::int64_t(chunk.heads) * own);
     std::int64_t const count = std::min(most, own_rows / kMinEntryRows);
-    if (!few || count < 2) return {0, pairs[l], 0, tile_segments[l], tile_segment_rows[l], false, 0};
+    if (!few_entry_rows(all) || count < 2) return {0, pairs[l], 0, tile_segments[l], tile_segment_rows[l], false, 0};
     int const segment = static_cast<int>(round_up(ceil_div(own_rows, count), kRowStep));
     return {0, own, first, static_cast<int>(ceil_div(own_rows, std::int64_t(segment))), segment, true, 0};
   }
 
 private:
+  // Whether the rows of a chunk are too few for kTileItems items with so many pairs of KV tiles in all heads.
+  bool few_entry_rows(std::int64_t all_pairs) const { return rows / min_entry_rows() < kTileItems / all_pairs; }
+
   // Work items of dkdv_entry in a chunk of so many heads that leave their sums apart, at most. The last chunk of heads may
   // have fewer than the others, and fewer heads are cut into more items.
   std::int64_t max_items_apart(ForwardParams const& p, std::int64_t chunk_heads) const {

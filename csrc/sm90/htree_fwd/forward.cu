@@ -75,6 +75,8 @@ public:
     args.sequences = w_.sequences;
     args.tiles = w_.tile_entries;
     args.tile_count = w_.tiles_per_head;
+    args.bottom_entries = w_.bottom_entries;
+    args.bottom_count = w_.bottom_per_head;
     args.out = p_.out;
     args.out_row_bytes = 2 * p_.H_kv * p_.G * p_.V;
     args.lse = p_.lse;

@@ -42,8 +42,9 @@ inline Tiles tiles_of(ForwardParams const& p, Workspace const& w, Pass pass, Lay
 
 inline QueryTiles query_tiles(ForwardParams const& p, Workspace const& w, Chunk const& chunk) {
   bool const packed = has_sequences(p) && p.sequences.cu_seqlens_k != nullptr;
-  return {static_cast<std::uint32_t>(chunk.begin), static_cast<std::uint32_t>(w.tiles_per_head), packed ? 0 : p.T_q,
-          p.q_start, static_cast<int>(p.H_kv), w.tile_entries};
+  std::int64_t const per_head = chunk.bottom ? w.bottom_per_head : w.tiles_per_head;
+  return {static_cast<std::uint32_t>(chunk.begin), static_cast<std::uint32_t>(per_head), packed ? 0 : p.T_q, p.q_start,
+          static_cast<int>(p.H_kv), chunk.bottom ? w.bottom_entries : w.tile_entries};
 }
 
 // The groups of tiles that have one union in layer l.
@@ -121,14 +122,16 @@ void schedule_chunk(ForwardParams const& p, Workspace const& w, Chunk const& chu
 }
 
 // The queries whose entry layer is the bottom, in a call of sequences of different lengths. They keep nothing between
-// kernels, so that one launch has those of all chunks, which begin with other queries.
+// kernels, so that one launch has those of all chunks. Their tiles are a list of their own: the host does not know where
+// they are among the others, only how many they are at most.
 template <class Sink>
 void attend_bottom_entries(ForwardParams const& p, Workspace const& w, Sink& sink) {
+  std::int64_t const tiles = p.H_kv * w.bottom_per_head;
   std::int64_t const most = kMaxTiles / w.tile_round * w.tile_round;
   Variant const variant = rule_of(Pass::kAttend, p.dtype, p.G, queries_of_call(p)).variant;
-  for (std::int64_t begin = 0; begin < w.tiles; begin += most) {
-    int const count = static_cast<int>(std::min(most, w.tiles - begin));
-    sink.launch({begin, count}, 0, Pass::kAttend, variant, {{}, {}, {0, count}});
+  for (std::int64_t begin = 0; begin < tiles; begin += most) {
+    int const count = static_cast<int>(std::min(most, tiles - begin));
+    sink.launch({begin, count, true}, 0, Pass::kAttend, variant, {{}, {}, {0, count}});
   }
 }
 

@@ -41,6 +41,7 @@ struct Packed {
 struct Chunk {
   std::int64_t begin;
   int count;
+  bool bottom = false;  // counted among the tiles with a query whose entry layer is the bottom
 };
 
 // Sizes where `base` is null, addresses otherwise.
@@ -66,6 +67,8 @@ struct Workspace {
   TileEntry* tile_entries = nullptr;
   tree::sequences::EarlyTiles* early_tiles = nullptr;
   std::int32_t* late_tiles = nullptr;
+  TileEntry* bottom_entries = nullptr;
+  std::int64_t bottom_per_head = 0;    // at most
   // Tiles of a head with a query that has layers to select from, at most; they come before the others. All where
   // lengths are known.
   std::int64_t max_late_tiles = 0;
@@ -136,6 +139,8 @@ struct Workspace {
       take(early_tiles, base, p.sequences.count);
       take(late_tiles, base, 1);
       max_late_tiles = std::min(tiles_per_head, late_tiles_of(p, tile_round));
+      if (layers > 1) bottom_per_head = std::min(tiles_per_head, bottom_tiles_of(p, tile_round));
+      take(bottom_entries, base, bottom_per_head);
     }
     take(rotations, base, positions * (p.K / 2));
     take(restart_rotations, base, restarts * (p.K / 4));
@@ -216,6 +221,12 @@ private:
     }
     std::int64_t const together = std::int64_t(kQueryTile) * round;
     return (std::min(queries, p.sequences.total_q) / together + 2 * sequences) * round;
+  }
+
+  // Tiles of sets with any query before that position, of which a sequence has top_k * 16 at most.
+  static std::int64_t bottom_tiles_of(ForwardParams const& p, int round) {
+    std::int64_t const queries = std::min(p.sequences.total_q, p.sequences.count * p.top_k * kSiblings);
+    return (queries / (std::int64_t(kQueryTile) * round) + p.sequences.count) * round;
   }
 
   void take_packed(Packed& packed, ForwardParams const& p, int layer, std::int64_t nodes, int together,

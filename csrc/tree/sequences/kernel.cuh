@@ -44,8 +44,8 @@ __device__ __forceinline__ std::int64_t clamp(std::int64_t x, std::int64_t low, 
 
 static __global__ void __launch_bounds__(kThreads) sequences_kernel(const __grid_constant__ Args args) {
   wait_for_previous_grid();
-  __shared__ std::int64_t scratch[4][kWarps];
-  __shared__ std::int64_t totals[4];
+  __shared__ std::int64_t scratch[5][kWarps];
+  __shared__ std::int64_t totals[5];
   SequencesParams const& lengths = args.lengths;
   bool const packed = lengths.cu_seqlens_k != nullptr;
   auto const largest = [](std::int64_t a, std::int64_t b) { return a < b ? b : a; };
@@ -54,6 +54,7 @@ static __global__ void __launch_bounds__(kThreads) sequences_kernel(const __grid
   std::int64_t carry_k = 0;
   std::int64_t tiles = 0;
   std::int64_t early_tiles = 0;
+  std::int64_t bottom_tiles = 0;
   for (std::int64_t base = 0; base < lengths.count; base += kThreads) {
     std::int64_t const i = base + threadIdx.x;
     bool const exists = i < lengths.count;
@@ -87,10 +88,12 @@ static __global__ void __launch_bounds__(kThreads) sequences_kernel(const __grid
     std::int64_t const all = (count + together - 1) / together * args.round;
     std::int64_t const before = clamp(args.early_end - start - missing, 0, count);  // queries
     std::int64_t const early = before == count ? all : before / together * args.round;
+    std::int64_t const bottom = (before + together - 1) / together * args.round;
     std::int64_t const own = all - early;
     std::int64_t const behind = tiles + scan(own, scratch[2], sum);
     std::int64_t const early_behind = early_tiles + scan(early, scratch[3], sum);
-    if (threadIdx.x == kThreads - 1) totals[2] = behind, totals[3] = early_behind;
+    std::int64_t const bottom_behind = bottom_tiles + scan(bottom, scratch[4], sum);
+    if (threadIdx.x == kThreads - 1) totals[2] = behind, totals[3] = early_behind, totals[4] = bottom_behind;
     if (exists) {
       std::int64_t const row = first_q + missing;
       args.sequences[i] = {static_cast<std::int32_t>(key),   static_cast<std::int32_t>(keys),
@@ -98,26 +101,55 @@ static __global__ void __launch_bounds__(kThreads) sequences_kernel(const __grid
                            static_cast<std::int32_t>(count > 0 ? start + missing : 0),
                            static_cast<std::int32_t>(behind - own)};
       if (args.early != nullptr) {
-        args.early[i] = {static_cast<std::int32_t>(early), static_cast<std::int32_t>(early_behind - early)};
+        args.early[i] = {static_cast<std::int32_t>(early), static_cast<std::int32_t>(early_behind - early),
+                         static_cast<std::int32_t>(bottom_behind - bottom)};
       }
     }
     __syncthreads();
     if (packed) carry_q = totals[0], carry_k = totals[1];
     tiles = totals[2];
     early_tiles = totals[3];
+    bottom_tiles = totals[4];
     __syncthreads();
   }
   if (threadIdx.x == 0 && args.late_tiles != nullptr) *args.late_tiles = static_cast<std::int32_t>(tiles);
 }
 
-// A warp for each row of q, after a thread for each tile.
+// The tile that begins with query `first` of a sequence.
+__device__ __forceinline__ TileEntry tile_entry(Sequence const& sequence, std::int32_t own, std::int32_t first) {
+  return {sequence.t + first, sequence.row + first, sequence.key, own * 16 + min(sequence.count - first, kQueryTile)};
+}
+
+__device__ __forceinline__ void store(TileEntry* to, TileEntry const& entry) {
+  *reinterpret_cast<int4*>(to) = {entry.t, entry.row, entry.key, entry.sequence_count};
+}
+
+__device__ __forceinline__ void fill_bottom_entry(Args const& args, std::int32_t N, std::int64_t place) {
+  TileEntry entry{};
+  if (N > 0) {
+    std::int32_t const own = sequence_at(N, place, [&](std::int32_t i) { return args.early[i].bottom; });
+    Sequence const sequence = args.sequences[own];
+    std::int64_t const in_sequence = place - args.early[own].bottom;
+    std::int64_t const set = in_sequence / args.round * args.round * kQueryTile;
+    std::int64_t const first = in_sequence * kQueryTile;
+    bool const has = sequence.t + set < args.early_end && first < sequence.count;
+    if (has) entry = tile_entry(sequence, own, static_cast<std::int32_t>(first));
+  }
+  store(args.bottom_entries + place, entry);
+}
+
+// A warp for each row of q, after a thread for each tile and for each of those with a query at the bottom.
 static __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constant__ Args args, unsigned tile_ctas) {
   wait_for_previous_grid();
   SequencesParams const& lengths = args.lengths;
   std::int32_t const N = static_cast<std::int32_t>(lengths.count);
   if (blockIdx.x < tile_ctas) {
     std::int64_t const tile = static_cast<std::int64_t>(blockIdx.x) * kFillThreads + threadIdx.x;
-    if (tile >= args.tile_count) return;
+    if (tile >= args.tile_count + args.bottom_count) return;
+    if (tile >= args.tile_count) {
+      fill_bottom_entry(args, N, tile - args.tile_count);
+      return;
+    }
     TileEntry entry{};
     if (N > 0) {
       std::int32_t const late = *args.late_tiles;
@@ -129,12 +161,9 @@ static __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_
       EarlyTiles const of_early = args.early[own];
       std::int64_t const first = (place - (early ? of_early.first : sequence.tile - of_early.count)) * kQueryTile;
       bool const has = !early || place - of_early.first < of_early.count;
-      if (has && first < sequence.count) {
-        std::int32_t const at = static_cast<std::int32_t>(first);
-        entry = {sequence.t + at, sequence.row + at, sequence.key, own * 16 + min(sequence.count - at, kQueryTile)};
-      }
+      if (has && first < sequence.count) entry = tile_entry(sequence, own, static_cast<std::int32_t>(first));
     }
-    *reinterpret_cast<int4*>(args.tiles + tile) = {entry.t, entry.row, entry.key, entry.sequence_count};
+    store(args.tiles + tile, entry);
     return;
   }
   std::int64_t const row = static_cast<std::int64_t>(blockIdx.x - tile_ctas) * (kFillThreads / 32) + threadIdx.x / 32;
