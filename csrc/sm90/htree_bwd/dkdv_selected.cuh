@@ -640,11 +640,12 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) dkdv_selected_kernel(const _
   PackPosition<Cfg> at;
   // Counted again for every item, for want of a register.
   auto const items = [&] {
-    return Cfg::kSequences ? args.sequences.counts->selected * static_cast<int>(ptx::opaque(args.chunk.heads)) : args.items;
+    return args.sequences.any() ? args.sequences.counts->selected * static_cast<int>(ptx::opaque(args.chunk.heads))
+                                : args.items;
   };
   int next = take_item(args, lane);
   while (next < items()) {
-    WorkItem const item = Cfg::kSequences ? WorkItem::of_sequences(args, next) : WorkItem::at(args, next);
+    WorkItem const item = args.sequences.any() ? WorkItem::of_sequences(args, next) : WorkItem::at(args, next);
     VisitList const list = item.segments_before < 0 ? VisitList{} : VisitList::of_item(args, next);
     if (list.packs > 0) {
       next = DkDvSelectedWarp<Cfg>(args, store, at, {item, list}).run();
