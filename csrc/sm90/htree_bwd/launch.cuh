@@ -18,24 +18,16 @@ void launch(void (*kernel)(Args), Args const& args, int ctas, cudaStream_t strea
   launch_overlapped(kernel, ctas, Traits::kThreads, Traits::kSharedBytes, stream, args);
 }
 
-// dkdv_entry has kernels of its own for sequences of different lengths; in the others they are a uniform branch.
-template <class Element, int K, int V, int kHeads>
-void launch_dkdv_entry(Args const& args, int ctas, cudaStream_t stream) {
-  using Batch = DkDvEntryTraits<Element, K, V, kHeads, false>;
-  using Sequences = DkDvEntryTraits<Element, K, V, kHeads, true>;
-  if (args.sequences.any()) return launch<Sequences>(dkdv_entry_kernel<Sequences>, args, ctas, stream);
-  launch<Batch>(dkdv_entry_kernel<Batch>, args, ctas, stream);
-}
-
 // Launches a kernel for groups whose queries take kHeads rows of a product.
 template <class Element, int K, int V, int kHeads>
 void launch_unit(Kernel kernel, Args const& args, int ctas, cudaStream_t stream) {
+  using DkDvEntry = DkDvEntryTraits<Element, K, V, kHeads>;
   using DqEntry = DqEntryTraits<Element, K, V, kHeads>;
   using DqSelected = DqSelectedTraits<Element, K, V>;
   using DkDvSelected = DkDvSelectedTraits<Element, K, V, kHeads>;
   auto const of_rows = [&](int rows) { return args.chunk.heads * ((args.chunk.rows + rows - 1) / rows); };
   switch (kernel) {
-    case Kernel::kDkDvEntry: return launch_dkdv_entry<Element, K, V, kHeads>(args, ctas, stream);
+    case Kernel::kDkDvEntry: return launch<DkDvEntry>(dkdv_entry_kernel<DkDvEntry>, args, ctas, stream);
     case Kernel::kDqEntry: return launch<DqEntry>(dq_entry_kernel<DqEntry>, args, of_rows(DqEntry::kRows), stream);
     case Kernel::kDqSelected: return launch<DqSelected>(dq_selected_kernel<DqSelected>, args, ctas, stream);
     case Kernel::kDkDvSelected:

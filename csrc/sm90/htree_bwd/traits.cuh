@@ -227,10 +227,9 @@ struct DqEntryTraits {
 
 // A warpgroup holds a tile of four KV blocks, a warp one of them. The area of a tile ends its first kilobyte with the
 // header, so that one bulk copy brings header and panels.
-template <class Element_, int kK_, int kV_, int kHeads_, bool kSequences_>
+template <class Element_, int kK_, int kV_, int kHeads_>
 struct DkDvEntryTraits {
   using Element = Element_;
-  static constexpr bool kSequences = kSequences_;  // of different lengths
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
   static constexpr int kHeads = kHeads_;  // rows of a query
@@ -250,8 +249,8 @@ struct DkDvEntryTraits {
   static constexpr int kQueryBytes = kAreaBytes - kQueryOffset;
   static_assert(kBlockBytes == kv_tile_bytes(kK, kV) && kBlockBytes % 16 == 0 && kQueryBytes % 16 == 0);
 
-  // Full and empty mbarriers of the work item; its number, or its head and the item.
-  static constexpr int kItemBytes = 8 + 8 + 16 + (kSequences ? static_cast<int>(sizeof(sequences::EntryWork)) : 0);
+  // Full and empty mbarriers of the work item; its head and number; the item.
+  static constexpr int kItemBytes = 8 + 8 + 16 + static_cast<int>(sizeof(sequences::EntryWork));
   static constexpr int kFixedBytes = kAlignment + kItemTiles * kAreaBytes + kItemBytes;
   static constexpr int kFit = (kMaxSharedBytes - kFixedBytes) / (kAreaBytes + 16);
   static constexpr int kStages = kFit < 8 ? kFit : 8;

@@ -43,7 +43,7 @@ constexpr std::int64_t kTileItems = 1056;
 // kept apart until a kernel adds them: added in order, they would wait for each other.
 constexpr std::int64_t kEntryRoundItems = 132;
 constexpr std::int64_t kMinEntryRows = 128;
-// With sequences of different lengths an item's rows are counted in 16 bits.
+// The rows of an item are counted in 16 bits.
 constexpr std::int64_t kMaxSegmentTileRows = 32768;
 static_assert(kMaxSegmentTileRows * 3 / 2 + kRowStep < sequences::kMaxItemRows);
 // Small groups multiply with two or four queries at a time, so that a work item needs more rows before its sums pay:
@@ -170,8 +170,7 @@ struct Workspace {
     }
     for (int l = min_entry; l <= max_entry; ++l) {
       std::int64_t const wanted = kTileItems / (heads * pairs[l]);
-      std::int64_t const least = sequences_given ? ceil_div(rows, kMaxSegmentTileRows) : 0;
-      split(std::max(wanted, least), min_entry_rows(), tile_segments[l], tile_segment_rows[l]);
+      split(std::max(wanted, ceil_div(rows, kMaxSegmentTileRows)), min_entry_rows(), tile_segments[l], tile_segment_rows[l]);
     }
 
     place(rotations, base, positions * (p.K / 2));
