@@ -209,8 +209,7 @@ struct Launcher {
     std::int64_t const rows = std::int64_t(args.chunk.heads) * args.chunk.rows;
     bool const persistent = rule.ctas == Ctas::kPersistent;
     int const ctas = persistent ? sm_count() : static_cast<int>(grid_blocks(kOp, rows, kCtaQueries));
-    Variant const& variant = variant_of(p);
-    (has_sequences(p) ? variant.launch_sequences : variant.launch)(rule.kernel, args, ctas, stream);
+    variant_of(p).launch(rule.kernel, args, ctas, stream);
   }
 
   void add_segments(Args const& args) {

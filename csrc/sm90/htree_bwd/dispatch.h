@@ -57,27 +57,18 @@ struct Variant {
   int V;
   using Launch = void (*)(Kernel kernel, Args const& args, int ctas, cudaStream_t stream);
   Launch launch;
-  Launch launch_sequences;  // of different lengths
 };
 
 inline constexpr Variant kVariants[] = {
-    {DType::kBFloat16, 128, 128, launch_kernel<__nv_bfloat16, 128, 128, false>,
-     launch_kernel<__nv_bfloat16, 128, 128, true>},
-    {DType::kBFloat16, 64, 64, launch_kernel<__nv_bfloat16, 64, 64, false>,
-     launch_kernel<__nv_bfloat16, 64, 64, true>},
-    {DType::kFloat16, 128, 128, launch_kernel<__half, 128, 128, false>,
-     launch_kernel<__half, 128, 128, true>},
-    {DType::kFloat16, 64, 64, launch_kernel<__half, 64, 64, false>,
-     launch_kernel<__half, 64, 64, true>},
+    {DType::kBFloat16, 128, 128, launch_kernel<__nv_bfloat16, 128, 128>},
+    {DType::kBFloat16, 64, 64, launch_kernel<__nv_bfloat16, 64, 64>},
+    {DType::kFloat16, 128, 128, launch_kernel<__half, 128, 128>},
+    {DType::kFloat16, 64, 64, launch_kernel<__half, 64, 64>},
 #if HTREE_CUDA_MIXED_DIMS
-    {DType::kBFloat16, 128, 64, launch_kernel<__nv_bfloat16, 128, 64, false>,
-     launch_kernel<__nv_bfloat16, 128, 64, true>},
-    {DType::kBFloat16, 64, 128, launch_kernel<__nv_bfloat16, 64, 128, false>,
-     launch_kernel<__nv_bfloat16, 64, 128, true>},
-    {DType::kFloat16, 128, 64, launch_kernel<__half, 128, 64, false>,
-     launch_kernel<__half, 128, 64, true>},
-    {DType::kFloat16, 64, 128, launch_kernel<__half, 64, 128, false>,
-     launch_kernel<__half, 64, 128, true>},
+    {DType::kBFloat16, 128, 64, launch_kernel<__nv_bfloat16, 128, 64>},
+    {DType::kBFloat16, 64, 128, launch_kernel<__nv_bfloat16, 64, 128>},
+    {DType::kFloat16, 128, 64, launch_kernel<__half, 128, 64>},
+    {DType::kFloat16, 64, 128, launch_kernel<__half, 64, 128>},
 #endif
 };
 

@@ -35,18 +35,19 @@
 
 namespace htree_cuda::sm90::htree_bwd {
 
-// What a CTA works on: two KV tiles and a segment of the rows.
-struct EntryItem {
-  int layer;
+// What a CTA works on: two KV tiles and a segment of the rows, of one head.
+struct EntryItem : sequences::EntryWork {
   int head;
-  int tile;             // the first of the KV tiles
-  int first;            // the first row, where a query tile begins
-  int end;              // past the last row that visits these nodes
-  int segments_before;  // segments that are added before this one; negative where no row visits these nodes
+
+  template <int kTileQueries>
+  static __device__ __forceinline__ EntryItem at(Args const& args, unsigned number) {
+    return args.sequences.any() ? of_sequences(args, number) : of_batch<kTileQueries>(args, number);
+  }
 
   // Items are ordered by layer, head, segment and nodes. So items at work at the same time read the same rows, and the
   // earlier segments of an item's nodes were begun before.
-  static __device__ __forceinline__ EntryItem at(Args const& args, unsigned index) {
+  template <int kTileQueries>
+  static __device__ __forceinline__ EntryItem of_batch(Args const& args, unsigned index) {
     int layer = args.min_entry;
     while (layer < args.max_entry && index >= static_cast<unsigned>(args.entry[layer + 1].first_item)) ++layer;
     index -= args.entry[layer].first_item;
@@ -55,46 +56,33 @@ struct EntryItem {
     index /= split.pairs;
     int const head = static_cast<int>(index / split.segments);
     int const segment = static_cast<int>(index % split.segments);
-    EntryRows const rows(args.chunk, layer, args.tree.top_k);
-    int const reached = first_visiting_row(args.chunk.position(0), layer, rows, tile * kTileRows);
-    int const queries = tile_queries(unit_heads(args.G));
+    // Opaque, because the producer has few registers, and the compiler would keep 64 bits of both from item to item.
+    Chunk chunk = args.chunk;
+    chunk.queries = static_cast<int>(ptx::opaque(static_cast<uint32_t>(chunk.queries)));
+    chunk.q_start = ptx::opaque(static_cast<uint32_t>(chunk.q_start));
+    EntryRows const rows(chunk, layer, args.tree.top_k);
+    int const reached = first_visiting_row(chunk.position(0), layer, rows, tile * kTileRows);
     int const begin = split.first_row + segment * split.rows;
-    int const first = max(begin, reached / queries * queries);
+    int const first = max(begin, reached / kTileQueries * kTileQueries);
     int const end = min(begin + split.rows, rows.end);
     int const segments_before = max(first, reached) < end ? segment - split.of_row(reached) : -1;
-    return {layer, head, tile, first, end, segments_before};
+    int const origin = static_cast<int>(chunk.position(0));
+    int const nodes = static_cast<int>(args.tree.N[layer]);
+    return {{layer, tile, first, end, segments_before, origin, rows.begin, rows.end, nodes, 0, 0, end - first}, head};
   }
 
-  // What differs from item to item where sequences have lengths of their own.
-  __device__ __forceinline__ std::int64_t origin(Args const& args) const { return args.chunk.position(0); }
-  __device__ __forceinline__ EntryRows rows(Args const& args) const { return {args.chunk, layer, args.tree.top_k}; }
-  __device__ __forceinline__ std::int64_t nodes(Args const& args) const { return args.tree.N[layer]; }
-  __device__ __forceinline__ int blocks(Args const& args) const { return args.tree.kv_blocks[layer]; }
-  __device__ __forceinline__ int block_begin() const { return 0; }
-  __device__ __forceinline__ int tile_begin() const { return 0; }
-};
-
-// The same of one of several sequences, from the chunk's list: the items of the heads alternate.
-struct EntryItemOfSequence : sequences::EntryWork {
-  int head;
-
-  static __device__ __forceinline__ EntryItemOfSequence at(Args const& args, unsigned index) {
+  // From the chunk's list: the items of the heads alternate.
+  static __device__ __forceinline__ EntryItem of_sequences(Args const& args, unsigned index) {
     int4 const* const words = reinterpret_cast<int4 const*>(args.sequences.entry + index / args.chunk.heads);
     return of(__ldg(words), __ldg(words + 1), __ldg(words + 2), static_cast<int>(index % args.chunk.heads));
   }
-  static __device__ __forceinline__ EntryItemOfSequence of(int4 const& x, int4 const& y, int4 const& z, int head) {
+  static __device__ __forceinline__ EntryItem of(int4 const& x, int4 const& y, int4 const& z, int head) {
     return {{x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w, z.x, z.y, z.z, z.w}, head};
   }
-  __device__ __forceinline__ std::int64_t origin(Args const&) const { return sequences::EntryWork::origin; }
-  __device__ __forceinline__ EntryRows rows(Args const&) const { return {rows_begin, rows_end}; }
-  __device__ __forceinline__ std::int64_t nodes(Args const&) const { return sequences::EntryWork::nodes; }
-  __device__ __forceinline__ int blocks(Args const&) const { return (sequences::EntryWork::nodes + kSiblings - 1) / kSiblings; }
-  __device__ __forceinline__ int block_begin() const { return sequences::EntryWork::block_begin; }
-  __device__ __forceinline__ int tile_begin() const { return sequences::EntryWork::tile_begin; }
-};
 
-template <class Cfg>
-using EntryItemOf = std::conditional_t<Cfg::kSequences, EntryItemOfSequence, EntryItem>;
+  __device__ __forceinline__ EntryRows rows() const { return {rows_begin, rows_end}; }
+  __device__ __forceinline__ int blocks() const { return (nodes + kSiblings - 1) / kSiblings; }
+};
 
 template <class Cfg>
 struct DkDvEntryRing {
@@ -102,14 +90,14 @@ struct DkDvEntryRing {
   uint32_t stages;
   RingBarriers<Cfg::kStages> barriers;
   RingBarriers<1> item_barriers;
-  uint32_t number;  // of the work item; negative where no item is left. Of several sequences: its head, then the item
+  uint32_t item;  // the head of the work item, negative where no item is left; the item's number; at 16, the item
 
   __device__ explicit DkDvEntryRing(uint32_t shared)
       : nodes(shared),
         stages(nodes + kItemTiles * Cfg::kAreaBytes),
         barriers{stages + Cfg::kStages * Cfg::kAreaBytes, stages + Cfg::kStages * (Cfg::kAreaBytes + 8)},
         item_barriers{barriers.empty + 8 * Cfg::kStages, barriers.empty + 8 * Cfg::kStages + 8},
-        number(item_barriers.empty + 8) {}
+        item(item_barriers.empty + 8) {}
 
   __device__ void init() const {
     barriers.init(1, Cfg::Roles::kConsumers);
@@ -119,29 +107,22 @@ struct DkDvEntryRing {
   __device__ __forceinline__ uint32_t tile(uint32_t i) const { return nodes + i * Cfg::kAreaBytes; }
   __device__ __forceinline__ uint32_t stage(uint32_t slot) const { return stages + slot * Cfg::kAreaBytes; }
 
-  // Hands the item over to the consumers.
-  __device__ __forceinline__ void store(EntryItemOf<Cfg> const& item, int index) const {
-    if constexpr (Cfg::kSequences) {
-      ptx::store_shared_4B(number, index < 0 ? -1 : item.head);
-      uint4 const* const words = reinterpret_cast<uint4 const*>(static_cast<sequences::EntryWork const*>(&item));
+  // Hands the item over to the consumers, or says that no item is left.
+  __device__ __forceinline__ void store(EntryItem const& own, int number, bool any) const {
+    ptx::store_shared_8B(item, {static_cast<uint32_t>(any ? own.head : -1), static_cast<uint32_t>(number)});
+    uint4 const* const words = reinterpret_cast<uint4 const*>(static_cast<sequences::EntryWork const*>(&own));
 #pragma unroll
-      for (int i = 0; i < 3; ++i) ptx::store_shared_16B(number + 16 + 16 * i, words[i]);
-    } else {
-      ptx::store_shared_4B(number, index);
-    }
+    for (int i = 0; i < 3; ++i) ptx::store_shared_16B(item + 16 + 16 * i, words[i]);
   }
+  __device__ __forceinline__ int head_of_item() const { return static_cast<int>(ptx::load_shared_4B(item)); }
+  __device__ __forceinline__ int number_of_item() const { return static_cast<int>(ptx::load_shared_4B(item + 4)); }
   __device__ __forceinline__ int rows_of_item() const {
-    return static_cast<int>(ptx::load_shared_4B(number + 16 + offsetof(sequences::EntryWork, count)));
+    return static_cast<int>(ptx::load_shared_4B(item + 16 + offsetof(sequences::EntryWork, count)));
   }
-  __device__ __forceinline__ EntryItemOf<Cfg> load(Args const& args) const {
-    int const index = static_cast<int>(ptx::load_shared_4B(number));
-    if constexpr (Cfg::kSequences) {
-      auto const word = [&](int i) { return static_cast<int>(ptx::load_shared_4B(number + 16 + 4 * i)); };
-      auto const four = [&](int i) { return int4{word(i), word(i + 1), word(i + 2), word(i + 3)}; };
-      return EntryItemOfSequence::of(four(0), four(4), four(8), index);
-    } else {
-      return EntryItem::at(args, index);
-    }
+  __device__ __forceinline__ EntryItem load() const {
+    auto const word = [&](int i) { return static_cast<int>(ptx::load_shared_4B(item + 16 + 4 * i)); };
+    auto const four = [&](int i) { return int4{word(i), word(i + 1), word(i + 2), word(i + 3)}; };
+    return EntryItem::of(four(0), four(4), four(8), head_of_item());
   }
 };
 
@@ -150,32 +131,36 @@ template <class Cfg>
 __device__ void produce_query_tiles(Args const& args, DkDvEntryRing<Cfg> const& ring) {
   RingPosition<Cfg::kStages> at;
   RingPosition<1> item_at;
-  using Item = EntryItemOf<Cfg>;
-  int const items = Cfg::kSequences ? args.sequences.counts->entry * args.chunk.heads : args.tile_items;
+  // Counted again for every item, for want of a register.
+  auto const items = [&] {
+    return args.sequences.any() ? args.sequences.counts->entry * static_cast<int>(ptx::opaque(args.chunk.heads))
+                                : args.tile_items;
+  };
   for (;;) {
     int const number = atomicAdd(args.next_tile_item, 1);
-    bool const any = number < items;
-    Item const item = any ? Item::at(args, number) : Item{};
+    bool const any = number < items();
+    EntryItem const item = any ? EntryItem::at<Cfg::kTileQueries>(args, number) : EntryItem{};
     if (any && item.segments_before < 0) continue;
 
     uint32_t const full = ring.item_barriers.full_at(0);
     ring.item_barriers.wait_empty(item_at, "dkdv_entry producer: item empty");
     item_at = item_at.ahead(1);
-    ring.store(item, any ? number : -1);
+    ring.store(item, number, any);
     barriers::mbarrier_arrive_expect_bytes(full, any ? kItemTiles * Cfg::kBlockBytes : 0);
     if (!any) return;
 #pragma unroll
     for (int i = 0; i < kItemTiles; ++i) {
-      // Where a sequence has an odd number of tiles, its last one stands for the tile behind it, which no row visits.
-      int const tile = Cfg::kSequences ? min(item.tile + i, (item.blocks(args) - 1) / kTileBlocks) : item.tile + i;
+      // Where there is an odd number of tiles, the last one stands for the tile behind it, which no row visits.
+      int const tile = min(item.tile + i, (item.blocks() - 1) / kTileBlocks);
       ptx::bulk_load(ring.tile(i) + Cfg::kBlockOffset,
                      args.kv_tiles[item.layer] +
-                         (static_cast<std::int64_t>(item.head) * args.tiles[item.layer] + item.tile_begin() + tile) *
+                         (static_cast<std::int64_t>(item.head) * args.tiles[item.layer] + item.tile_begin + tile) *
                              kv_tile_bytes(Cfg::kK, Cfg::kV),
                      Cfg::kBlockBytes, full);
     }
 
-    char const* queries = args.query_tiles + (static_cast<std::int64_t>(item.head) * args.chunk.rows + item.first) /
+    int const rows = static_cast<int>(ptx::opaque(static_cast<uint32_t>(args.chunk.rows)));
+    char const* queries = args.query_tiles + (static_cast<std::int64_t>(item.head) * rows + item.first) /
                                                  Cfg::kTileQueries * query_tile_bytes(Cfg::kK, Cfg::kV);
 #pragma unroll 1
     for (int row = item.first; row < item.end; row += Cfg::kTileQueries) {
@@ -201,12 +186,9 @@ class DkDvEntryConsumer {
   static constexpr int kSteps = kTileRows / wgmma::kDepth;
   static constexpr int kTileQueries = Cfg::kTileQueries;
   static constexpr bool kFewQueries = kTileQueries == 4;  // lanes decide by query, else by node
-  // Whether lanes load index words of rows that do not visit their nodes, too, for want of a register.
-  static constexpr bool kFetchesAll = Cfg::kSequences && !kFewQueries;
   static constexpr uint32_t kNone = ~0u;  // at the bottom, where nothing is expanded
   using Products = float[wgmma::kAccumulators];
   using Fragments = uint32_t[kSteps][4];
-  using Item = EntryItemOf<Cfg>;
 
 public:
   __device__ DkDvEntryConsumer(Args const& args, DkDvEntryRing<Cfg> const& ring)
@@ -217,25 +199,22 @@ public:
     for (;;) {
       ring_.item_barriers.wait_full(item_at, "dkdv_entry consumer: item full");
       item_at = item_at.ahead(1);
-      if (static_cast<int>(ptx::load_shared_4B(ring_.number)) < 0) return;
+      if (ring_.head_of_item() < 0) return;
       multiply();
-      Item const item = this_item();
-      int const number = static_cast<int>(ptx::load_shared_4B(ring_.number));
+      EntryItem const item = ring_.load();
+      int const number = ring_.number_of_item();
       barriers::release(ring_.item_barriers.empty_at(0));
       finish(item, number);
     }
   }
 
 private:
-  // Computed wherever it is needed, because the products need the registers.
-  __device__ __forceinline__ Item this_item() const { return ring_.load(args_); }
-
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
-  __device__ __forceinline__ int block_of(Item const& item) const { return item.tile * kTileBlocks + warp(); }
+  __device__ __forceinline__ int block_of(EntryItem const& item) const { return item.tile * kTileBlocks + warp(); }
 
-  __device__ __forceinline__ void begin(Item const& item) {
+  __device__ __forceinline__ void begin(EntryItem const& item) {
     int const block = block_of(item);
-    EntryRows const rows = item.rows(args_);
+    EntryRows const rows = item.rows();
     // Opaque, because an address that is kept from item to item costs a register.
     uint32_t const header = ptx::opaque(ring_.tile(warp() / kTileBlocks) + Cfg::kBlockOffset);
 #pragma unroll
@@ -243,13 +222,9 @@ private:
       int const row = warp() % kTileBlocks * kSiblings + g_ + 8 * i;
       int const node = block * kSiblings + g_ + 8 * i;
       inverse_[i] = ptx::load_shared_float(header + 4 * row) * kHeadroomFactor;
-      int const first = node < item.nodes(args_) ? first_visiting_row(item.origin(args_), item.layer, rows, node)
-                                                 : std::numeric_limits<int>::max();
-      if constexpr (Cfg::kSequences) {
-        first_[0] = i == 0 ? within(item, first) : first_[0] | within(item, first) << 16;
-      } else {
-        first_[i] = first;
-      }
+      int const first = node < item.nodes ? first_visiting_row(item.origin, item.layer, rows, node)
+                                          : std::numeric_limits<int>::max();
+      first_ = i == 0 ? within(item, first) : first_ | within(item, first) << 16;
       weight_scale_[i] = kInitialScale;
     }
     expanded_ = kNone;
@@ -258,14 +233,9 @@ private:
       int const eight = kFewQueries ? 0 : lane_ / kTileQueries % 2;
       int const query = kFewQueries ? tq_ : lane_ % kTileQueries;
       int which = 2 * block + eight;
-      if constexpr (kFetchesAll) which = min(which, args_.tree.words[item.layer - 1] - 1);
+      if constexpr (!kFewQueries) which = min(which, args_.tree.words[item.layer - 1] - 1);
       std::uint32_t const* const word =
           reverse_index::word_at(args_, item.layer - 1, item.head, which, item.first + query);
-      if constexpr (!kFewQueries && !kFetchesAll) {
-        int const node = block * kSiblings + 8 * eight;
-        first_of_eight_ = node < item.nodes(args_) ? first_visiting_row(item.origin(args_), item.layer, rows, node)
-                                                   : std::numeric_limits<int>::max();
-      }
       expanded_ = static_cast<uint32_t>(word - args_.index.layer[0]);
     }
     words_[0] = words_[1] = 0;
@@ -277,25 +247,24 @@ private:
 
   // ---- which query attends which node ------------------------------------------------------------------------------
 
-  // Rows are counted from the chunk's first one on. Of several sequences they are counted from the item's first one on,
-  // so that first_of has 16 bits: the products need the registers. An item has fewer than kMaxItemRows.
-  static __device__ __forceinline__ int within(Item const& item, int row) {
+  // Rows are counted from the item's first one on, so that first_of has 16 bits: the products need the registers. An item
+  // has fewer than kMaxItemRows.
+  static __device__ __forceinline__ int within(EntryItem const& item, int row) {
     return min(max(row - item.first, 0), sequences::kMaxItemRows);
   }
   // The first row that visits node g + 8 i.
   __device__ __forceinline__ int first_of(int i) const {
     // Through opaque, because the compiler would keep both halves in registers.
-    if constexpr (Cfg::kSequences) return static_cast<int>(ptx::opaque(static_cast<uint32_t>(first_[0])) >> (16 * i) & 0xffffu);
-    return first_[i];
+    return static_cast<int>(ptx::opaque(static_cast<uint32_t>(first_)) >> (16 * i) & 0xffffu);
   }
 
-  // A lane loads its index words of the tile that begins with `row`, once the rows have come as far as the nodes: of
-  // query tq for nodes g and g + 8, or of one query for eight nodes.
+  // A lane loads its index words of the tile that begins with `row`: of query tq for nodes g and g + 8, once the rows have
+  // come as far as the nodes, or of one query for eight nodes, of all rows, for want of a register.
   __device__ __forceinline__ void fetch(int row) {
     if (expanded_ == kNone) return;
     std::uint32_t const* const words = args_.index.layer[0];
     if constexpr (!kFewQueries) {
-      if (kFetchesAll || row + lane_ % kTileQueries >= first_of_eight_) words_[0] = __ldg(words + expanded_);
+      words_[0] = __ldg(words + expanded_);
       expanded_ += kTileQueries;
       return;
     }
@@ -362,16 +331,15 @@ private:
   // ---- products --------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void multiply() {
-    Item const item = this_item();
-    begin(item);
+    begin(ring_.load());
     uint32_t const nodes = __shfl_sync(kFullWarp, ring_.tile(warp() / kTileBlocks), 0);
     wgmma::Descriptor const keys(nodes + Cfg::kKeyOffset);
     wgmma::Descriptor const values(nodes + Cfg::kValueOffset);
     Products s, dp;
     Fragments p = {}, ds = {};
-    int row = Cfg::kSequences ? 0 : item.first;
-    // With several sequences the end is read again for every tile, for want of a register.
-    auto const end = [&] { return Cfg::kSequences ? ring_.rows_of_item() : item.end; };
+    int row = 0;
+    // The end is read again for every tile, for want of a register.
+    auto const end = [&] { return ring_.rows_of_item(); };
     auto const begin_scores = [&] {
       ring_.barriers.wait_full(at_, "dkdv_entry consumer: full");
       multiply<cutlass::half_t, kK>(s, keys, wgmma::Descriptor(ring_.stage(at_.slot) + Cfg::kKeyOffset));
@@ -505,15 +473,15 @@ private:
   // ---- sums ------------------------------------------------------------------------------------------------------
 
   // Leaves the sums of this item for add_segments, or adds them to those of the block, in the order of the segments.
-  __device__ __forceinline__ void finish(Item const& item, int number) {
-    if (block_of(item) >= item.blocks(args_)) return;
-    std::int64_t const block = item.block_begin() + block_of(item);
+  __device__ __forceinline__ void finish(EntryItem const& item, int number) {
+    if (block_of(item) >= item.blocks()) return;
+    std::int64_t const block = item.block_begin + block_of(item);
     std::int64_t const row = item.head * args_.node_rows + args_.begin[item.layer] + block * kSiblings;
     int* const segments_added = args_.tile_segments_added + row / kSiblings;
     float* dk = args_.dk + row * kK;
     float* dv = args_.dv + row * kV;
     EntrySegments const& split = args_.entry[item.layer];
-    bool const apart = !Cfg::kSequences && split.sums_apart;
+    bool const apart = !args_.sequences.any() && split.sums_apart;
     if (apart) {
       dk = args_.entry_sums + split.place_of_sums(number) * (kItemNodes * (kK + kV));
       dv = dk + kItemNodes * kK + warp() * kSiblings * kV;
@@ -521,7 +489,7 @@ private:
     } else {
       wait_for_segments(segments_added, item.segments_before, lane_);
     }
-    int const nodes = static_cast<int>(item.nodes(args_) - block_of(item) * kSiblings);
+    int const nodes = static_cast<int>(item.nodes - block_of(item) * kSiblings);
     each_four_columns(item, dk, dv, [&](int node, float* to, float4 four) {
       ptx::reduce_add_16B_if(!apart && node < nodes, to, four);
       if (apart) *reinterpret_cast<float4*>(to) = four;
@@ -532,7 +500,7 @@ private:
   // Calls add(node of the block, address, values) for the sums of this thread's nodes, four columns of dk or dv at a
   // time. The block's rows begin at `dk` and `dv`.
   template <class Add>
-  __device__ __forceinline__ void each_four_columns(Item const& item, float* dk, float* dv, Add&& add) const {
+  __device__ __forceinline__ void each_four_columns(EntryItem const& item, float* dk, float* dv, Add&& add) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const node = g_ + 8 * i;
@@ -572,8 +540,7 @@ private:
   int const tq_;
   RingPosition<Cfg::kStages> at_;
   float inverse_[2];       // inverse row scales of the keys, less the headroom
-  int first_[Cfg::kSequences ? 1 : 2];  // the first row that visits the node; of several sequences 16 bits each
-  int first_of_eight_;     // the same of the eight nodes of this lane's index word
+  int first_;              // the first row that visits each of the two nodes, 16 bits each
   float weight_scale_[2];
   // Where this lane's index word of the next tile lies, counted from the table of the bottom, which the tables of the
   // other layers follow. All tables of a chunk have fewer than 2^32 words.

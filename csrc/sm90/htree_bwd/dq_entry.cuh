@@ -64,35 +64,35 @@ struct DqEntryCta {
   int layer;   // entry layer of the last row
   int before;  // KV tiles of the layer below that, all that may be candidates; zero where no row has that entry layer
   int tiles;   // KV tiles of `layer`, up to the reach of the last row
+  int end;     // past the last row that is a query of the chunk
+  std::int64_t origin;   // row r stands at position origin + r
   sequences::Rows rows;  // with sequences of different lengths
 
   __device__ __forceinline__ explicit DqEntryCta(Args const& args) {
     int const index = static_cast<int>(ptx::block_index());
     head = index % args.chunk.heads;
     first = args.chunk.rows - (index / args.chunk.heads + 1) * Cfg::kRows;
-    if constexpr (Cfg::kSequences) rows = args.sequences.rows_from(first, Cfg::kRows);
-    int const last = end(args) - 1;
+    end = min(first + Cfg::kRows, args.chunk.queries);
+    origin = args.chunk.position(0);
+    if (args.sequences.any()) {
+      rows = args.sequences.rows_from(first, Cfg::kRows);
+      end = first + rows.count;
+      origin = std::int64_t{rows.t} - first;
+    }
+    int const last = end - 1;
     layer = before = tiles = 0;
     if (last < first) return;
-    layer = entry_layer(position(args, last), args.tree.top_k);
-    before = entry_layer(position(args, first), args.tree.top_k) < layer ? args.tree.top_k / kTileBlocks : 0;
-    tiles = (candidates_in_entry(position(args, last), layer) + kTileRows - 1) / kTileRows;
+    layer = entry_layer(position(last), args.tree.top_k);
+    before = entry_layer(position(first), args.tree.top_k) < layer ? args.tree.top_k / kTileBlocks : 0;
+    tiles = (candidates_in_entry(position(last), layer) + kTileRows - 1) / kTileRows;
   }
 
-  // Past the last row that is a query of the chunk.
-  __device__ __forceinline__ int end(Args const& args) const {
-    if constexpr (Cfg::kSequences) return first + rows.count;
-    return min(first + Cfg::kRows, args.chunk.queries);
-  }
-  __device__ __forceinline__ std::int64_t position(Args const& args, int row) const {
-    if constexpr (Cfg::kSequences) return rows.t + (row - first);
-    return args.chunk.position(row);
-  }
+  __device__ __forceinline__ std::int64_t position(int row) const { return origin + row; }
   // The first KV tile of a layer, of the CTA's head.
   __device__ __forceinline__ std::int64_t kv_tile(Args const& args, int of_layer) const {
     std::int64_t const tile = static_cast<std::int64_t>(head) * args.tiles[of_layer];
-    if constexpr (Cfg::kSequences) return tile + sequences::first_tile(rows.key, rows.sequence, of_layer, args.tree.top_k);
-    return tile;
+    if (!args.sequences.any()) return tile;
+    return tile + sequences::first_tile(rows.key, rows.sequence, of_layer, args.tree.top_k);
   }
 
   __device__ __forceinline__ std::int64_t query_tile(Args const& args) const {
@@ -148,23 +148,22 @@ public:
       : args_(args), lane_(threadIdx.x % 32), g_(lane_ / 4), tq_(lane_ % 4), warp_(warp) {
     DqEntryCta<Cfg> const cta(args);
     tiles_ = cta.before + cta.tiles;
-    int const end = Cfg::kSequences ? cta.end(args) : args.chunk.queries;
-    auto const begin_of = [&](int row, int layer) { return row < end && layer == cta.layer ? cta.before : 0; };
+    auto const begin_of = [&](int row, int layer) { return row < cta.end && layer == cta.layer ? cta.before : 0; };
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       int const row = cta.first + warp * kQueries + query_of_row(i);
       candidates_[i] = 0;
       begin_[i] = 0;
-      if (row >= end) continue;
-      std::int64_t const t = cta.position(args, row);
+      if (row >= cta.end) continue;
+      std::int64_t const t = cta.position(row);
       int const layer = entry_layer(t, args.tree.top_k);
       candidates_[i] = candidates_in_entry(t, layer);
       begin_[i] = begin_of(row, layer);
     }
     row_ = cta.first + warp * kQueries + lane_ / 8 % kQueries;
     begin_of_word_ = 0;
-    if (row_ < end) {
-      int const layer = entry_layer(cta.position(args, row_), args.tree.top_k);
+    if (row_ < cta.end) {
+      int const layer = entry_layer(cta.position(row_), args.tree.top_k);
       begin_of_word_ = begin_of(row_, layer);
       index_ = reverse_index::Expanded(args, layer, cta.head);
     }

@@ -55,14 +55,16 @@ struct GatherCta {
   int head;
   int first;
   int queries;  // rows that exist; negative where the CTA has none
-  sequences::Rows const* rows;  // with sequences of different lengths
+  sequences::Rows const* rows;  // with sequences of different lengths, else null
 
   __device__ __forceinline__ explicit GatherCta(Args const& args) {
     // `ctas` counts the CTAs of one head.
-    int const ctas = Cfg::kSequences ? args.sequences.gather_ctas : (args.chunk.rows + Cfg::kRows - 1) / Cfg::kRows;
+    bool const of_sequences = args.sequences.any();
+    int const ctas = of_sequences ? args.sequences.gather_ctas : (args.chunk.rows + Cfg::kRows - 1) / Cfg::kRows;
     head = static_cast<int>(blockIdx.x) / ctas;
     int const cta = ctas - 1 - static_cast<int>(blockIdx.x) % ctas;
-    if constexpr (Cfg::kSequences) {
+    rows = nullptr;
+    if (of_sequences) {
       rows = args.sequences.gather + cta;
       sequences::Rows const own = sequences::Tables::load(rows);
       first = own.first;
@@ -74,21 +76,20 @@ struct GatherCta {
   }
 
   // Past the last row that is a query of the chunk.
-  __device__ __forceinline__ int end(Args const& args) const { return Cfg::kSequences ? first + queries : args.chunk.queries; }
+  __device__ __forceinline__ int end(Args const& args) const { return args.sequences.any() ? first + queries : args.chunk.queries; }
 
   __device__ __forceinline__ std::int64_t position(Args const& args, int row) const {
-    if constexpr (Cfg::kSequences) return __ldg(&rows->t) + (row - first);
-    return args.chunk.position(row);
+    return args.sequences.any() ? __ldg(&rows->t) + (row - first) : args.chunk.position(row);
   }
   // The first KV block of a layer, of the CTA's head.
   __device__ __forceinline__ std::int64_t block_begin(Args const& args, int layer) const {
     std::int64_t const block = static_cast<std::int64_t>(head) * args.tree.kv_blocks[layer];
-    if constexpr (Cfg::kSequences) return block + sequences::first_block(__ldg(&rows->key), __ldg(&rows->sequence), layer, args.tree.top_k);
+    if (args.sequences.any()) return block + sequences::first_block(__ldg(&rows->key), __ldg(&rows->sequence), layer, args.tree.top_k);
     return block;
   }
   // The place of a row's query among the rows of q.
   __device__ __forceinline__ std::int64_t query(Args const& args, std::int64_t b, int row) const {
-    if constexpr (Cfg::kSequences) return __ldg(&rows->sequence) * args.T_q + __ldg(&rows->query) + (row - first);
+    if (args.sequences.any()) return __ldg(&rows->sequence) * args.T_q + __ldg(&rows->query) + (row - first);
     return b * args.T_q + args.chunk.first_query + row;
   }
 };

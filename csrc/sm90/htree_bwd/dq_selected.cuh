@@ -27,13 +27,15 @@ __device__ void produce_kv_blocks(Args const& args, KvRing<Cfg> const& ring) {
   int const ctas = args.chunk.rows / kCtaQueries;  // of a head
   int const head = blockIdx.x / ctas;
   int const first = blockIdx.x % ctas * kCtaQueries;
-  sequences::Rows rows;
-  if constexpr (Cfg::kSequences) rows = args.sequences.rows_from(first, kCtaQueries);
-  int const queries = Cfg::kSequences ? rows.count : min(args.chunk.queries - first, kCtaQueries);
-  auto const position = [&](int query) -> std::int64_t {
-    if constexpr (Cfg::kSequences) return rows.t + query;
-    return args.chunk.position(first + query);
-  };
+  sequences::Rows rows{};
+  int queries = min(args.chunk.queries - first, kCtaQueries);
+  std::int64_t origin = args.chunk.position(first);
+  if (args.sequences.any()) {
+    rows = args.sequences.rows_from(first, kCtaQueries);
+    queries = rows.count;
+    origin = rows.t;
+  }
+  auto const position = [&](int query) { return origin + query; };
   KvSender<Cfg> sender(ring);
   int const own_entry = lane < queries ? entry_layer(position(lane), args.tree.top_k) : 0;
   for (int layer = args.max_entry - 1; layer >= 0; --layer) {
@@ -43,7 +45,7 @@ __device__ void produce_kv_blocks(Args const& args, KvRing<Cfg> const& ring) {
     std::int64_t const reach = position(queries - 1) >> (kLog2Siblings * (layer + 1));
     int const words = selecting == 0 ? 0 : static_cast<int>(reach / kWordBlocks) + 1;
     std::int64_t block_begin = static_cast<std::int64_t>(head) * args.tree.kv_blocks[layer];
-    if constexpr (Cfg::kSequences) block_begin += sequences::first_block(rows.key, rows.sequence, layer, args.tree.top_k);
+    if (args.sequences.any()) block_begin += sequences::first_block(rows.key, rows.sequence, layer, args.tree.top_k);
     char const* const operands = args.kv_blocks[layer] + block_begin * Cfg::Slot::kBlockBytes;
     auto const source = [&](Entry const& entry) {
       return operands + static_cast<std::int64_t>(entry.block) * Cfg::Slot::kBlockBytes;
@@ -108,7 +110,7 @@ public:
     int const ctas = args.chunk.rows / kCtaQueries;  // of a head
     head_ = blockIdx.x / ctas;
     row_ = blockIdx.x % ctas * kCtaQueries + warp;
-    exists_ = Cfg::kSequences ? args.sequences.rows_from(row_, 1).count > 0 : row_ < args.chunk.queries;
+    exists_ = args.sequences.any() ? args.sequences.rows_from(row_, 1).count > 0 : row_ < args.chunk.queries;
     if (exists_) load();
     clear(dq_);
   }
@@ -178,7 +180,7 @@ private:
 
   __device__ __forceinline__ void begin(int layer) {
     expanded_ = reverse_index::Expanded(args_, layer, head_);
-    std::int64_t const t = Cfg::kSequences ? args_.sequences.rows_from(row_, 1).t : args_.chunk.position(row_);
+    std::int64_t const t = args_.sequences.any() ? args_.sequences.rows_from(row_, 1).t : args_.chunk.position(row_);
     position_ = candidates_in_selected(t, layer, args_.tree.top_k) - 1;
     store_rotations(rotations(position_));
   }
@@ -332,7 +334,7 @@ private:
   __device__ __forceinline__ void finish() {
     std::int64_t const bh = args_.chunk.first_head + head_;
     std::int64_t query = bh / args_.H_kv * args_.T_q + args_.chunk.first_query + row_;
-    if constexpr (Cfg::kSequences) {
+    if (args_.sequences.any()) {
       sequences::Rows const rows = args_.sequences.rows_from(row_, 1);
       query = rows.sequence * args_.T_q + rows.query;
     }

@@ -59,10 +59,9 @@ struct OperandSlot {
   static_assert(kBlockBytes % 16 == 0 && kBytes % 256 == 0 && kBlockOffset >= 0);
 };
 
-template <class Element_, int kK_, int kV_, bool kSequences_ = false>
+template <class Element_, int kK_, int kV_>
 struct DqSelectedTraits {
   using Element = Element_;  // __nv_bfloat16 or __half
-  static constexpr bool kSequences = kSequences_;  // of different lengths
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
   using Slot = OperandSlot<kK, kV, 256>;
@@ -100,10 +99,9 @@ struct DqSelectedTraits {
 };
 
 // A warp multiplies with as many queries at a time as fill 16 rows: one, or two or four where groups are small.
-template <class Element_, int kK_, int kV_, int kHeads_, bool kSequences_ = false>
+template <class Element_, int kK_, int kV_, int kHeads_>
 struct DkDvSelectedTraits {
   using Element = Element_;
-  static constexpr bool kSequences = kSequences_;
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
   static constexpr int kHeads = kHeads_;  // rows of a query
@@ -157,9 +155,8 @@ struct DkDvSelectedTraits {
 };
 
 // A warp holds two or four queries, whose heads are 16 columns; keys pass by.
-template <int kK_, int kV_, int kHeads_, bool kSequences_ = false>
+template <int kK_, int kV_, int kHeads_>
 struct DqGatherTraits {
-  static constexpr bool kSequences = kSequences_;
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
   static constexpr int kHeads = kHeads_;
@@ -201,10 +198,9 @@ struct EntryRoles {
 // A warpgroup holds a tile of queries, a warp 16 rows of it, which are one query, or two or four: q, dq and what lies between the products in registers,
 // dout in shared memory. A stage is the panels of a tile of KV blocks; headers have a place of their own, so that
 // panels lie at multiples of 1024 bytes without gaps.
-template <class Element_, int kK_, int kV_, int kHeads_, bool kSequences_ = false>
+template <class Element_, int kK_, int kV_, int kHeads_>
 struct DqEntryTraits {
   using Element = Element_;
-  static constexpr bool kSequences = kSequences_;
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
   static constexpr int kHeads = kHeads_;  // rows of a query
@@ -231,10 +227,9 @@ struct DqEntryTraits {
 
 // A warpgroup holds a tile of four KV blocks, a warp one of them. The area of a tile ends its first kilobyte with the
 // header, so that one bulk copy brings header and panels.
-template <class Element_, int kK_, int kV_, int kHeads_, bool kSequences_ = false>
+template <class Element_, int kK_, int kV_, int kHeads_>
 struct DkDvEntryTraits {
   using Element = Element_;
-  static constexpr bool kSequences = kSequences_;
   static constexpr int kK = kK_;
   static constexpr int kV = kV_;
   static constexpr int kHeads = kHeads_;  // rows of a query
@@ -254,8 +249,8 @@ struct DkDvEntryTraits {
   static constexpr int kQueryBytes = kAreaBytes - kQueryOffset;
   static_assert(kBlockBytes == kv_tile_bytes(kK, kV) && kBlockBytes % 16 == 0 && kQueryBytes % 16 == 0);
 
-  // Full and empty mbarriers of the work item; its number, or its head and the item.
-  static constexpr int kItemBytes = 8 + 8 + 16 + (kSequences ? static_cast<int>(sizeof(sequences::EntryWork)) : 0);
+  // Full and empty mbarriers of the work item; its head and number; the item.
+  static constexpr int kItemBytes = 8 + 8 + 16 + static_cast<int>(sizeof(sequences::EntryWork));
   static constexpr int kFixedBytes = kAlignment + kItemTiles * kAreaBytes + kItemBytes;
   static constexpr int kFit = (kMaxSharedBytes - kFixedBytes) / (kAreaBytes + 16);
   static constexpr int kStages = kFit < 8 ? kFit : 8;

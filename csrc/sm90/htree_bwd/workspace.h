@@ -48,7 +48,7 @@ constexpr std::int64_t kEntryRoundItems = 132;
 constexpr std::int64_t kSequencesRoundItems = kEntryRoundItems * 15 / 16;
 constexpr std::int64_t kMinRoundSegments = 8;
 constexpr std::int64_t kMinEntryRows = 128;
-// With sequences of different lengths an item's rows are counted in 16 bits.
+// The rows of an item are counted in 16 bits.
 constexpr std::int64_t kMaxSegmentTileRows = 32768;
 static_assert(kMaxSegmentTileRows * 3 / 2 + kRowStep < sequences::kMaxItemRows);
 // Small groups multiply with two or four queries at a time, so that a work item needs more rows before its sums pay:
@@ -178,8 +178,7 @@ struct Workspace {
       bool const in_one_round =
           sequences_given && pack > 1 && few_entry_rows(all) && kSequencesRoundItems / all >= kMinRoundSegments;
       std::int64_t const wanted = (in_one_round ? kSequencesRoundItems : kTileItems) / all;
-      std::int64_t const least = sequences_given ? ceil_div(rows, kMaxSegmentTileRows) : 0;
-      split(std::max(wanted, least), min_entry_rows(), tile_segments[l], tile_segment_rows[l]);
+      split(std::max(wanted, ceil_div(rows, kMaxSegmentTileRows)), min_entry_rows(), tile_segments[l], tile_segment_rows[l]);
     }
 
     place(rotations, base, positions * (p.K / 2));

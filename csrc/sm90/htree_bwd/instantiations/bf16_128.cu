@@ -3,9 +3,9 @@
 
 namespace htree_cuda::sm90::htree_bwd {
 
-template void launch_kernel<__nv_bfloat16, 128, 128, false>(Kernel, Args const&, int, cudaStream_t);
+template void launch_kernel<__nv_bfloat16, 128, 128>(Kernel, Args const&, int, cudaStream_t);
 #if HTREE_CUDA_MIXED_DIMS
-template void launch_kernel<__nv_bfloat16, 128, 64, false>(Kernel, Args const&, int, cudaStream_t);
+template void launch_kernel<__nv_bfloat16, 128, 64>(Kernel, Args const&, int, cudaStream_t);
 #endif
 
 }  // namespace htree_cuda::sm90::htree_bwd

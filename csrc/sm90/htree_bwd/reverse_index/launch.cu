@@ -13,11 +13,10 @@ void list_visits(Args const& args, cudaStream_t stream) {
   auto const launch = [&](void (*kernel)(Args)) {
     launch_overlapped(kernel, args.list_ctas, kListWarps * 32, 0, stream, args);
   };
-  bool const sequences = args.sequences.row_tiles != nullptr;
   switch (unit_heads(args.G)) {
-    case 4: return launch(sequences ? visit_lists_kernel<4, true> : visit_lists_kernel<4, false>);
-    case 8: return launch(sequences ? visit_lists_kernel<2, true> : visit_lists_kernel<2, false>);
-    default: return launch(sequences ? visit_lists_kernel<1, true> : visit_lists_kernel<1, false>);
+    case 4: return launch(visit_lists_kernel<4>);
+    case 8: return launch(visit_lists_kernel<2>);
+    default: return launch(visit_lists_kernel<1>);
   }
 }
 

@@ -17,55 +17,49 @@ namespace htree_cuda::sm90::htree_bwd::reverse_index {
 inline constexpr int kListWarps = 8;
 
 // The word of the index and the rows that a CTA lists.
-template <bool kSequences>
 struct ListCta {
   int layer;
   int head;
   int word;
-  int segment;
-  int first;  // the first row that may visit the first block of the word
-  int end;    // past the last row of the segment
+  int first;   // the first row that may visit the first block of the word
+  int end;     // past the last row of the segment
+  int blocks;  // of the layer
+  int item;    // the number of the work item of block 0: dkdv_selected takes the last block first
+  int step;    // from the item of a block to that of the block before it
+  std::int64_t origin;  // row r stands at position origin + r
 
-  __device__ ListCta(Args const& args, int index) {
-    layer = 0;
-    while (layer < args.max_entry - 1 && index >= args.first_list_cta[layer + 1]) ++layer;
-    index -= args.first_list_cta[layer];
-    word = index % args.tree.words[layer];
-    index /= args.tree.words[layer];
-    segment = index % args.segments[layer];
-    head = index / args.segments[layer];
-    int const begin = segment * args.segment_rows[layer];
-    end = min(begin + args.segment_rows[layer], args.chunk.queries);
-    first = max(begin, first_row_that_visits(args, layer, word * kWordBlocks) / kRowStep * kRowStep);
+  static __device__ ListCta of_batch(Args const& args, int index) {
+    ListCta cta;
+    cta.layer = 0;
+    while (cta.layer < args.max_entry - 1 && index >= args.first_list_cta[cta.layer + 1]) ++cta.layer;
+    index -= args.first_list_cta[cta.layer];
+    cta.word = index % args.tree.words[cta.layer];
+    index /= args.tree.words[cta.layer];
+    int const segments = args.segments[cta.layer];
+    int const segment = index % segments;
+    cta.head = index / segments;
+    int const begin = segment * args.segment_rows[cta.layer];
+    cta.end = min(begin + args.segment_rows[cta.layer], args.chunk.queries);
+    cta.first = max(begin, first_row_that_visits(args, cta.layer, cta.word * kWordBlocks) / kRowStep * kRowStep);
+    cta.blocks = args.tree.kv_blocks[cta.layer];
+    cta.item = args.first_item[cta.layer] + (cta.head * segments + segment + 1) * cta.blocks - 1;
+    cta.step = 1;
+    cta.origin = args.chunk.position(0);
+    return cta;
   }
 
-  // The number of the work item of a block of the word: dkdv_selected takes the last block first.
-  __device__ __forceinline__ int item(Args const& args, int block) const {
-    int const blocks = args.tree.kv_blocks[layer];
-    return args.first_item[layer] + (head * args.segments[layer] + segment) * blocks + blocks - 1 - block;
-  }
-  __device__ __forceinline__ int blocks(Args const& args) const { return args.tree.kv_blocks[layer]; }
-  __device__ __forceinline__ std::int64_t position(Args const& args, int row) const { return args.chunk.position(row); }
-};
-
-// The same of one of several sequences, from the chunk's list: the work of the heads alternates.
-template <>
-struct ListCta<true> : sequences::ListWork {
-  int head;
-
-  __device__ ListCta(Args const& args, unsigned index) {
+  // From the chunk's list: the work of the heads alternates.
+  static __device__ ListCta of_sequences(Args const& args, unsigned index) {
     int4 const* const words = reinterpret_cast<int4 const*>(args.sequences.lists + index / args.chunk.heads);
     int4 const x = __ldg(words);
     int4 const y = __ldg(words + 1);
-    static_cast<sequences::ListWork&>(*this) = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, 0};
-    head = static_cast<int>(index % args.chunk.heads);
+    int const heads = args.chunk.heads;
+    int const head = static_cast<int>(index % heads);
+    return {x.x, head, x.y, x.z, x.w, y.y, y.z * heads + head, heads, y.x};
   }
 
-  __device__ __forceinline__ int item(Args const& args, int block) const {
-    return (sequences::ListWork::item - block) * args.chunk.heads + head;
-  }
-  __device__ __forceinline__ int blocks(Args const&) const { return sequences::ListWork::blocks; }
-  __device__ __forceinline__ std::int64_t position(Args const&, int row) const { return origin + row; }
+  __device__ __forceinline__ int item_of(int block) const { return item - block * step; }
+  __device__ __forceinline__ std::int64_t position(int row) const { return origin + row; }
 };
 
 struct ListStorage {
@@ -74,8 +68,8 @@ struct ListStorage {
   uint32_t ends[kWordBlocks];
 };
 
-template <int kQueries, bool kSequences>
-__device__ __forceinline__ void list_visits_of(Args const& args, ListCta<kSequences> const& cta, ListStorage& store) {
+template <int kQueries>
+__device__ __forceinline__ void list_visits_of(Args const& args, ListCta const& cta, ListStorage& store) {
   auto& [places, totals, ends] = store;
   int const warp = threadIdx.x / 32;
   int const lane = threadIdx.x % 32;
@@ -131,8 +125,8 @@ __device__ __forceinline__ void list_visits_of(Args const& args, ListCta<kSequen
       }
       ends[lane] = place;
       int const block = cta.word * kWordBlocks + lane;
-      if (block < cta.blocks(args)) {
-        args.lists[cta.item(args, block)] = {first, (total + kQueries - 1) / kQueries};
+      if (block < cta.blocks) {
+        args.lists[cta.item_of(block)] = {first, (total + kQueries - 1) / kQueries};
       }
     }
   }
@@ -146,7 +140,7 @@ __device__ __forceinline__ void list_visits_of(Args const& args, ListCta<kSequen
   for (int base = begin; base < end; base += 32) {
     int const row = base + lane;
     uint32_t const word = row < end ? __ldg(words + row) : 0;
-    int const last = candidates_in_selected(cta.position(args, row), cta.layer, args.tree.top_k) - 1;
+    int const last = candidates_in_selected(cta.position(row), cta.layer, args.tree.top_k) - 1;
 #pragma unroll
     for (int p = 0; p < kWordBlocks; ++p) {
       bool const visited = word >> p & 1u;
@@ -175,18 +169,16 @@ __device__ __forceinline__ void list_visits_of(Args const& args, ListCta<kSequen
   }
 }
 
-template <int kQueries, bool kSequences>
+template <int kQueries>
 __global__ void __launch_bounds__(kListWarps * 32) visit_lists_kernel(const __grid_constant__ Args args) {
   __shared__ ListStorage store;
   wait_for_previous_grid();
-  if constexpr (kSequences) {
-    unsigned const lists = args.sequences.counts->lists * args.chunk.heads;
-    for (unsigned index = blockIdx.x; index < lists; index += gridDim.x) {
-      __syncthreads();  // The storage of the list before has been read.
-      list_visits_of<kQueries>(args, ListCta<true>(args, index), store);
-    }
-  } else {
-    list_visits_of<kQueries>(args, ListCta<false>(args, static_cast<int>(blockIdx.x)), store);
+  bool const sequences = args.sequences.any();
+  unsigned const lists = sequences ? args.sequences.counts->lists * args.chunk.heads : gridDim.x;
+  for (unsigned index = blockIdx.x; index < lists; index += gridDim.x) {
+    __syncthreads();  // The storage of the list before has been read.
+    list_visits_of<kQueries>(
+        args, sequences ? ListCta::of_sequences(args, index) : ListCta::of_batch(args, static_cast<int>(index)), store);
   }
 }
 

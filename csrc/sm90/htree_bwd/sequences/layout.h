@@ -83,6 +83,8 @@ struct Tables {
   ListWork const* lists;
   Counts const* counts;
 
+  __host__ __device__ bool any() const { return row_tiles != nullptr; }
+
   // The rows of a row tile from `row` of the chunk on, at most `most` of them.
   __device__ __forceinline__ Rows rows_from(int row, int most) const {
     Rows rows = load(row_tiles + (row >> log2_row_tile));
