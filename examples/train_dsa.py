@@ -1,7 +1,7 @@
 """Trains a small byte decoder with DeepSeek Sparse Attention through both stages, beside dense attention.
 
     python examples/train_dsa.py                                 # seed 0, minutes on 2 CPU cores
-    python examples/train_dsa.py --preset gpu --seeds 0,1,2      # T = 4,096, one Hopper GPU
+    python examples/train_dsa.py --preset gpu --seeds 0,1,2 --side-by-side   # T = 4,096, one Hopper GPU
 
 Each seed, on the bytes of the running Python's own sources and documentation:
 
@@ -28,6 +28,7 @@ import copy
 import dataclasses
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -382,6 +383,19 @@ def draw(report: dict, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def side_by_side(argv: list[str], seeds: list[int], out: Path, preset: str) -> list[dict]:
+    """A process for each seed, all at one time on the same device. Their logs stay in folders of their own."""
+    folders = [out / f"seed_{seed}" for seed in seeds]
+    started = []
+    for seed, folder in zip(seeds, folders, strict=True):
+        own = ["--seeds", str(seed), "--out", str(folder), "--no-side-by-side"]  # the last of an option counts
+        started.append(subprocess.Popen([sys.executable, __file__, *argv, *own]))
+    statuses = [process.wait() for process in started]
+    if any(statuses):
+        raise SystemExit("a seed failed")
+    return [run for folder in folders for run in json.loads((folder / f"train_dsa_{preset}.json").read_text())["runs"]]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Trains each seed, prints the table, writes JSON and PNG."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -391,6 +405,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", help="default: cuda for the gpu preset, else cpu")
     parser.add_argument("--backend", choices=("auto", "torch"), default="auto")
     parser.add_argument("--steps", type=numbers, metavar="D,W,S", help="of the dense, warm-up and sparse stage")
+    parser.add_argument(
+        "--side-by-side", action=argparse.BooleanOptionalAction, default=False, help="a process a seed, at one time"
+    )
     args = parser.parse_args(argv)
     preset = PRESETS[args.preset]
     if args.steps is not None:
@@ -410,9 +427,13 @@ def main(argv: list[str] | None = None) -> int:
     def keep(*runs: dict) -> None:
         log.write_text(json.dumps(report | {"runs": [*ended, *runs]}, indent=1) + "\n")
 
-    for seed in args.seeds:
-        ended.append(Run(preset, seed, text, device, args.backend).run(keep))
+    if args.side_by_side:
+        ended = side_by_side(sys.argv[1:] if argv is None else argv, args.seeds, args.out, preset.name)
         keep()
+    else:
+        for seed in args.seeds:
+            ended.append(Run(preset, seed, text, device, args.backend).run(keep))
+            keep()
     report["runs"] = ended
     print(table(report["runs"], COLUMNS))
     try:

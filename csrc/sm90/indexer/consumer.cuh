@@ -19,9 +19,18 @@ template <class C>
 struct Consumer {
   using Shared = typename C::SharedStorage;
   using Ring = RingBarriers<C::kStages>;
-  static constexpr int kColumnGroups = C::kHeads / 8;     // of eight heads
-  static constexpr int kSums = 2 * C::kHalfQueries;       // of a thread and half: two keys of each query
-  static constexpr int kOwn = kSums / 4;                  // that a lane ends up with
+  static constexpr int kColumnGroups = C::kHeads / 8;              // of eight heads
+  static constexpr int kHalfSums = 2 * C::kHalfQueries;            // of a thread and half: two keys of each query
+  static constexpr int kSums = kHalves * kHalfSums;
+  static constexpr int kOwnQueries = C::kQueries / 4;              // whose sums a lane ends up with
+  static_assert(C::kQueries % 4 == 0);
+
+  // What a lane knows of a query whose logits it stores.
+  struct Row {
+    float* out;
+    int first, end;  // its window
+    int fill_end;    // up to where the row is written outside its window
+  };
 
   KernelParams const& p;
   Shared& shared;
@@ -31,26 +40,44 @@ struct Consumer {
   int warp;
   int lane;
   float weights[C::kWeights];
+  Row rows[kOwnQueries];
 
   __device__ __forceinline__ Consumer(KernelParams const& p, Shared& shared, Ring ring, Work work, int consumer, int warp)
       : p(p), shared(shared), ring(ring), work(work), consumer(consumer), warp(warp), lane(threadIdx.x % 32) {
+    load_weights();
 #pragma unroll
-    for (int q = 0; q < C::kQueries; ++q) {
-      int const s = work.query + consumer * C::kQueries + q;
-#pragma unroll
-      for (int i = 0; i < C::kHeads / 4; ++i) {
-        int const h = head(i);
-        float weight = 0.0f;
-        if (s < p.s_q && h < p.h_i) {
-          weight = p.weights[work.b * p.weights_stride_b + s * p.weights_stride_s + h * p.weights_stride_h];
-          if (p.q_scale != nullptr) {
-            weight *= p.q_scale[work.b * p.q_scale_stride_b + s * p.q_scale_stride_s + h * p.q_scale_stride_h];
-          }
-        }
-        weights[q * (C::kHeads / 4) + i] = weight;
-      }
+    for (int i = 0; i < kOwnQueries; ++i) {
+      int const q = consumer * C::kQueries + lane % 4 * kOwnQueries + i;
+      int const s = work.query + q;
+      rows[i] = {p.out + work.b * p.out_stride_b + s * p.out_stride_s, shared.first[q], shared.end[q],
+                 p.fill && s < p.s_q ? work.end : 0};
     }
   }
+
+  // Weights times q_scale, 0 for what does not exist. Nothing branches, so that all loads are under way at the same time.
+  __device__ __forceinline__ void load_weights() {
+    auto const each = [&](auto const& use) {
+#pragma unroll
+      for (int q = 0; q < C::kQueries; ++q) {
+#pragma unroll
+        for (int i = 0; i < C::kHeads / 4; ++i) use(weights[q * (C::kHeads / 4) + i], query(q), head(i));
+      }
+    };
+    each([&](float& weight, int s, int h) {
+      weight = __ldg(p.weights + work.b * p.weights_stride_b + min(s, p.s_q - 1) * p.weights_stride_s +
+                     min(h, p.h_i - 1) * p.weights_stride_h);
+    });
+    if (p.q_scale != nullptr) {
+      each([&](float& weight, int s, int h) {
+        weight *= __ldg(p.q_scale + work.b * p.q_scale_stride_b + min(s, p.s_q - 1) * p.q_scale_stride_s +
+                        min(h, p.h_i - 1) * p.q_scale_stride_h);
+      });
+    }
+    each([&](float& weight, int s, int h) { weight = (s < p.s_q) & (h < p.h_i) ? weight : 0.0f; });
+  }
+
+  // The consumer's q-th query.
+  __device__ __forceinline__ int query(int q) const { return work.query + consumer * C::kQueries + q; }
 
   // The thread's i-th head of a query.
   __device__ __forceinline__ int head(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
@@ -60,41 +87,44 @@ struct Consumer {
     if (work.tiles == 0) return;
     barriers::mbarrier_wait(ptx::shared_address(&shared.queries_full), 0, "queries");
     RingPosition<C::kStages> at;
+    Keys keys{work.first_key + warp * 16 + lane / 4, {1.0f, 1.0f}};
+    float const* scales = p.k_scale + work.b * p.k_scale_stride_b + keys.first * p.k_scale_stride_s;
+    ring.wait_full(at, "keys");
     // Both products are issued before the first is summed: otherwise ptxas moves what sums one between the instructions of
     // the other. While the second is summed, the other consumer's products run.
 #pragma unroll 1
-    for (int tile = 0; tile < work.tiles; ++tile, at = at.ahead(1)) {
+    for (int left = work.tiles; left > 0; --left) {
       float lower[C::kAccumulators];
       float upper[C::kAccumulators];
-      ring.wait_full(at, "keys");
+      float sums[kSums] = {};
       multiply<0>(lower, at.slot);
       multiply<1>(upper, at.slot);
-      Keys const keys = keys_of(tile);
+      if (p.k_scale != nullptr) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (keys.first + 8 * half < p.s_kv) keys.scale[half] = __ldg(scales + 8 * half * p.k_scale_stride_s);
+        }
+        scales += kTileKeys * p.k_scale_stride_s;
+      }
       wait<1>(lower);
-      finish<0>(lower, keys);
+      sum<0>(lower, sums);
+      // Here, because ptxas moves the wait for the second product ahead of the sum of the first unless a branch lies between.
+      auto const next = at.ahead(1);
+      if (left > 1) ring.wait_full(next, "keys");
       wait<0>(upper);
       barriers::release(ring.empty_at(at.slot));
-      finish<1>(upper, keys);
+      sum<1>(upper, sums);
+      finish(sums, keys);
+      keys.first += kTileKeys;
+      at = next;
     }
   }
 
-  // What a thread knows of its two keys of a tile.
+  // A thread's two keys of a tile, eight apart.
   struct Keys {
     int first;
     float scale[2];
   };
-
-  __device__ __forceinline__ Keys keys_of(int tile) const {
-    Keys keys{work.first_key + tile * kTileKeys + warp * 16 + lane / 4, {1.0f, 1.0f}};
-    if (p.k_scale != nullptr) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int const key = min(keys.first + 8 * half, p.s_kv - 1);
-        keys.scale[half] = p.k_scale[work.b * p.k_scale_stride_b + key * p.k_scale_stride_s];
-      }
-    }
-    return keys;
-  }
 
   template <int kPending>
   static __device__ __forceinline__ void wait(float (&acc)[C::kAccumulators]) {
@@ -118,12 +148,9 @@ struct Consumer {
     wgmma::commit();
   }
 
-  // ReLU, weights, the sum over heads, the key's scale; then the sums go where they belong.
+  // ReLU, weights and the sum over the thread's heads of a half.
   template <int kHalf>
-  __device__ __forceinline__ void finish(float const (&acc)[C::kAccumulators], Keys const& keys) {
-    float sums[kSums];
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
+  __device__ __forceinline__ void sum(float const (&acc)[C::kAccumulators], float (&sums)[kSums]) const {
 #pragma unroll
     for (int i = 0; i < C::kHeads / 4; ++i) {
 #pragma unroll
@@ -134,23 +161,27 @@ struct Consumer {
           float z = acc[4 * (q * kColumnGroups + i / 2) + 2 * half + i % 2];
           // A head that does not exist is a row of zeros, whose product with an infinite key is NaN.
           if (C::kPadded) z = head(i) < p.h_i ? z : 0.0f;
-          sums[2 * q + half] = fmaf(ptx::max_or_nan(z, 0.0f), weight, sums[2 * q + half]);
+          float& sum = sums[kHalf * kHalfSums + 2 * q + half];
+          sum = fmaf(ptx::max_or_nan(z, 0.0f), weight, sum);
         }
       }
     }
+  }
+
+  // The sum over all heads and the key's scale; every lane stores what it ends up with: two keys of its queries.
+  __device__ __forceinline__ void finish(float (&sums)[kSums], Keys const& keys) {
     exchange<kSums, 2>(sums);
     exchange<kSums / 2, 1>(sums);
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      int const place = (lane >> 1 & 1) * (kSums / 2) + (lane & 1) * (kSums / 4) + i;
-      int const half = place % 2;
-      int const q = consumer * C::kQueries + kHalf * C::kHalfQueries + place / 2;
-      int const s = work.query + q;
-      int const j = keys.first + 8 * half;
-      bool const visible = (j >= shared.first[q]) & (j < shared.end[q]);
-      bool const wanted = visible | (p.fill & (s < p.s_q) & (j < work.end));
-      float const value = sums[i] * (half ? keys.scale[1] : keys.scale[0]);
-      ptx::store_global_if(wanted, p.out + work.b * p.out_stride_b + s * p.out_stride_s + j, visible ? value : -INFINITY);
+    for (int i = 0; i < kOwnQueries; ++i) {
+      Row const& row = rows[i];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        int const j = keys.first + 8 * half;
+        bool const visible = (j >= row.first) & (j < row.end);
+        float const value = sums[2 * i + half] * keys.scale[half];
+        ptx::store_global_if(visible | (j < row.fill_end), row.out + j, visible ? value : -INFINITY);
+      }
     }
   }
 
