@@ -24,11 +24,12 @@ struct Quarter {
   float sum[Cfg::kHeadTiles] = {};
 
   // Blocks begin, begin + kSlots, ... below `end`. `values`: row 0 of the cache's tensor.
-  __device__ __forceinline__ void attend(char const* values, int begin, int end) {
+  // `of_layer`: where the CTA's candidates lie.
+  __device__ __forceinline__ void attend(char const* values, uint4 const* of_layer, int begin, int end) {
     int const lane = lane_of_warp();
     int const row_quad = lane % 4;
     values += (quarter * 8 + lane / 4) * (4 * Cfg::kQuarterTiles);
-    uint4 const* rows = smem.rows + begin * (kSiblings / 4) + row_quad;
+    uint4 const* rows = of_layer + begin * (kSiblings / 4) + row_quad;
     std::uint16_t const* attended = smem.attended + begin;
     // Columns of heads that do not exist are computed from those of the last one, and never read.
     float4 const* p[Cfg::kHeadTiles];
@@ -104,7 +105,7 @@ __device__ __forceinline__ void attend(Args const& args, Layer const& layer, Sme
     Quarter<Cfg> quarter{args, smem, i % kQuarters};
     int const begin = layer.first_of(split, part) + slot - layer.first;
     int const end = layer.first_of(split, part + 1) - layer.first;
-    if (begin < end) quarter.attend(values_of<Cfg>(args, layer), begin, end);
+    if (begin < end) quarter.attend(values_of<Cfg>(args, layer), smem.rows + layer.rows_begin, begin, end);
     quarter.store(part, slot);
   }
 }

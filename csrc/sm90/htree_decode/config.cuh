@@ -97,10 +97,12 @@ struct Smem {
   uint32_t equal[Cfg::kMaxWords];              // likewise, its importance is the threshold
   std::uint16_t attended[Cfg::kMaxBlocks];     // bit c: candidate c of a block of the CTA is attended
   std::int32_t nodes[2 * Cfg::kMaxBlocks];     // parents of the CTA's blocks, in this layer and in the next, alternating
-  uint4 rows[Cfg::kMaxBlocks * kSiblings / 4]; // where the CTA's candidates lie: rows of the cache's tensors, of which no GPU holds 2^32
+  // Where the CTA's candidates lie, in this layer and in the next, alternating: rows of the cache's tensors, of which no GPU
+  // holds 2^32.
+  uint4 rows[2 * Cfg::kMaxBlocks * kSiblings / 4];
   Digit threshold;
   Unit unit;
-  Layer layer;
+  Layer layers[2];  // this one and the next, alternating
   // As much as the call needs:
   //   outputs of parts   [parts][heads][dimensions that this CTA adds], from all CTAs at the end
   //   states             [parts of the CTA][slots][heads][kOutputStride], what was attended so far

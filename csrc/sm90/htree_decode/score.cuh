@@ -43,7 +43,7 @@ __device__ __forceinline__ void find_rows(Args const& args, Smem<Cfg>& smem, Lay
       if (n == 2) row[2] = next;
       if (n == 3) row[3] = next;
     }
-    smem.rows[i] = {row[0], row[1], row[2], row[3]};
+    smem.rows[layer.rows_begin + i] = {row[0], row[1], row[2], row[3]};
   }
 }
 
@@ -63,7 +63,7 @@ inline constexpr int kPrefetched = 64;  // blocks of a CTA that have room in L2 
 template <class Cfg, int kBytes>
 __device__ __forceinline__ void prefetch(Smem<Cfg> const& smem, Layer const& layer, int warp, char const* from) {
   int const blocks = min(layer.last - layer.first, kPrefetched);
-  auto const* const rows = reinterpret_cast<uint32_t const*>(smem.rows);
+  auto const* const rows = reinterpret_cast<uint32_t const*>(smem.rows + layer.rows_begin);
   if (layer.rows.whole_blocks()) {
 #pragma unroll 1
     for (int block = warp; block < blocks; block += Cfg::kWarps) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void score(Args const& args, Layer const& layer, Smem
 #pragma unroll
     for (int tile = 0; tile < Cfg::kHeadTiles; ++tile) most[tile][0] = most[tile][1] = kNoScore;
     if (block + passed * kStreams < end) {
-      auto const* rows = reinterpret_cast<uint32_t const*>(smem.rows) + (block + passed * kStreams - layer.first) * kSiblings;
+      auto const* rows = reinterpret_cast<uint32_t const*>(smem.rows + layer.rows_begin) + (block + passed * kStreams - layer.first) * kSiblings;
       Keys<Cfg> keys;
       {
         typename Keys<Cfg>::Source const first(layer.readable_of(block + passed * kStreams), keys_of<Cfg>(args, layer), rows);
