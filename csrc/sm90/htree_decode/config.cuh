@@ -61,6 +61,7 @@ struct Config {
 };
 
 inline constexpr int kBins = 256;  // of a histogram of importances
+inline constexpr int kBinWarps = 4;  // that look for the threshold's
 // What a round of the selection has found: the bin that holds the threshold.
 struct Digit {
   uint32_t bin;
@@ -101,6 +102,7 @@ struct Smem {
   // holds 2^32.
   uint4 rows[2 * Cfg::kMaxBlocks * kSiblings / 4];
   Digit threshold;
+  uint32_t counted[kBinWarps];  // candidates of a warp's bins; 16 bits up, of those before this CTA
   Unit unit;
   Layer layers[2];  // this one and the next, alternating
   // As much as the call needs:

@@ -148,20 +148,22 @@ struct Range {
 template <class Cfg>
 __device__ __forceinline__ void score_importance(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp) {
   Split const split(args);
-#pragma unroll 1
-  for (int i = thread_of_cta(warp); i < split.parts_of_cta() * kHeads; i += Cfg::kThreads) {
-    int const head = i % kHeads;
-    if (head >= args.G) continue;
-    float most = kNoScore;
-#pragma unroll 4
-    for (int p = 0; p < split.parts(); ++p) most = fmaxf(most, smem.part_sums[p * kHeads + head].x);
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int p = 0; p < split.parts(); ++p) {
-      float2 const of_part = smem.part_sums[p * kHeads + head];
-      sum = fmaf(of_part.y, ptx::exp2_movable(of_part.x - most), sum);
+  // Half a warp adds the parts of a head, one a lane.
+  static_assert(kMaxParts == 16 && 2 * Cfg::kWarps >= kHeads);
+  if (int const head = thread_of_cta(warp) / kMaxParts; 2 * warp < args.G) {
+    int const part = thread_of_cta(warp) % kMaxParts;
+    bool const exists = head < args.G && part < split.parts();
+    float2 const of_part = exists ? smem.part_sums[part * kHeads + head] : float2{kNoScore, 0.0f};
+    float most = of_part.x;
+#pragma unroll
+    for (int d = 1; d < kMaxParts; d *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
+    float sum = __fmul_rn(of_part.y, ptx::exp2_movable(of_part.x - most));
+#pragma unroll
+    for (int d = 1; d < kMaxParts; d *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, d));
+    if (head < args.G && part < split.parts_of_cta()) {
+      int const i = part * kHeads + head;
+      smem.importance_factors[i] = ptx::exp2_movable(smem.part_maxima[i] - (most + __log2f(sum)));
     }
-    smem.importance_factors[i] = ptx::exp2_movable(smem.part_maxima[i] - (most + __log2f(sum)));
   }
   __syncthreads();
   float const* const scores = smem.scores(args);
