@@ -174,6 +174,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
       if (thread_of_cta(warp) == Cfg::kThreads - 1) {
         next = Layer(args.cache, smem.unit, l - 1, args.top_k, smem.nodes + (l & 1) * Cfg::kMaxBlocks,
                      (l & 1 ^ 1) * (Cfg::kMaxBlocks * kSiblings / 4), Split(args), cta_index());
+        next.fine = Range::fine_of(static_cast<float>(args.G) / static_cast<float>(next.n));
       }
       if (exists) {
         receive<Cfg>(args, smem, Message::kSums, warp);

@@ -49,6 +49,7 @@ struct Layer {
   int first;                    // blocks first .. last - 1 are the CTA's
   int last;
   int first_part;               // of all parts, the CTA's first
+  int fine;                     // where the first round of a selection counts closely: softmax.cuh, Range
   int rows_begin;               // of the CTA's blocks in Smem::rows, 16 rows a block: 4 elements
 
   Layer() = default;

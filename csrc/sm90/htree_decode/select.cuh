@@ -1,7 +1,7 @@
 // Selection of one layer by the whole cluster: the top_k candidates of highest importance, the rightmost among them, ties to the
 // lower position. Importances stay where they were computed. Every round, each CTA counts those of its own that may be the
 // threshold into 256 bins and hands the counts to all others, so that all find the bin that holds it; the first round has
-// an eighth of a power of two a bin, the next ones a 256th of the bin before. Rounds end when a bin is selected whole, which
+// a 64th of a power of two a bin near the mean, the next ones a 256th of the bin before. Rounds end when a bin is selected whole, which
 // takes two or three, or holds equal importances alone.
 #pragma once
 
@@ -114,7 +114,7 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
   int const count = layer.candidates_of_cta();
   int const candidates = kSiblings * (layer.last - layer.first);
   uint32_t k = top_k - 1;
-  Range range;
+  Range range(layer.fine);
   Digit found;
   uint32_t base = 0;  // selected candidates of the CTAs before this one
   int round = 0;
