@@ -184,6 +184,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
       } else {
         __syncthreads();
       }
+      prefetch_rotations<Cfg>(args, next, warp);
       find_rows<Cfg>(args, smem, next, warp);
       __syncthreads();
       prefetch_keys<Cfg>(args, smem, next, warp);
