@@ -153,13 +153,15 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
     }
   }
   // Before a layer is attended, the next one's nodes are known and its keys asked for: they come while values are multiplied.
-  // The first time there is no layer yet but the next.
+  // Where there are many queries they would push each other out of L2, and wait. The first time there is no layer yet but the next.
+  bool const early = args.log2_parts_of_cta <= (Cfg::kLarge ? 1 : 0);
 #pragma unroll 1
   for (int l = tree::entry_layer(smem.unit.t, args.top_k) + 1; l >= 0; --l) {
     Layer const& layer = smem.layers[l & 1];
     Layer& next = smem.layers[l & 1 ^ 1];
     bool const exists = l <= tree::entry_layer(smem.unit.t, args.top_k);
     if (exists) {
+      if (!early) prefetch_keys<Cfg>(args, smem, layer, warp);
       if (l == 0) prefetch_values<Cfg>(args, smem, layer, warp);
       score<Cfg>(args, layer, smem, warp);
       if (layer.parents == nullptr) barriers::cluster_wait();  // in the entry layer
@@ -187,7 +189,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
       prefetch_rotations<Cfg>(args, next, warp);
       find_rows<Cfg>(args, smem, next, warp);
       __syncthreads();
-      prefetch_keys<Cfg>(args, smem, next, warp);
+      if (early) prefetch_keys<Cfg>(args, smem, next, warp);
     } else {
       __syncthreads();  // what is attended
     }
