@@ -2,7 +2,7 @@
 //
 // A lane is lane = 4 g + t. Keys: it holds chunks t, t + 4, ... of the rows g and g + 8 of a block, so that both elements
 // of a rotated pair (m, m + K / 2) are its own; products contract pair s of all lanes at step s. Queries: head g (and
-// g + 8), as keys. Values: of a quarter of the dimensions it holds the g-th part of the rows 4 t .. 4 t + 3; a tile of O^T has
+// g + 8), as keys. Values: of a half of the dimensions it holds the g-th part of the rows 4 t .. 4 t + 3; a tile of O^T has
 // the low half of a word of the lane's in row g, and the high half in row g + 8.
 #pragma once
 
@@ -199,32 +199,33 @@ struct Keys {
   }
 };
 
-// What a lane holds of a quarter of the 16 values of a block: of each of its rows kV / 32 elements.
+// What a lane holds of a half of the 16 values of a block: of each of its rows kV / 16 elements.
 template <class Cfg>
 struct Values {
-  static constexpr int kWords = Cfg::kQuarterTiles;
+  static constexpr int kWords = Cfg::kSideTiles;
   uint32_t rows[4][kWords] = {};  // a value of nobody would stay alive wherever loops lead
 
   // Rows that are not `attended` (bit c: the lane's row c) are zeros and are not read: what they hold may not be finite.
-  // `values`: the lane's elements of row 0 of the cache's tensor.
+  // `values`: the lane's elements of row 0 of the cache's tensor. Eight lanes read neighbours: a line at a time.
   __device__ __forceinline__ void load(uint32_t attended, char const* values, uint4 const& place) {
     uint32_t const row[4] = {place.x, place.y, place.z, place.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       bool const wanted = attended >> i & 1u;
       char const* const address = values + static_cast<std::int64_t>(row[i]) * (2 * Cfg::kV);
-      if constexpr (kWords == 2) {
+      if constexpr (kWords == 4) {
+        uint4 const x = wanted ? __ldcg(reinterpret_cast<uint4 const*>(address)) : uint4{0, 0, 0, 0};
+        rows[i][0] = x.x, rows[i][1] = x.y, rows[i][2] = x.z, rows[i][3] = x.w;
+      } else {
         uint2 const x = wanted ? __ldcg(reinterpret_cast<uint2 const*>(address)) : uint2{0, 0};
         rows[i][0] = x.x, rows[i][1] = x.y;
-      } else {
-        rows[i][0] = wanted ? __ldcg(reinterpret_cast<uint32_t const*>(address)) : 0u;
       }
     }
   }
 
   // Adds P of the block: p[i] of candidates 4 t .. 4 t + 3 and head g + 8 i.
   __device__ __forceinline__ void add(float4 const (&p)[Cfg::kHeadTiles],
-                                      float (&o)[Cfg::kHeadTiles][Cfg::kQuarterTiles][4]) const {
+                                      float (&o)[Cfg::kHeadTiles][Cfg::kSideTiles][4]) const {
     using Element = typename Cfg::Element;
 #pragma unroll
     for (int c = 0; c < 4; c += 2) {
