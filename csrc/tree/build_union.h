@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "geometry.cuh"
+#include "host/launch_lane.h"
 
 namespace htree_cuda::tree::build_union {
 
@@ -23,6 +24,6 @@ struct Args {
   TileSets groups;         // sets of 1, 2 or 4 tiles
 };
 
-void build_union(Args const& args, cudaStream_t stream);
+void build_union(Args const& args, host::LaneStream stream);
 
 }  // namespace htree_cuda::tree::build_union

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "geometry.cuh"
+#include "host/launch_lane.h"
 
 namespace htree_cuda::tree::replay {
 
@@ -26,6 +27,6 @@ struct Args {
 // Writes what tree/select would have written had it selected the given nodes, for the queries that do not select
 // everything. Whatever the lists hold, the nodes are top_k distinct candidates of the query, its rightmost among them:
 // what is no candidate is left out, and the lowest candidates stand in.
-void replay(Args const& args, int rows, cudaStream_t stream);
+void replay(Args const& args, int rows, host::LaneStream stream);
 
 }  // namespace htree_cuda::tree::replay

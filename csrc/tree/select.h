@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "geometry.cuh"
+#include "host/launch_lane.h"
 
 namespace htree_cuda::tree::select {
 
@@ -25,6 +26,6 @@ struct Args {
   std::int32_t* selection;         // [B, T_q, H_kv, top_k] of the whole call, or null; of a pack [total_q, H_kv, top_k]
 };
 
-void select(Args const& args, int rows, cudaStream_t stream);
+void select(Args const& args, int rows, host::LaneStream stream);
 
 }  // namespace htree_cuda::tree::select

@@ -61,10 +61,10 @@ def _step(attention: Callable[..., Tensor], inputs: Inputs) -> Callable[[Callabl
 
 
 def measured(
-    attention: Callable[..., Tensor], inputs: Inputs, device: str, short: Short, alone: bool = True
+    attention: Callable[..., Tensor], inputs: Inputs, device: str, short: Short, alone: bool = True, step: bool = True
 ) -> dict[str, dict]:
     """Times of the forward, of the backward, and of both in a step. alone: the forward is also timed by itself, without
-    gradients, and that is its time; else it is the first part of the step."""
+    gradients, and that is its time; else it is the first part of the step. step: without, nothing else is timed."""
 
     def peak() -> dict:
         return {"peak_bytes": torch.cuda.max_memory_allocated() - allocated} if device == "cuda" else {}
@@ -81,6 +81,8 @@ def measured(
         with torch.no_grad():
             times = [ms for (ms,) in laps(lambda mark: attention(*inputs), device, short)]
         found["forward"] = summary(times, **peak())
+    if not step:
+        return found
     allocated = reset()
     steps = laps(_step(attention, inputs), device, short)
     if not alone:
@@ -149,7 +151,7 @@ def _figures(args, T: int, H: int, H_kv: int, kind: str, top_k: int, inputs: Inp
     """One figure an op."""
     options = _options(args, top_k)
     attention = lambda *x: forward(*x, **options)  # noqa: E731
-    found = measured(attention, inputs, args.device, args.short)
+    found = measured(attention, inputs, args.device, args.short, step=not args.forward_only)
     candidates, _ = visited(T, 0, T, args.compression_rate, top_k, top_k * args.compression_rate)
     shape = {
         "inputs": kind, "T": T, "T_q": T, "B": 1, "H": H, "H_kv": H_kv, "K": args.dim, "V": args.dim,
@@ -157,7 +159,7 @@ def _figures(args, T: int, H: int, H_kv: int, kind: str, top_k: int, inputs: Inp
         "candidates_per_query": candidates / T,
     }  # fmt: skip
     figures = []
-    for op in OPS:
+    for op in found:
         figure = {"op": op, **shape, **found[op]}
         if dense is not None:
             figure["dense"] = dense[op]
@@ -200,9 +202,11 @@ class _Run:
         args, at = self.args, (T, H, H_kv)
         inputs = self.inputs(T, H, H_kv, kind)
         if at not in self.dense and args.dense_up_to >= T:
-            found = measured(dense_attention, inputs, args.device, args.short, alone=False)
+            only = args.forward_only
+            found = measured(dense_attention, inputs, args.device, args.short, alone=only, step=not only)
             self.dense[at] = {op: {**x, "inputs": kind} for op, x in found.items()}
-            self.say(f"T {T:,} H {H}/{H_kv} dense: " + " + ".join(f"{found[op]['ms']:.2f}" for op in OPS[:2]))
+            times = " + ".join(f"{found[op]['ms']:.2f}" for op in OPS[:2] if op in found)
+            self.say(f"T {T:,} H {H}/{H_kv} dense: {times}")
         probe, words = _Probe(args.device), []
         for top_k in args.top_k:
             found = _figures(args, T, H, H_kv, kind, top_k, inputs, self.dense.get(at))
@@ -244,7 +248,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         if run.late(points[i:]):
             break
         run.rows(*point)
-    points = [point for point in points if point[0] in args.phases_at]
+    points = [point for point in points if point[0] in args.phases_at and not args.forward_only]
     for i, point in enumerate(points):
         if run.late([("kernels of", *left) for left in points[i:]]):
             break

@@ -145,6 +145,7 @@ def _budgets(cuda: bool) -> argparse.ArgumentParser:
     add("--dim", type=int, default=128 if cuda else 64, help="K = V, head dimension of keys and of values")
     add("--compression-rate", type=int, default=16, help="children per node")
     add("--dense-up-to", type=int, default=262144, help="longest T at which dense attention runs")
+    add("--forward-only", action="store_true", help="time forwards alone, and no kernels one by one")
     add("--phases-at", type=_ints, default="65536", help="each T whose kernels are also timed one by one")
     add(
         "--limit-s", type=float, default=0.0, help="begin no row after so many seconds and name those left; 0: no limit"

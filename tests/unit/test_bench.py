@@ -483,6 +483,12 @@ def test_budgets(tiny_decoders, tmp_path, monkeypatch, capsys):
     assert "H 8 on 2, top_k 4: always faster than dense" in capsys.readouterr().out
     assert cli.main(["budgets", *options, *short, "--limit-s", "1e-9", "--out", str(tmp_path / "none.json")]) == 0
     assert "left out" in capsys.readouterr().err
+    assert cli.main(["budgets", *options, *short, "--forward-only", "--out", str(tmp_path / "forward.json")]) == 0
+    figures = json.loads((tmp_path / "forward.json").read_text())["figures"]
+    assert [(f["inputs"], f["T"], f["H"], f["top_k"], f["op"]) for f in figures] == [
+        (*row, top_k, "forward") for row in rows for top_k in (2, 4)
+    ]
+    assert all(f["dense"]["ms"] > 0 for f in figures if f["T"] == 64)
 
 
 def test_the_share_that_neighbours_have_in_common():

@@ -42,6 +42,9 @@ public:
     at("pack", 2, l, kKinds[static_cast<int>(kind)], "tree_pack_kernel", "a KV block a warp", reason).launches += 1;
   }
 
+  void fork() {}  // launches nothing
+  void join() {}
+
   void build_union(Chunk const& chunk, int l) {
     std::int64_t const tiles = queries_of_selected(p_);
     Row& row = at("union", 3, l, "", "build_union_kernel", std::to_string(12 * tiles) + " queries",

@@ -1,11 +1,13 @@
 // The forward of htree attention: tree, packing, then every layer for one chunk of queries after another (schedule.h).
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <string>
 #include <type_traits>
 
 #include "host/cuda_check.h"
 #include "host/mixed_dims.h"
+#include "host/side_stream.h"
 #include "host/tree_args.h"
 #include "launch.h"
 #include "params.h"
@@ -47,7 +49,7 @@ row_scale::ScoreScale score_scale(double scale) {
 }
 
 // The launch function of a variant. The variants are those of dispatch.h.
-using Launch = void (*)(Args const&, Grid const&, cudaStream_t);
+using Launch = void (*)(Args const&, Grid const&, LaneStream);
 
 template <class Element, int kK, int kV, Pass kPass>
 Launch launch_of(Variant variant) {
@@ -128,27 +130,33 @@ public:
     tree::pack::tree_pack(args, p_.dtype, stream_);
   }
 
+  // Chunks of the second lane run on a stream beside the caller's.
+  void fork() { side_.emplace(stream_); }
+  void join() { side_->join(); }
+
   void build_union(Chunk const& chunk, int l) {
+    Lane const& lane = w_.lanes[chunk.lane];
     tree::build_union::Args args{};
     args.blocks = query_tiles(p_, w_, chunk);
     args.layer = l;
     args.layers = w_.layers;
     args.top_k = static_cast<int>(p_.top_k);
-    args.nodes = selected_above(l);
-    args.union_nodes = w_.union_nodes;
-    args.union_masks = w_.union_masks;
-    args.union_count = w_.union_count;
+    args.nodes = selected_above(lane, l);
+    args.union_nodes = lane.union_nodes;
+    args.union_masks = lane.union_masks;
+    args.union_count = lane.union_count;
     args.groups = union_groups(p_, w_, chunk, l);
-    tree::build_union::build_union(args, stream_);
+    tree::build_union::build_union(args, stream_of(chunk));
   }
 
   // The blocks that the unions of a chunk name.
   void gather(Chunk const& chunk, int l) {
+    Lane const& lane = w_.lanes[chunk.lane];
     tree::pack::Args args = pack_args(l, w_.gathered);
     args.blocks = chunk.count * w_.list_room;
     args.N = w_.N[l];
     args.operands_a = queries_of_selected(p_) > 1;
-    args.lists = {w_.union_nodes, w_.union_places, w_.union_count, kQueryTile * p_.top_k, w_.list_room,
+    args.lists = {lane.union_nodes, lane.union_places, lane.union_count, kQueryTile * p_.top_k, w_.list_room,
                   query_tiles(p_, w_, chunk), union_groups(p_, w_, chunk, l)};
     tree::pack::tree_pack(args, p_.dtype, stream_);
   }
@@ -156,27 +164,29 @@ public:
   void launch(Chunk const& chunk, int l, Pass pass, Variant variant, TilesByKind const& tiles) {
     Args args = kernel_args(chunk, l, pass);
     Grid const grid = deal(args.blocks, variant, tiles, union_groups(p_, w_, chunk, l), args.kinds);
-    launch_in(pass, variant)(args, grid, stream_);
+    launch_in(pass, variant)(args, grid, stream_of(chunk));
   }
 
   void select(Chunk const& chunk, int l) {
+    Lane const& lane = w_.lanes[chunk.lane];
     tree::select::Args args{};
     args.blocks = query_tiles(p_, w_, chunk);
     args.H_kv = static_cast<int>(p_.H_kv);
     args.layer = l;
     args.layers = w_.layers;
     args.top_k = static_cast<int>(p_.top_k);
-    args.importance = w_.importance;
+    args.importance = lane.importance;
     args.width = w_.width;
     args.max_candidates = max_candidates(chunk, l);
-    args.parents_in = selected_above(l);
-    args.nodes = w_.nodes[l % 2];
-    args.expanded = w_.expanded;
+    args.parents_in = selected_above(lane, l);
+    args.nodes = lane.nodes[l % 2];
+    args.expanded = lane.expanded;
     args.selection = p_.selection == nullptr ? nullptr : p_.selection + (l - 1) * rows_of_call(p_) * p_.H_kv * p_.top_k;
-    tree::select::select(args, chunk.count * kQueryTile, stream_);
+    tree::select::select(args, chunk.count * kQueryTile, stream_of(chunk));
   }
 
   void replay(Chunk const& chunk, int l) {
+    Lane const& lane = w_.lanes[chunk.lane];
     tree::replay::Args args{};
     args.blocks = query_tiles(p_, w_, chunk);
     args.H_kv = static_cast<int>(p_.H_kv);
@@ -184,15 +194,19 @@ public:
     args.layers = w_.layers;
     args.top_k = static_cast<int>(p_.top_k);
     args.given = p_.given + (l - 1) * rows_of_call(p_) * p_.H_kv * p_.top_k;
-    args.parents_in = selected_above(l);
-    args.nodes = w_.nodes[l % 2];
-    args.expanded = w_.expanded;
+    args.parents_in = selected_above(lane, l);
+    args.nodes = lane.nodes[l % 2];
+    args.expanded = lane.expanded;
     args.width = w_.width;
-    tree::replay::replay(args, chunk.count * kQueryTile, stream_);
+    tree::replay::replay(args, chunk.count * kQueryTile, stream_of(chunk));
   }
 
 private:
-  std::int32_t* selected_above(int l) const { return w_.nodes[(l + 1) % 2]; }
+  LaneStream stream_of(Chunk const& chunk) const {
+    return {chunk.lane == 0 ? stream_ : side_->stream(), w_.lane_count == 1};
+  }
+
+  static std::int32_t* selected_above(Lane const& lane, int l) { return lane.nodes[(l + 1) % 2]; }
 
   tree::pack::Source keys_of(int l) const {
     return in_sequences(l, l == 0 ? source(p_.k, p_.k_stride_b, p_.k_stride_t, p_.k_stride_h, p_.K)
@@ -244,6 +258,7 @@ private:
   }
 
   Args kernel_args(Chunk const& chunk, int l, Pass pass) const {
+    Lane const& lane = w_.lanes[chunk.lane];
     Args args{};
     args.blocks = query_tiles(p_, w_, chunk);
     for (LayerKind kind : {LayerKind::kEntry, LayerKind::kSelected, LayerKind::kHalfSelected}) {
@@ -255,7 +270,7 @@ private:
       own.parents_per_head = packed.parents;
       own.restart_rotations = half ? w_.forward_rotations : w_.restart_rotations;
       own.restarts = half ? w_.forward_restarts : w_.restarts;
-      own.union_nodes = gathered ? w_.union_places : w_.union_nodes;
+      own.union_nodes = gathered ? lane.union_places : lane.union_nodes;
       own.packed_restart_rotations = w_.packed_restart_rotations;
       own.packed_step_rotation = w_.packed_step_rotation;
     }
@@ -281,14 +296,14 @@ private:
     args.layers = w_.layers;
     args.top_k = static_cast<int>(p_.top_k);
     args.half_selected_parents = half_selected_parents(p_, pass, l);
-    args.parents = selected_above(l);
-    args.union_masks = w_.union_masks;
-    args.union_count = w_.union_count;
-    args.expanded = w_.expanded;
+    args.parents = selected_above(lane, l);
+    args.union_masks = lane.union_masks;
+    args.union_count = lane.union_count;
+    args.expanded = lane.expanded;
     args.width = w_.width;
-    args.importance = w_.importance;
-    args.state_out = w_.state_out;
-    args.state_sum = w_.state_sum;
+    args.importance = lane.importance;
+    args.state_out = lane.state_out;
+    args.state_sum = lane.state_sum;
     args.out = p_.out;
     args.lse = p_.lse;
     args.attn_sink = p_.attn_sink;
@@ -311,6 +326,7 @@ private:
   ForwardParams const& p_;
   Workspace const& w_;
   cudaStream_t const stream_;
+  std::optional<SideStream> side_;
 };
 
 }  // namespace

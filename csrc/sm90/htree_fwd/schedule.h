@@ -87,8 +87,8 @@ inline Grid deal(QueryTiles const& tiles, Variant variant, TilesByKind const& of
   return grid;
 }
 
-// Sink: describe_sequences(), make_rotations(), pool(), pack(layer, kind), build_union(chunk, layer),
-// gather(chunk, layer), launch(chunk, layer, pass, variant, tiles), select(chunk, layer), replay(chunk, layer).
+// Sink: describe_sequences(), make_rotations(), pool(), pack(layer, kind), fork(), build_union(chunk, layer),
+// gather(chunk, layer), launch(chunk, layer, pass, variant, tiles), select(chunk, layer), replay(chunk, layer), join().
 template <class Sink>
 void schedule_pass(ForwardParams const& p, Workspace const& w, Chunk const& chunk, int l, Pass pass, Sink& sink) {
   auto const of = [&](LayerKind kind) { return tiles_of(p, w, pass, kind, l, chunk); };
@@ -131,7 +131,7 @@ void attend_bottom_entries(ForwardParams const& p, Workspace const& w, Sink& sin
   Variant const variant = rule_of(Pass::kAttend, p.dtype, p.G, queries_of_call(p)).variant;
   for (std::int64_t begin = 0; begin < tiles; begin += most) {
     int const count = static_cast<int>(std::min(most, tiles - begin));
-    sink.launch({begin, count, true}, 0, Pass::kAttend, variant, {{}, {}, {0, count}});
+    sink.launch({begin, count, 0, true}, 0, Pass::kAttend, variant, {{}, {}, {0, count}});
   }
 }
 
@@ -153,19 +153,25 @@ void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
   }
   std::int64_t tiles = w.lead_tiles > 0 ? w.lead_tiles : w.chunk_tiles;
   bool const late_first = has_sequences(p) && w.layers > 1;
+  if (w.lane_count > 1) sink.fork();
+  int lane = 0;
   if (late_first) attend_bottom_entries(p, w, sink);
   for (std::int64_t begin = 0; begin < w.tiles; begin += tiles, tiles = w.chunk_tiles) {
     tiles = std::min(tiles, w.tiles - begin);
     // A chunk that has tiles of one head begins where the head does, or at a multiple of chunks behind.
     std::int64_t const in_head = begin % w.tiles_per_head;
     if (late_first && w.chunk_tiles < w.tiles_per_head) tiles = std::min(tiles, w.tiles_per_head - in_head);
-    Chunk const chunk{begin, static_cast<int>(tiles)};
+    Chunk const chunk{begin, static_cast<int>(tiles), lane};
     if (!late_first || in_head < w.max_late_tiles || w.chunk_tiles >= w.tiles_per_head) {
       schedule_chunk(p, w, chunk, sink);
     } else if (p.selection != nullptr) {
       name_selection(w, chunk, sink);
+    } else {
+      continue;
     }
+    lane = (lane + 1) % w.lane_count;
   }
+  if (w.lane_count > 1) sink.join();
 }
 
 }  // namespace htree_cuda::sm90::htree_fwd

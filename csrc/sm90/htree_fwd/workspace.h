@@ -37,11 +37,27 @@ struct Packed {
   std::int64_t parents = 0;
 };
 
-// Tiles of 12 queries of the call, begin .. begin + count - 1, that are computed together.
+// Tiles of 12 queries of the call, begin .. begin + count - 1, that are computed together, in a lane of the workspace.
 struct Chunk {
   std::int64_t begin;
   int count;
+  int lane;
   bool bottom = false;  // counted among the tiles with a query whose entry layer is the bottom
+};
+
+constexpr int kMaxLanes = 2;
+
+// What lives between the kernels of a chunk. Chunks of different lanes may be under way at the same time.
+struct Lane {
+  float* importance = nullptr;
+  std::uint16_t* expanded = nullptr;
+  std::int32_t* nodes[2] = {};            // selected in this layer and in the one above
+  std::int32_t* union_nodes = nullptr;
+  std::int32_t* union_places = nullptr;   // in `gathered`
+  char* union_masks = nullptr;            // 16 bits for each tile of the largest group that has a union
+  std::int32_t* union_count = nullptr;
+  float4* state_out = nullptr;
+  float2* state_sum = nullptr;
 };
 
 // Sizes where `base` is null, addresses otherwise.
@@ -87,15 +103,8 @@ struct Workspace {
   // alone, packed when they are known. Layers use it one after the other.
   Packed gathered;
   bool has_gathered = false;
-  float* importance = nullptr;
-  std::uint16_t* expanded = nullptr;
-  std::int32_t* nodes[2] = {};            // selected in this layer and in the one above
-  std::int32_t* union_nodes = nullptr;
-  std::int32_t* union_places = nullptr;   // in `gathered`
-  char* union_masks = nullptr;            // 16 bits for each tile of the largest group that has a union
-  std::int32_t* union_count = nullptr;
-  float4* state_out = nullptr;
-  float2* state_sum = nullptr;
+  int lane_count = 1;
+  Lane lanes[kMaxLanes];
 
   // processors: SMs of the GPU. Their number decides how many queries a chunk has, and no result.
   Workspace(ForwardParams const& p, PartParams const& part, char* base, std::int64_t processors) {
@@ -177,11 +186,15 @@ struct Workspace {
 
     std::int64_t const tree_bytes = bytes;
     chunk_tiles = 1;
-    take_chunk(p, nullptr);
+    take_lane(lanes[0], p, nullptr);
     std::int64_t const tile_bytes = bytes - tree_bytes;
     std::int64_t const wave = processors * queries_of_entry(p);
-    // A wave of CTAs where the bounds allow it: small groups have less of q and out, and up to four queries a warp.
-    std::int64_t const room = std::max(chunk_bytes(p, part), std::min(wave * tile_bytes, kMaxChunkBytes)) / tile_bytes;
+    if (has_lanes(p, wave, tile_bytes)) lane_count = kMaxLanes;
+    // A wave of CTAs, or two in each of two lanes, where the bounds allow it: small groups have less of q and out, and up
+    // to four queries a warp.
+    std::int64_t const wanted = lane_count == 1 ? wave : 2 * lane_count * wave;
+    std::int64_t room = std::max(chunk_bytes(p, part), std::min(wanted * tile_bytes, kMaxChunkBytes)) / tile_bytes;
+    if (lane_count > 1) room = std::min(room, ceil_div(tiles, wave) * wave) / lane_count;
     chunk_tiles = std::min(tiles, std::max<std::int64_t>(room, 1));
     if (chunk_tiles < tiles && chunk_tiles > wave) chunk_tiles -= chunk_tiles % wave;  // whole waves
     chunk_tiles = std::max<std::int64_t>(chunk_tiles / tile_round, 1) * tile_round;
@@ -190,7 +203,7 @@ struct Workspace {
       lead_tiles = tiles % wave;
     }
     bytes = tree_bytes;
-    take_chunk(p, base);
+    for (int i = 0; i < lane_count; ++i) take_lane(lanes[i], p, base);
   }
 
   Packed& of(int layer, LayerKind kind) { return packed[layer][static_cast<int>(kind)]; }
@@ -200,6 +213,12 @@ struct Workspace {
   bool gathers(int layer) const { return of(layer, LayerKind::kSelected).nodes == 0; }
 
 private:
+  // Two chunks at once, where each has a wave of CTAs: the SMs that the end of a launch, a selection or a union of the
+  // one leaves idle serve the other. The lanes share the room of a chunk. Groups of more than 8 heads gain nothing.
+  bool has_lanes(ForwardParams const& p, std::int64_t wave, std::int64_t tile_bytes) const {
+    return queries_of_selected(p) > 1 && !has_gathered && tiles > wave && kMaxLanes * wave * tile_bytes <= kMaxChunkBytes;
+  }
+
   template <class T>
   void take(T*& pointer, char* base, std::int64_t count) {
     if (base != nullptr) pointer = reinterpret_cast<T*>(base + bytes);
@@ -244,18 +263,18 @@ private:
     if (base != nullptr && together == 1) packed.blocks += kLineBytes - kSiblings * 4;
   }
 
-  void take_chunk(ForwardParams const& p, char* base) {
+  void take_lane(Lane& lane, ForwardParams const& p, char* base) {
     std::int64_t const rows = chunk_tiles * kQueryTile;
-    take(importance, base, rows * width);
-    take(expanded, base, rows * (width / kSiblings));
-    take(nodes[0], base, rows * p.top_k);
-    take(nodes[1], base, rows * p.top_k);
-    take(union_nodes, base, rows * p.top_k);
-    if (has_gathered) take(union_places, base, rows * p.top_k);
-    take(union_masks, base, rows * p.top_k * 2 * queries_of_selected(p));
-    take(union_count, base, chunk_tiles);
-    take(state_out, base, rows * (p.V / 8) * 32 / queries_of_selected(p));  // queries that share a warp have 16 rows
-    take(state_sum, base, rows * 16);
+    take(lane.importance, base, rows * width);
+    take(lane.expanded, base, rows * (width / kSiblings));
+    take(lane.nodes[0], base, rows * p.top_k);
+    take(lane.nodes[1], base, rows * p.top_k);
+    take(lane.union_nodes, base, rows * p.top_k);
+    if (has_gathered) take(lane.union_places, base, rows * p.top_k);
+    take(lane.union_masks, base, rows * p.top_k * 2 * queries_of_selected(p));
+    take(lane.union_count, base, chunk_tiles);
+    take(lane.state_out, base, rows * (p.V / 8) * 32 / queries_of_selected(p));  // queries that share a warp have 16 rows
+    take(lane.state_sum, base, rows * 16);
   }
 };
 

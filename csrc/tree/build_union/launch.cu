@@ -1,17 +1,18 @@
+#include "host/launch_lane.cuh"
 #include "kernel.cuh"
 
 namespace htree_cuda::tree::build_union {
 namespace {
 
 template <int kBlocks>
-void launch(Args const& args, cudaStream_t stream) {
+void launch(Args const& args, LaneStream stream) {
   using Cfg = Config<kBlocks>;
-  launch_overlapped(build_union_kernel<kBlocks>, args.groups.count(args.blocks), Cfg::kThreads, Cfg::kSharedBytes, stream, args);
+  launch_in_lane(build_union_kernel<kBlocks>, args.groups.count(args.blocks), Cfg::kThreads, Cfg::kSharedBytes, stream, args);
 }
 
 }  // namespace
 
-void build_union(Args const& args, cudaStream_t stream) {
+void build_union(Args const& args, LaneStream stream) {
   switch (args.groups.size) {
     case 1: return launch<1>(args, stream);
     case 2: return launch<2>(args, stream);
