@@ -100,7 +100,7 @@ class _Unshard(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dwhole: Tensor):
         rows = dwhole.movedim(ctx.dim, 0)
-        sums = [rows.reshape(1, rows.shape[0], 1, -1)]
+        sums = [rows.reshape(1, rows.shape[0], 1, -1).contiguous()]
         result = rows.new_empty(ctx.shape[ctx.dim], 1, sums[0].shape[3])
         for stage in range(ctx.place.stages):
             wait(dwhole, reduce(ctx.place, ctx.group, stage, sums, [result]))

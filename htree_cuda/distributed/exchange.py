@@ -15,10 +15,8 @@ from torch import Tensor
 
 from .placement import Placement
 
-# Bytes that one collective may hand to a rank: half of all, between these bounds. With the copies around it one costs
-# the host 0.2 to 0.3 ms, and what follows the last kernels cannot be hidden.
-MIN_STAGING_BYTES = 4 << 20
-MAX_STAGING_BYTES = 32 << 20
+# Bytes of other ranks' sums that one step of `reduce` receives into memory of its own.
+STAGING_BYTES = 32 << 20
 
 
 @functools.cache
@@ -50,15 +48,26 @@ def wait(x: Tensor, event: torch.cuda.Event | None) -> None:
 
 
 def _steps(rows: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Cuts the rows of a part; row_bytes: what one row of every rank takes."""
-    bytes_ = min(max(rows * row_bytes // 2, MIN_STAGING_BYTES), MAX_STAGING_BYTES)
-    step = max(1, bytes_ // row_bytes)
+    """Cuts the rows of a part; row_bytes: what is received of one row."""
+    step = max(1, STAGING_BYTES // row_bytes)
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-def _flat(tensors: list[Tensor]) -> Tensor:
-    """[rows, heads, D] each -> [rows, heads * D of all], contiguous."""
-    return torch.cat([x.flatten(1) for x in tensors], dim=1)
+def _swap(group: dist.ProcessGroup, rank: int, sent: list[Tensor], received: list[Tensor]) -> None:
+    """sent[i] travels to rank i, where it is received[rank]; this rank's own pair stays as it is. All are contiguous,
+    views of what the kernels read and wrote: nothing is packed."""
+    if sent[0].is_cuda:
+        nothing = sent[rank].new_empty(0)
+        lists = ([nothing if i == rank else x for i, x in enumerate(some)] for some in (received, sent))
+        dist.all_to_all(*lists, group=group)
+        return
+    for work in [  # gloo has no such collective
+        call(x, dist.get_global_rank(group, i), group=group)
+        for call, some in ((dist.irecv, received), (dist.isend, sent))
+        for i, x in enumerate(some)
+        if i != rank
+    ]:
+        work.wait()
 
 
 def all_gather(mine: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
@@ -98,18 +107,10 @@ class Gathered:
 
     def _stage(self, stage: int) -> None:
         place = self.place
-        rows = self.tensors[0].shape[0] // place.stages
-        own = [x.unflatten(0, (place.stages, rows))[stage] for x in self.tensors]
-        parts = slice(stage * place.ranks, (stage + 1) * place.ranks)
-        whole = [x[0].unflatten(0, (place.parts, rows))[parts] for x in self.whole]
-        row_bytes = place.ranks * sum(x[0].numel() * x.element_size() for x in own)
-        for first, end in _steps(rows, row_bytes):
-            mine = _flat([x[first:end] for x in own])
-            found = all_gather(mine, self.group, place.ranks)
-            if place.reversed(stage):
-                found = found.flip(0)
-            for x, columns in zip(whole, found.split([x[0, 0].numel() for x in whole], dim=2), strict=True):
-                x[:, first:end] = columns.unflatten(2, x.shape[2:])
+        for x, whole in zip(self.tensors, self.whole, strict=True):
+            parts = place.parts_of(whole[0], stage)
+            parts[place.rank].copy_(place.own(x, stage))
+            _swap(self.group, place.rank, [parts[place.rank]] * place.ranks, parts)
 
 
 def reduce(
@@ -121,25 +122,22 @@ def reduce(
     The partial sums travel to the rank that owns the tokens and are added there in the order of ranks: as many bytes
     as a reduce-scatter, and the same bits in every run.
     """
-    rows = results[0].shape[0] // place.stages
-    own = [x.unflatten(0, (place.stages, rows))[stage] for x in results]
     if place.ranks == 1:
-        for x, total in zip(own, sums, strict=True):
-            x.copy_(total[0].unflatten(0, (place.parts, rows))[stage])
+        for x, total in zip(results, sums, strict=True):
+            place.own(x, stage).copy_(place.parts_of(total[0], stage)[0])
         return None
-    parts = slice(stage * place.ranks, (stage + 1) * place.ranks)
-    partial = [x[0].unflatten(0, (place.parts, rows))[parts] for x in sums]
-    widths = [x[0, 0].numel() for x in partial]
     with _lane(sums[0]):
-        for first, end in _steps(rows, place.ranks * sum(widths) * sums[0].element_size()):
-            mine = torch.cat([x[:, first:end].flatten(2) for x in partial], dim=2)
-            if place.reversed(stage):
-                mine = mine.flip(0)
-            theirs = torch.empty_like(mine)
-            dist.all_to_all_single(theirs, mine, group=group)
-            total = theirs[0]
-            for x in theirs[1:]:
-                total = total.add_(x)
-            for x, columns in zip(own, total.split(widths, dim=1), strict=True):
-                x[first:end] = columns.unflatten(1, x.shape[1:])
+        for x, total in zip(results, sums, strict=True):
+            own, parts = place.own(x, stage), place.parts_of(total[0], stage)
+            row_bytes = (place.ranks - 1) * parts[0][0].numel() * total.element_size()
+            for first, end in _steps(own.shape[0], row_bytes):
+                partial = [part[first:end] for part in parts]
+                theirs = [torch.empty_like(part) for part in partial]
+                theirs[place.rank] = partial[place.rank]
+                _swap(group, place.rank, partial, theirs)
+                *before, last = theirs
+                found = before[0]
+                for other in before[1:]:
+                    found = found + other
+                torch.add(found, last, out=own[first:end])
         return _mark(sums[0])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -35,3 +37,14 @@ class Placement:
         """Which part of the sequence is this rank's in a stage."""
         within = self.ranks - 1 - self.rank if self.reversed(stage) else self.rank
         return stage * self.ranks + within
+
+    def parts_of(self, whole: Tensor, stage: int) -> list[Tensor]:
+        """Of a tensor whose rows are the tokens of the sequence, the parts of a stage in the order of ranks."""
+        n = whole.shape[0] // self.parts
+        found = list(whole.narrow(0, stage * self.ranks * n, self.ranks * n).split(n))
+        return found[::-1] if self.reversed(stage) else found
+
+    def own(self, x: Tensor, stage: int) -> Tensor:
+        """Of a tensor whose rows are this rank's tokens, those of a stage."""
+        n = x.shape[0] // self.stages
+        return x.narrow(0, stage * n, n)
