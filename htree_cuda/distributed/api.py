@@ -212,7 +212,7 @@ def context_parallel_forward(
             over any group that splits the tokens of a batch. Every rank must run its backward where one does.
         Memory: beyond what `htree_cuda.forward` takes for these queries over T tokens, one gathered k and v, not kept
             for the backward, which gathers them again; there also dk and dv in float32 for as many KV heads as 512 MiB
-            hold (one at least); and at most 96 MiB in which what is sent and received lies.
+            hold (one at least); and at most 64 MiB of what other ranks added to them.
         Time: the exchange runs beside the kernels where these do not need what it brings.
         torch.compile: the graph breaks at the call.
 

@@ -32,10 +32,10 @@ def measured() -> str:
     if not found:
         return NOT_MEASURED
     report, first = found[-1]
-    header = ["H", "top_k", "T", "layout", "one GPU, ms", "ms", "times as fast", "exchange alone, ms", "overlap"]
-    header += ["imbalance", "to the cost model", "memory", "peak, GB"]
-    names = ["H", "top_k", "T", "layout", "one ms", "ms", "speedup", "exchange", "overlap", "imbalance", "to model"]
-    names += ["memory", "peak GB"]
+    header = ["H", "top_k", "T", "layout", "one GPU, ms", "ms", "times as fast", "weak"]
+    header += ["exchange alone, ms", "overlap", "imbalance", "to the cost model", "memory", "peak, GB"]
+    names = ["H", "top_k", "T", "layout", "one ms", "ms", "speedup", "weak", "exchange", "overlap"]
+    names += ["imbalance", "to model", "memory", "peak GB"]
     rows = [[COLUMNS[name](f) for name in names] for _, f in found]
     return (
         f"{first['ranks']} {report['gpu']} of one host, driver {report['driver']}, torch {report['torch']}, "
