@@ -68,7 +68,7 @@ private:
   // The rank of this CTA among the CTAs that share a unit.
   __device__ __forceinline__ static int rank() { return C::kCtas > 1 ? static_cast<int>(ptx::cluster_rank()) : 0; }
 
-  // The warp's rows, whose numbers lie in shared memory. One lane asks for all boxes, so that what TMA is told lies in uniform
+  // The warp's rows, whose numbers lie in shared memory. One lane starts all boxes, so that what TMA is told lies in uniform
   // registers without a loop over lanes, which took 55 cycles a box.
   __device__ __forceinline__ void gather(Unit const& u) const {
     if (ptx::elect()) {
