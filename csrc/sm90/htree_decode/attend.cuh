@@ -29,26 +29,22 @@ struct Side {
   // candidates lie.
   __device__ __forceinline__ void attend(char const* values, uint4 const* of_layer, int begin, int end) {
     int const lane = lane_of_warp();
-    int const row_quad = lane % 4;
-    values += (side * 8 + lane / 4) * (4 * Cfg::kSideTiles);
-    uint4 const* rows = of_layer + begin * (kSiblings / 4) + row_quad;
+    values += side * Cfg::kV + lane % 4 * 16;
+    uint32_t const* rows = reinterpret_cast<uint32_t const*>(of_layer) + begin * kSiblings + lane / 4;
     std::uint16_t const* attended = smem.attended + begin;
     // Columns of heads that do not exist are computed from those of the last one, and never read.
-    float4 const* p[Cfg::kHeadTiles];
+    float const* p[Cfg::kHeadTiles];
 #pragma unroll
     for (int i = 0; i < Cfg::kHeadTiles; ++i) {
-      p[i] = reinterpret_cast<float4 const*>(smem.scores(args)) +
-             score_place(args, begin, min(lane / 4 + 8 * i, args.G - 1), row_quad);
+      p[i] = smem.scores(args) + 4 * score_place(args, begin, min(lane / 4 + 8 * i, args.G - 1), lane % 4 / 2) + lane % 2 * 2;
     }
-    int const step = kStep * args.G * (kSiblings / 4);
+    int const step = kStep * args.G * kSiblings;
 #pragma unroll 1
     for (int first = begin; first < end; first += kAtOnce * kStep) {
       Values<Cfg> values_of[kAtOnce];
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        if (first + n * kStep < end) {
-          values_of[n].load(attended[n * kStep] >> row_quad * 4, values, rows[n * kStep * (kSiblings / 4)]);
-        }
+        if (first + n * kStep < end) values_of[n].load(attended[n * kStep], values, rows + n * kStep * kSiblings);
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
@@ -56,23 +52,25 @@ struct Side {
         float4 x[Cfg::kHeadTiles];
 #pragma unroll
         for (int i = 0; i < Cfg::kHeadTiles; ++i) {
-          x[i] = *p[i];
+          // The second half of the row lies before the first one where heads 2 and 3 of four have theirs shifted.
+          float2 const low = reinterpret_cast<float2 const&>(p[i][0]);
+          float2 const high = reinterpret_cast<float2 const&>(p[i][min(lane / 4 + 8 * i, args.G - 1) / 2 % 2 ? -8 : 8]);
+          x[i] = {low.x, low.y, high.x, high.y};
           p[i] += step;
           if (side == 0) sum[i] += (x[i].x + x[i].y) + (x[i].z + x[i].w);
         }
         values_of[n].add(x, o);
       }
-      rows += kAtOnce * kStep * (kSiblings / 4);
+      rows += kAtOnce * kStep * kSiblings;
       attended += kAtOnce * kStep;
     }
   }
 
   // Adds what was attended in this layer to the slot's state: the first turn to what was attended before, the second to that.
   __device__ __forceinline__ void store(int part, int slot, int turn) const {
-    constexpr int kDims = 2 * Cfg::kSideTiles;  // of a lane
     int const lane = lane_of_warp();
     float* const state = smem.states(args) + (part * kSlots + slot) * args.G * Cfg::kOutputStride;
-    int const dim = side * (Cfg::kV / kSides) + lane / 4 * kDims;
+    int const dim = side * (Cfg::kV / kSides) + lane / 8 * 8 + lane / 4 % 2;
 #pragma unroll
     for (int i = 0; i < Cfg::kHeadTiles; ++i) {
 #pragma unroll
@@ -81,15 +79,14 @@ struct Side {
         if (head >= args.G) continue;
         float2 const factors = smem.factors[part * kHeads + head];
         float const before = turn == 0 ? factors.x : 1.0f;
+        float* const to = state + head * Cfg::kOutputStride + dim;
 #pragma unroll
-        for (int d = 0; d < kDims; d += 4) {
-          float4& to = reinterpret_cast<float4&>(state[head * Cfg::kOutputStride + dim + d]);
-          float4 x = to;
-          x.x = fmaf(x.x, before, __fmul_rn(o[i][d / 2][e], factors.y));
-          x.y = fmaf(x.y, before, __fmul_rn(o[i][d / 2][2 + e], factors.y));
-          x.z = fmaf(x.z, before, __fmul_rn(o[i][d / 2 + 1][e], factors.y));
-          x.w = fmaf(x.w, before, __fmul_rn(o[i][d / 2 + 1][2 + e], factors.y));
-          to = x;
+        for (int tile = 0; tile < Cfg::kSideTiles; ++tile) {
+#pragma unroll
+          for (int word = 0; word < 2; ++word) {
+            float& x = to[tile / 2 * 32 + tile % 2 * 4 + 2 * word];
+            x = fmaf(x, before, __fmul_rn(o[i][tile][2 * word + e], factors.y));
+          }
         }
       }
       float whole = sum[i] + __shfl_xor_sync(0xffffffffu, sum[i], 1);
