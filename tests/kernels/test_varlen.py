@@ -138,16 +138,26 @@ def test_one_long_sequence_among_many_of_one_token():
     torch.testing.assert_close(check[0][ones], v[ones].expand(-1, 8, -1), atol=0, rtol=0)
 
 
-def test_a_permutation_permutes_the_results():
-    keys = [700, 1, 5000, 33, 16, 300]
-    pack = a_pack(keys, G=8, D=64)
-    first = packed(pack, keys, **SMALL)
-    order = [4, 2, 0, 5, 1, 3]
-    begin = pack[4].tolist()
-    rows = torch.cat([torch.arange(begin[i], begin[i + 1]) for i in order]).to(DEVICE)
-    mixed = [keys[i] for i in order]
-    second = packed((*(x[rows] for x in pack[:3]), cu_of(mixed).to(DEVICE), cu_of(mixed).to(DEVICE)), mixed, **SMALL)
-    same_bits((first[0][rows], first[1][rows], first[2][:, rows]), second)
+@pytest.mark.parametrize(
+    ("keys", "queries", "order"),
+    [
+        ([700, 1, 5000, 33, 16, 300], None, [4, 2, 0, 5, 1, 3]),
+        pytest.param([290, 1, 17, 300], [6, 1, 17, 5], [2, 3, 0, 1], marks=pytest.mark.emulated),
+    ],
+    ids=["long", "small"],
+)
+def test_a_permutation_permutes_the_results(keys, queries, order):
+    queries = keys if queries is None else queries
+    pack = a_pack(keys, queries, G=8, D=64)
+    first = packed(pack, keys, queries, **SMALL)
+    begin_q, begin_k = (cu.tolist() for cu in pack[3:])
+    rows_q, rows_k = (
+        torch.cat([torch.arange(begin[i], begin[i + 1]) for i in order]).to(DEVICE) for begin in (begin_q, begin_k)
+    )
+    mixed_q, mixed_k = ([lengths[i] for i in order] for lengths in (queries, keys))
+    tensors = (pack[0][rows_q], pack[1][rows_k], pack[2][rows_k], cu_of(mixed_q).to(DEVICE), cu_of(mixed_k).to(DEVICE))
+    second = packed(tensors, mixed_k, mixed_q, **SMALL)
+    same_bits((first[0][rows_q], first[1][rows_q], first[2][:, rows_q]), second)
 
 
 @pytest.mark.emulated

@@ -125,6 +125,19 @@ def test_training_steps_are_a_table(monkeypatch):
     assert "| 32,768 | 50.0 | 40.0 | 0.80 |" in training.train_steps()
 
 
+def test_a_study_of_packed_documents_has_the_seeds_that_were_run(monkeypatch):
+    stage = {"T": 1024, "batch": 2, "steps": 200}
+    losses = [("dense", 0, 2.5), ("htree", 0, 2.0), ("window", 0, 2.25), ("dense", 1, 2.5)]
+    runs = [{"arm": arm, "seed": seed, "final": {"loss": x, "accuracy": 0.25}} for arm, seed, x in losses]
+    found = {"cores": 2, "cpu": "a CPU", "threads": 1, "torch": "2", "date": "2026-01-02"}
+    found |= {"preset": {"text": {"stages": [stage]}}, "tasks": {"text": {"runs": runs}}}
+    monkeypatch.setattr(training, "load", lambda name: found if name == "train_cpu_packed" else None)
+    table = training.training_packed()
+    assert "200 steps of documents packed to 2 x 1,024 bytes" in table
+    assert "| dense | 2.500, 2.500 | 2.500 | +0.0% | 25.0% |" in table
+    assert "| htree | 2.000 | 2.000 | -20.0% | 25.0% |" in table
+
+
 def test_dense_attention_timed_by_its_first_call_is_left_out(monkeypatch):
     """A report of the older protocol keeps its own times; a warm peer, and the newer protocol, count."""
     cold, warm = figure(65536, 50.0, 100.0), figure(8192, 1.0, 2.0)

@@ -67,6 +67,32 @@ def training() -> str:
     return f"{_study(report)}: {_protocol(report['preset'])}\n\n" + training_table(report)
 
 
+def training_packed() -> str:
+    """The text as packed documents, a row an arm; a run may lack seeds."""
+    report = load("train_cpu_packed")
+    if report is None:
+        return "Not measured yet: `python examples/train_bytes.py --packed`."
+    runs = report["tasks"]["text"]["runs"]
+    stage = report["preset"]["text"]["stages"][0]
+    dense = statistics.fmean(run["final"]["loss"] for run in runs if run["arm"] == "dense")
+    rows = []
+    for arm in ("dense", "htree", "window"):
+        finals = [run["final"] for run in runs if run["arm"] == arm]
+        losses = [final["loss"] for final in finals]
+        rows.append([
+            arm,
+            ", ".join(f"{loss:.3f}" for loss in losses),
+            f"{statistics.fmean(losses):.3f}",
+            f"{100 * (statistics.fmean(losses) / dense - 1):+.1f}%",
+            f"{statistics.fmean(final['accuracy'] for final in finals):.1%}",
+        ])  # fmt: skip
+    header = ["arm", "held-out loss, by seed", "mean", "to dense", "next byte right"]
+    return (
+        f"{_study(report)}: {stage['steps']:,} steps of documents packed to {stage['batch']} x {stage['T']:,} bytes."
+        "\n\n" + markdown(header, rows)
+    )
+
+
 def training_short() -> str:
     report = load("train_cpu")
     return f"{_study(report)}, " + training_table(report)
@@ -180,6 +206,7 @@ BLOCKS = {
     "train_rates": train_rates,
     "train_steps": train_steps,
     "training": training,
+    "training_packed": training_packed,
     "training_short": training_short,
     "training_gpu": training_gpu,
 }
