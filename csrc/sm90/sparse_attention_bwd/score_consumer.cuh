@@ -24,10 +24,7 @@ public:
   using Element = typename C::Element;
 
   __device__ __forceinline__ ScoreConsumer(KernelParams const& p, typename C::SharedStorage& shared)
-      : p_(p), barriers_(shared), keys_(ptx::shared_address(&shared.keys[0])),
-        q_(ptx::shared_address(&shared.q[0])), dout_(ptx::shared_address(&shared.dout[0])),
-        p_operand_(ptx::shared_address(&shared.p[0])), ds_operand_(ptx::shared_address(&shared.ds[0])),
-        rows_(ptx::shared_address(&shared.rows[0])) {}
+      : p_(p), barriers_(shared), operands_(shared) {}
 
   __device__ __forceinline__ void run() {
     float dq[C::kDqCols / 2];
@@ -61,9 +58,9 @@ private:
     // S, then dP.
     float s[kScores];
     float dp[kScores];
-    wgmma::Descriptor const keys(uniform(keys_));
-    wgmma::Descriptor const q(uniform(q_));
-    wgmma::Descriptor const dout(uniform(dout_));
+    wgmma::Descriptor const keys(uniform(operands_.keys));
+    wgmma::Descriptor const q(uniform(operands_.q));
+    wgmma::Descriptor const dout(uniform(operands_.dout));
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
       barriers::mbarrier_wait<barriers::Waiting::kPolling>(barriers_.keys_full(part), rounds_ & 1,
@@ -77,7 +74,7 @@ private:
       wgmma::commit();
     }
     // The same address, of which the compiler does not know that it is: it would keep descriptors of the scores' products.
-    wgmma::Descriptor const values(uniform(ptx::opaque(keys_)));
+    wgmma::Descriptor const values(uniform(ptx::opaque(operands_.keys)));
     wgmma::fence();
 #pragma unroll
     for (int i = 0; i < C::kValuePanels * C::kPanelSteps; ++i) {
@@ -95,21 +92,21 @@ private:
     exponentiate(p_, lse2, s);
     HeadTerms terms[2];
     load_terms(p_, u, first_head, terms, fresh_lane());
-    uint32_t const valid = valid_keys<C::kTileKeys>(rows_, fresh_lane());
+    uint32_t const valid = valid_keys<C::kTileKeys>(operands_.rows, fresh_lane());
     wgmma::wait<0>();
     wgmma::pin(dp);
     form_operands(terms, valid, s, dp);
     barriers::mbarrier_wait<barriers::Waiting::kPolling>(barriers_.ds_empty, ~rounds_ & 1,
                                                          "sparse_attention_bwd: room for dS");
-    publish<Element>(p_operand_, warp() * 16, 0, s, fresh_lane());
-    publish<Element>(ds_operand_, warp() * 16, 0, dp, fresh_lane());
+    publish<Element>(operands_.p, warp() * 16, 0, s, fresh_lane());
+    publish<Element>(operands_.ds, warp() * 16, 0, dp, fresh_lane());
     ptx::fence_proxy_async_shared();
     __syncwarp();
     barriers::warp_arrive(barriers_.ds_full);
     barriers::mbarrier_wait<barriers::Waiting::kPolling>(barriers_.ds_full, rounds_ & 1, "sparse_attention_bwd: dS");
 
-    wgmma::Descriptor const ds(uniform(ds_operand_));
-    wgmma::Descriptor const columns(uniform(keys_), C::kPanelBytes);
+    wgmma::Descriptor const ds(uniform(operands_.ds));
+    wgmma::Descriptor const columns(uniform(operands_.keys), C::kPanelBytes);
     wgmma::fence();
 #pragma unroll
     for (int i = 0; i < C::kKeySteps; ++i) {
@@ -133,7 +130,7 @@ private:
 
   KernelParams const& p_;
   Barriers<C> const barriers_;
-  uint32_t const keys_, q_, dout_, p_operand_, ds_operand_, rows_;
+  Operands<C> const operands_;
   // Bit 0: parity of the tile, of its keys and of its P and dS. Bit 1: of the unit.
   uint32_t rounds_ = 0;
 };

@@ -14,6 +14,17 @@
 
 namespace htree_cuda::sm90::sparse_attention_bwd {
 
+// Where the operands of a CTA's products lie in shared memory.
+template <class C>
+struct Operands {
+  uint32_t keys, q, dout, p, ds, rows;
+
+  __device__ __forceinline__ explicit Operands(typename C::SharedStorage& shared)
+      : keys(ptx::shared_address(&shared.keys[0])), q(ptx::shared_address(&shared.q[0])),
+        dout(ptx::shared_address(&shared.dout[0])), p(ptx::shared_address(&shared.p[0])),
+        ds(ptx::shared_address(&shared.ds[0])), rows(ptx::shared_address(&shared.rows[0])) {}
+};
+
 using query_groups::Unit;
 using wgmma::Major;
 

@@ -25,10 +25,7 @@ public:
   using Element = typename C::Element;
 
   __device__ __forceinline__ SumConsumer(KernelParams const& p, typename C::SharedStorage& shared)
-      : p_(p), barriers_(shared), keys_(ptx::shared_address(&shared.keys[0])),
-        q_(ptx::shared_address(&shared.q[0])), dout_(ptx::shared_address(&shared.dout[0])),
-        p_operand_(ptx::shared_address(&shared.p[0])), ds_operand_(ptx::shared_address(&shared.ds[0])),
-        rows_(ptx::shared_address(&shared.rows[0])) {}
+      : p_(p), barriers_(shared), operands_(shared) {}
 
   __device__ __forceinline__ void run() {
     float dq[C::kDqCols / 2];
@@ -71,7 +68,7 @@ private:
     multiply_dq(dq, tails);
     multiply_piece(sums[1], 1);
     wgmma::commit();
-    Target<C> const target = target_of<C>(p_, u, rows_, warp() * 16, fresh_lane());
+    Target<C> const target = target_of<C>(p_, u, operands_.rows, warp() * 16, fresh_lane());
 #pragma unroll
     for (int piece = 0; piece < kPieces - 2; ++piece) {
       wgmma::wait<1>();
@@ -98,8 +95,8 @@ private:
 
   // dq += dS K.
   __device__ __forceinline__ void multiply_dq(float (&dq)[C::kDqCols / 2], float (&tails)[2][kTail]) const {
-    wgmma::Descriptor const ds(uniform(ds_operand_));
-    wgmma::Descriptor const columns(uniform(keys_ + C::kDqCols / C::kPanelCols * C::kPanelBytes), C::kPanelBytes);
+    wgmma::Descriptor const ds(uniform(operands_.ds));
+    wgmma::Descriptor const columns(uniform(operands_.keys + C::kDqCols / C::kPanelCols * C::kPanelBytes), C::kPanelBytes);
     wgmma::fence();
 #pragma unroll
     for (int i = 0; i < C::kKeySteps; ++i) {
@@ -108,7 +105,7 @@ private:
     if constexpr (C::kTailCols > 0) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        wgmma::Descriptor const tail(uniform(keys_ + C::kValuePanels * C::kPanelBytes + half * C::kTailCols));
+        wgmma::Descriptor const tail(uniform(operands_.keys + C::kValuePanels * C::kPanelBytes + half * C::kTailCols));
 #pragma unroll
         for (int i = 0; i < C::kKeySteps; ++i) {
           wgmma::mma_ss<Element, Major::MN>(tails[half], ds.at(i * 32), tail.at(i * kRowStep), true);
@@ -121,8 +118,8 @@ private:
   __device__ __forceinline__ void multiply_piece(float (&sums)[C::kSumCols / 2], int piece) const {
     int const column = piece * C::kSumCols;
     int const at = column / C::kPanelCols * C::kPanelBytes + column % C::kPanelCols * 2;
-    multiply<Element, C::kHeadSteps>(sums, ds_operand_, q_ + at, false);
-    if (column < C::kValueDim) multiply<Element, C::kHeadSteps>(sums, p_operand_, dout_ + at, true);
+    multiply<Element, C::kHeadSteps>(sums, operands_.ds, operands_.q + at, false);
+    if (column < C::kValueDim) multiply<Element, C::kHeadSteps>(sums, operands_.p, operands_.dout + at, true);
   }
 
   __device__ __forceinline__ void store_dq(Unit const& u, float const (&dq)[C::kDqCols / 2],
@@ -144,7 +141,7 @@ private:
 
   KernelParams const& p_;
   Barriers<C> const barriers_;
-  uint32_t const keys_, q_, dout_, p_operand_, ds_operand_, rows_;
+  Operands<C> const operands_;
   // Bit 0: parity of the tile, of its keys and of its P and dS. Bit 1: of the unit.
   uint32_t rounds_ = 0;
 };

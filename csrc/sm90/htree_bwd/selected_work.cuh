@@ -1,0 +1,130 @@
+// What the warps of dkdv_selected work on, and what lies in shared memory for them: work items, lists of visits, slots.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "args.h"
+#include "device/ptx.cuh"
+#include "device/sm90.cuh"
+#include "reverse_index/lookup.cuh"
+
+namespace htree_cuda::sm90::htree_bwd {
+
+// What a warp works on: one KV block and one segment of the rows.
+struct WorkItem {
+  int layer;
+  int head;
+  int block;            // among those of all sequences
+  int segments_before;  // segments of the block that are added before this one; negative where no row visits the block
+
+  static __device__ WorkItem at(Args const& args, int index) {
+    // Opaque, because the compiler would otherwise keep it in a register that the products need.
+    int const top = static_cast<int>(ptx::opaque(static_cast<uint32_t>(args.max_entry))) - 1;
+    int layer = 0;
+    while (layer < top && index >= args.first_item[layer + 1]) ++layer;
+    index -= args.first_item[layer];
+    int const block = args.tree.kv_blocks[layer] - 1 - index % args.tree.kv_blocks[layer];
+    index /= args.tree.kv_blocks[layer];
+    int const segment = index % args.segments[layer];
+    int const head = index / args.segments[layer];
+    int const reached = reverse_index::first_row_that_visits(args, layer, block);
+    int const first = segment * args.segment_rows[layer];
+    int const end = min(first + args.segment_rows[layer], args.chunk.queries);
+    int const segments_before = max(first, reached) < end ? segment - reached / args.segment_rows[layer] : -1;
+    return {layer, head, block, segments_before};
+  }
+
+  // Where sequences have lengths of their own, from the chunk's list: the items of the heads alternate.
+  static __device__ WorkItem of_sequences(Args const& args, unsigned index) {
+    int4 const x = __ldg(reinterpret_cast<int4 const*>(args.sequences.selected + index / args.chunk.heads));
+    return {x.x, static_cast<int>(index % args.chunk.heads), x.y, x.z};
+  }
+};
+
+// The visits of a work item, in whole packs: where they begin among those of the layer, in units, and how many packs.
+struct VisitList {
+  uint32_t first;
+  int packs;
+
+  static __device__ __forceinline__ VisitList of_item(Args const& args, int index) {
+    uint2 const list = __ldg(args.lists + index);
+    return {list.x, static_cast<int>(list.y)};
+  }
+};
+
+// A warp's own part of shared memory: slots, the values that registers do not hold, the next visits, the work item, an
+// mbarrier a slot of q, and the inverse row scales of the keys. One query is copied in bulk: the warp arrives once at the
+// barrier of a slot, with the bytes of the copies. Two or four are copied by the lanes, 16 bytes at a time, because
+// bulk copies of several lanes are issued one after the other, 12 a pack of four queries; a group of copies is a pack.
+template <class Cfg>
+struct WarpStorage {
+  uint32_t begin;
+
+  __device__ uint32_t query_slot(uint32_t i) const {
+    return begin + i * (Cfg::kQuerySlotBytes + (Cfg::kOneRing ? Cfg::kDoutSlotBytes : 0));
+  }
+  __device__ uint32_t dout_slot(uint32_t i) const {
+    if constexpr (Cfg::kOneRing) return query_slot(i) + Cfg::kQuerySlotBytes;
+    return begin + Cfg::kQuerySlots * Cfg::kQuerySlotBytes + i * Cfg::kDoutSlotBytes;
+  }
+  __device__ uint32_t values() const {
+    return begin + Cfg::kQuerySlots * Cfg::kQuerySlotBytes + Cfg::kSlots * Cfg::kDoutSlotBytes;
+  }
+  __device__ uint32_t list() const { return values() + Cfg::kValuesBytes; }
+  __device__ uint32_t full(uint32_t i) const { return item() + Cfg::kItemBytes + 8 * i; }
+  __device__ uint32_t item() const { return list() + Cfg::kListBytes; }
+  __device__ uint32_t inverse() const { return full(Cfg::kQuerySlots); }
+};
+
+// Where a warp is in its two rings: of q, whose slots have the barriers, and of dO. Two numbers, for want of registers.
+template <class Cfg>
+struct PackPosition {
+  uint32_t packs = 0;  // done so far; rounds where there is one ring
+  uint32_t dout = 0;   // slot of dO
+
+  __device__ __forceinline__ uint32_t query_slot(uint32_t ahead = 0) const {
+    return Cfg::kOneRing ? dout_slot(ahead) : (packs + ahead) % Cfg::kQuerySlots;
+  }
+  __device__ __forceinline__ uint32_t parity() const { return (Cfg::kOneRing ? packs : packs / Cfg::kQuerySlots) & 1u; }
+  __device__ __forceinline__ uint32_t dout_slot(uint32_t ahead = 0) const {
+    uint32_t const slot = dout + ahead;
+    return slot >= Cfg::kSlots ? slot - Cfg::kSlots : slot;
+  }
+  __device__ __forceinline__ void advance() {
+    dout = dout_slot(1);
+    if (!Cfg::kOneRing || dout == 0) ++packs;
+  }
+};
+
+// A work item and its list wait in shared memory, because the products need the registers.
+struct StoredItem {
+  WorkItem item;
+  VisitList list;
+
+  __device__ __forceinline__ static StoredItem loaded(uint32_t shared) {
+    uint4 const x = ptx::load_shared_16B(shared);
+    uint4 const y = ptx::load_shared_16B(shared + 16);
+    return {WorkItem{static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z), static_cast<int>(x.w)},
+            VisitList{y.x, static_cast<int>(y.y)}};
+  }
+  __device__ __forceinline__ void store(uint32_t shared) const {
+    ptx::store_shared_16B(shared, {static_cast<uint32_t>(item.layer), static_cast<uint32_t>(item.head),
+                                   static_cast<uint32_t>(item.block), static_cast<uint32_t>(item.segments_before)});
+    ptx::store_shared_16B(shared + 16, {list.first, static_cast<uint32_t>(list.packs), 0u, 0u});
+  }
+};
+
+__device__ __forceinline__ int* segments_added_of(Args const& args, WorkItem const& item) {
+  return args.segments_added + (item.head * args.node_rows + args.begin[item.layer]) / kSiblings + item.block;
+}
+
+// The first item that nobody has begun, for the whole warp.
+__device__ __forceinline__ int take_item(Args const& args, int lane) {
+  int next = 0;
+  if (lane == 0) next = atomicAdd(args.next_item, 1);
+  return __shfl_sync(kFullWarp, next, 0);
+}
+
+}  // namespace htree_cuda::sm90::htree_bwd
