@@ -134,7 +134,7 @@ def build_kernels(
     compile and link, which is nothing where an earlier build left the same objects."""
     objects_dir = store.usable(store.folder(), build_dir / "objects")
     compilation = compiling.Compilation(ROOT, tools, features, objects_dir)
-    kernels = [compilation.kernel(source) for source in compiling.kernel_sources(ROOT, features)]
+    kernels = compilation.kernels()
     library = compilation.library(kernels)
     python = compiling.Python.here()
     binding, module = compilation.module(python, library)
@@ -145,7 +145,7 @@ def build_kernels(
     jobs = [*kernels, library, binding, module, *(job for pair in programs for job in pair)]
     made = compilation.run(jobs, build_dir)
     say(f"compiled {sum(job.output.suffix == '.o' for job in made)} of {len(kernels) + 1 + len(programs)} sources")
-    compiling.write_log(build_dir / "nvcc.log", kernels)
+    compiling.write_log(build_dir / "nvcc.log", [*kernels, binding])
     compiling.place(library.output, folder / compiling.LIBRARY)
     compiling.place(module.output, folder / python.module)
     for _, program in programs:

@@ -9,7 +9,7 @@ import json
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import htree_cuda_build as build
@@ -17,6 +17,10 @@ import htree_cuda_store as store
 
 LIBRARY = "libhtree_cuda.so"
 BUILD_INFO = "_build_info.json"
+# Instantiations of a folder that nvcc compiles as one source: alone, each spends two to three seconds of a processor on
+# headers. The more of them, the longer a build takes where there are many processors.
+TOGETHER = {"csrc/sm90/attn_dist": 4, "csrc/sm90/indexer": 4, "csrc/sm90/sparse_attention": 4}
+TOGETHER_ELSEWHERE = 2
 
 
 def pybind11_include() -> str:
@@ -40,6 +44,19 @@ def kernel_sources(root: Path, features: build.Features = build.EVERYTHING) -> l
     return [source for source in sources if not source.startswith(tuple(f"{folder}/" for folder in absent))]
 
 
+def units(sources: Iterable[str]) -> list[list[str]]:
+    """The sources in their order, those together that are compiled together."""
+    found: list[list[str]] = []
+    for source in sources:
+        folder = Path(source).parent
+        most = TOGETHER.get(folder.parent.as_posix(), TOGETHER_ELSEWHERE) if folder.name == "instantiations" else 1
+        if found and len(found[-1]) < most and Path(found[-1][0]).parent == folder:
+            found[-1].append(source)
+        else:
+            found.append([source])
+    return found
+
+
 def benchmark_sources(root: Path) -> list[str]:
     """Programs without Python, each linked to the kernel library."""
     return sorted(path.relative_to(root).as_posix() for path in (root / "benchmarks" / "cpp").glob("*.cu"))
@@ -48,11 +65,12 @@ def benchmark_sources(root: Path) -> list[str]:
 def nvcc_flags(features: build.Features = build.EVERYTHING, code: str = build.ARCH) -> list[str]:
     """Flags of every .cu file, without paths. No --use_fast_math: the kernels ask for the intrinsics they mean.
 
+    -O1 is of host code, which checks and launches; device code is optimised as ever.
     The library holds no debug sections, which are four fifths of it with -lineinfo; and what the driver unpacks when
     it first needs a kernel is compressed to a quarter.
     """
     flags = ["-gencode", f"arch=compute_{build.ARCH[3:]},code={code}", "-std=c++17", "-Xptxas", "-v", "-Xcompiler"]
-    flags += ["-fPIC,-fvisibility=hidden,-Wall", "--expt-relaxed-constexpr", "-O3", "--compress-mode=size"]
+    flags += ["-fPIC,-fvisibility=hidden,-Wall", "--expt-relaxed-constexpr", "-O1", "--compress-mode=size"]
     flags += ["-lineinfo"] if features.profile else []
     return [*flags, "-DHTREE_CUDA_DEBUG=1"] if features.debug else [*flags, "-DNDEBUG"]
 
@@ -98,26 +116,41 @@ class Compilation:
     features: build.Features
     store: Path
 
-    def compile(self, name: str, source: str, suffix: str, command: list[str], paths: list[str], *versions: str):
-        """Compiles one source. The key knows `command`'s flags and the versions, not where tools and headers lie."""
+    def compile(
+        self, name: str, source: str, suffix: str, command: list[str], paths: list[str], *versions: str,
+        together: Sequence[str] = (),
+    ) -> store.Job:  # fmt: skip
+        """Compiles a source, and those `together` with it. The key knows `command`'s flags and the versions, not where
+        tools and headers lie."""
         folders = [self.root / "csrc", self.root / "benchmarks" / "cpp", Path(self.tools.cutlass_include)]
-        files = store.reachable(self.root, source, folders)
+        files = {}
+        for one in (source, *together):
+            files |= store.reachable(self.root, one, folders)
         macros = [
             f"-D{macro}={value}"
             for macro, value in defines(self.root, self.features).items()
             if any(macro in text for text, _ in files.values())
         ]
         contents = [f"{file} {digest}" for file, (_, digest) in sorted(files.items())]
-        digest = store.key([*versions, suffix, *command[1:], *macros, *contents])
+        digest = store.key([*versions, suffix, *command[1:], *macros, *contents, *together])
         output = store.place(self.store, Path(source).with_suffix(suffix).as_posix().replace("/", "-"), digest)
-        return store.Job(name, output, (*command, *macros, *paths, source, "-o", store.OUT))
+        more = [word for one in together for word in ("-include", one)]
+        return store.Job(name, output, (*command, *macros, *paths, source, *more, "-o", store.OUT))
 
-    def kernel(self, source: str, code: str = build.ARCH, more: Iterable[str] = (), suffix: str = ".o") -> store.Job:
-        """Compiles a .cu file, by default to an object of host and device code."""
+    def kernels(self) -> list[store.Job]:
+        """Compiles every kernel of this build."""
+        return [self.kernel(unit[0], together=unit[1:]) for unit in units(kernel_sources(self.root, self.features))]
+
+    def kernel(
+        self, source: str, code: str = build.ARCH, more: Iterable[str] = (), suffix: str = ".o",
+        together: Sequence[str] = (),
+    ) -> store.Job:  # fmt: skip
+        """Compiles a .cu file, by default to an object of host and device code, and those `together` with it."""
         tools = self.tools
         command = [tools.nvcc, *nvcc_flags(self.features, code), *(more or ["-c"])]
         paths = ["-ccbin", tools.cxx, "-I", "csrc", "-I", "benchmarks/cpp", "-isystem", tools.cutlass_include]
-        return self.compile(source, source, suffix, command, paths, tools.nvcc_version, tools.cxx_version)
+        versions = tools.nvcc_version, tools.cxx_version
+        return self.compile(source, source, suffix, command, paths, *versions, together=together)
 
     def binding(self, python: Python) -> store.Job:
         """Compiles bindings.cpp for one Python."""

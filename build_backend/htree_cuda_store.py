@@ -145,7 +145,7 @@ def run(jobs: Iterable[Job], ninja: str, parallel: int, build_dir: Path, cwd: Pa
         return []
     seconds = expected_seconds()
     unknown = statistics.median(seconds.values()) if seconds else 0.0
-    waiting = sorted(missing.values(), key=lambda job: -seconds.get(job.name, unknown))
+    waiting = sorted(missing.values(), key=lambda job: -seconds.get(job.name.split()[0], unknown))
     python = os.path.realpath(sys.executable)
     lines = ["ninja_required_version = 1.8", f"builddir = {_ninja_path(build_dir)}", ""]
     lines += ["rule job", "  command = $what", "  description = $name", ""]

@@ -32,7 +32,7 @@ def load_setup():
 
 def write_times(log: Path, target: Path) -> None:
     """The seconds that each source of a log took to compile."""
-    found = re.findall(r"^==== (\S+)\n(?:(?!====).*\n)*?seconds: ([\d.]+)$", log.read_text(), re.MULTILINE)
+    found = re.findall(r"^==== (\S+).*\n(?:(?!====).*\n)*?seconds: ([\d.]+)$", log.read_text(), re.MULTILINE)
     seconds = {source: float(time) for source, time in found}
     target.write_text(json.dumps(dict(sorted(seconds.items())), indent=1) + "\n")
 

@@ -137,7 +137,7 @@ def build_variant(name: str, csrc: Path | None, ref: str | None, patches: list[P
     tools = build.resolve(build.plan({**os.environ, "HTREE_CUDA_KERNELS": "on"}))
     features = build.features()
     compilation = compiling.Compilation(root, tools, features, store.usable(store.folder(), root / "objects"))
-    kernels = [compilation.kernel(source) for source in compiling.kernel_sources(root, features)]
+    kernels = compilation.kernels()
     library = compilation.library(kernels)
     made = compilation.run([*kernels, library], root)
     print(f"{name}: compiled {len(made)} of {len(kernels)} sources", flush=True)

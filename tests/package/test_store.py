@@ -62,7 +62,7 @@ class Tree:
         """Builds all there is; returns the sources that were compiled."""
         self.calls.write_text("")
         compilation = self.compilation(features)
-        kernels = [compilation.kernel(source) for source in compiling.kernel_sources(self.folder, features)]
+        kernels = compilation.kernels()
         library = compilation.library(kernels)
         module = compilation.module(compiling.Python.here(), library)
         compilation.run([*kernels, library, *module], self.folder / "build", quiet=True)
@@ -103,6 +103,26 @@ def test_an_edit_compiles_what_reaches_it(tree, file, again):
     tree.write(file, before)
     os.utime(tree.folder / file, ns=(1, 1))
     assert tree.build() == []  # what it was compiled from before is still there
+
+
+def test_instantiations_of_a_folder_are_compiled_together(tree):
+    """Each of a group is part of the key; files elsewhere and those of another folder are on their own."""
+    folder = "csrc/sm90/htree_fwd/instantiations"
+    for name in "abc":
+        tree.write(f"{folder}/{name}.cu", '#include "../launch.cuh"\n')
+        tree.write(f"csrc/sm90/attn_dist/instantiations/{name}.cu", "// another family\n")
+    tree.write("csrc/sm90/htree_fwd/launch.cuh", "// loops\n")
+    of_family = [f"csrc/sm90/attn_dist/instantiations/{name}.cu" for name in "abc"]
+    apart = [EVERY[1], EVERY[2]]
+    units = compiling.units(compiling.kernel_sources(tree.folder))
+    assert units == [[apart[0]], of_family, [apart[1]], [f"{folder}/a.cu", f"{folder}/b.cu"], [f"{folder}/c.cu"]]
+    assert tree.build() == sorted([*EVERY, of_family[0], f"{folder}/a.cu", f"{folder}/c.cu"])
+    jobs = [job for job in tree.compilation().kernels() if "htree_fwd" in job.name]
+    assert [job.command[-5:-2] for job in jobs][0] == (f"{folder}/a.cu", "-include", f"{folder}/b.cu")
+    tree.write(f"{folder}/b.cu", "// changed\n")
+    assert tree.build() == [f"{folder}/a.cu"]
+    tree.write("csrc/sm90/htree_fwd/launch.cuh", "// other loops\n")
+    assert tree.build() == [f"{folder}/a.cu", f"{folder}/c.cu"]
 
 
 def test_flags_and_versions_are_part_of_the_key(tree):

@@ -27,7 +27,7 @@ def compiled() -> str:
     except (build.Missing, build.BuildError) as error:
         return str(error)
     compilation = compiling.Compilation(ROOT, tools, features, store.folder())
-    jobs = [compilation.kernel(source) for source in compiling.kernel_sources(ROOT, features)]
+    jobs = compilation.kernels()
     missing = sum(not job.output.exists() for job in jobs)
     return f"{missing} kernel sources are not compiled: make check-kernels" if missing else ""
 
