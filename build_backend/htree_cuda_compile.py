@@ -17,10 +17,11 @@ import htree_cuda_store as store
 
 LIBRARY = "libhtree_cuda.so"
 BUILD_INFO = "_build_info.json"
-# Instantiations of a folder that nvcc compiles as one source: alone, each spends two to three seconds of a processor on
-# headers. The more of them, the longer a build takes where there are many processors.
-TOGETHER = {"csrc/sm90/attn_dist": 4, "csrc/sm90/indexer": 4, "csrc/sm90/sparse_attention": 4}
-TOGETHER_ELSEWHERE = 2
+# What nvcc compiles as one source, in the order of names, where it is more than the source: alone, each spends one to
+# three seconds of a processor on headers. So many instantiations of a folder, two where nothing else is said; and
+# everything else of a folder. None takes much more than 20 s, since they set how long many processors build.
+INSTANTIATIONS = {"csrc/sm90/attn_dist": 4, "csrc/sm90/indexer": 4}
+LAUNCHERS = ("csrc/sm90/htree_bwd", "csrc/sm90/htree_fwd")
 
 
 def pybind11_include() -> str:
@@ -45,15 +46,19 @@ def kernel_sources(root: Path, features: build.Features = build.EVERYTHING) -> l
 
 
 def units(sources: Iterable[str]) -> list[list[str]]:
-    """The sources in their order, those together that are compiled together."""
+    """The sources, those together that are compiled together."""
     found: list[list[str]] = []
+    last: dict[str, list[str]] = {}  # the last unit of each group
     for source in sources:
-        folder = Path(source).parent
-        most = TOGETHER.get(folder.parent.as_posix(), TOGETHER_ELSEWHERE) if folder.name == "instantiations" else 1
-        if found and len(found[-1]) < most and Path(found[-1][0]).parent == folder:
-            found[-1].append(source)
+        family, instantiation, _ = source.partition("/instantiations/")
+        if instantiation:
+            group, most = family + instantiation, INSTANTIATIONS.get(family, 2)
         else:
-            found.append([source])
+            group, most = next((folder for folder in LAUNCHERS if source.startswith(f"{folder}/")), source), None
+        if group not in last or len(last[group]) == most:
+            last[group] = []
+            found.append(last[group])
+        last[group].append(source)
     return found
 
 
@@ -120,7 +125,7 @@ class Compilation:
         self, name: str, source: str, suffix: str, command: list[str], paths: list[str], *versions: str,
         together: Sequence[str] = (),
     ) -> store.Job:  # fmt: skip
-        """Compiles a source, and those `together` with it. The key knows `command`'s flags and the versions, not where
+        """Compiles a source, after those `together` with it. The key knows `command`'s flags and the versions, not where
         tools and headers lie."""
         folders = [self.root / "csrc", self.root / "benchmarks" / "cpp", Path(self.tools.cutlass_include)]
         files = {}
@@ -139,13 +144,13 @@ class Compilation:
 
     def kernels(self) -> list[store.Job]:
         """Compiles every kernel of this build."""
-        return [self.kernel(unit[0], together=unit[1:]) for unit in units(kernel_sources(self.root, self.features))]
+        return [self.kernel(last, together=before) for *before, last in units(kernel_sources(self.root, self.features))]
 
     def kernel(
         self, source: str, code: str = build.ARCH, more: Iterable[str] = (), suffix: str = ".o",
         together: Sequence[str] = (),
     ) -> store.Job:  # fmt: skip
-        """Compiles a .cu file, by default to an object of host and device code, and those `together` with it."""
+        """Compiles a .cu file, by default to an object of host and device code, after those `together` with it."""
         tools = self.tools
         command = [tools.nvcc, *nvcc_flags(self.features, code), *(more or ["-c"])]
         paths = ["-ccbin", tools.cxx, "-I", "csrc", "-I", "benchmarks/cpp", "-isystem", tools.cutlass_include]
