@@ -125,8 +125,8 @@ class Compilation:
         self, name: str, source: str, suffix: str, command: list[str], paths: list[str], *versions: str,
         together: Sequence[str] = (),
     ) -> store.Job:  # fmt: skip
-        """Compiles a source, after those `together` with it. The key knows `command`'s flags and the versions, not where
-        tools and headers lie."""
+        """Compiles a source, after those `together` with it. The key knows `command`'s flags and the versions, not
+        where tools and headers lie."""
         folders = [self.root / "csrc", self.root / "benchmarks" / "cpp", Path(self.tools.cutlass_include)]
         files = {}
         for one in (source, *together):

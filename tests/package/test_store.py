@@ -119,7 +119,7 @@ def test_instantiations_of_a_folder_are_compiled_together(tree):
     # The compiler here names the first source of its command.
     assert tree.build() == sorted([*EVERY, of_family[-1], f"{folder}/b.cu", f"{folder}/c.cu"])
     jobs = [job for job in tree.compilation().kernels() if "htree_fwd" in job.name]
-    assert [job.command[-5:-2] for job in jobs][0] == (f"{folder}/b.cu", "-include", f"{folder}/a.cu")
+    assert next(job.command[-5:-2] for job in jobs) == (f"{folder}/b.cu", "-include", f"{folder}/a.cu")
     tree.write(f"{folder}/a.cu", "// changed\n")
     assert tree.build() == [f"{folder}/b.cu"]
     tree.write("csrc/sm90/htree_fwd/launch.cuh", "// other loops\n")
