@@ -53,15 +53,20 @@ def _steps(rows: int, row_bytes: int) -> list[tuple[int, int]]:
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
+def _takes_lists(x: Tensor) -> bool:
+    """Whether the backend of x's device has all_to_all of lists of tensors: NCCL has, gloo has not."""
+    return x.is_cuda
+
+
 def _swap(group: dist.ProcessGroup, rank: int, sent: list[Tensor], received: list[Tensor]) -> None:
     """sent[i] travels to rank i, where it is received[rank]; this rank's own pair stays as it is. All are contiguous,
     views of what the kernels read and wrote: nothing is packed."""
-    if sent[0].is_cuda:
+    if _takes_lists(sent[0]):
         nothing = sent[rank].new_empty(0)
         lists = ([nothing if i == rank else x for i, x in enumerate(some)] for some in (received, sent))
         dist.all_to_all(*lists, group=group)
         return
-    for work in [  # gloo has no such collective
+    for work in [
         call(x, dist.get_global_rank(group, i), group=group)
         for call, some in ((dist.irecv, received), (dist.isend, sent))
         for i, x in enumerate(some)

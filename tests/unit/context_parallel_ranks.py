@@ -190,6 +190,37 @@ def check_small_steps_and_single_heads():
         exchange.STAGING_BYTES, attention.SUM_BYTES = saved
 
 
+def check_what_nccl_is_given():
+    """Lists of contiguous tensors on which sender and receiver agree, none for the rank itself: what all_to_all of NCCL
+    takes, which gloo has not."""
+    calls = []
+
+    def all_to_all(received, sent, group):
+        rank, sizes = dist.get_rank(group), [None] * dist.get_world_size(group)
+        assert len(received) == len(sent) == len(sizes)
+        assert all(x.is_contiguous() and x.dtype == sent[0].dtype for x in (*received, *sent))
+        assert received[rank].numel() == sent[rank].numel() == 0
+        dist.all_gather_object(sizes, [x.numel() for x in sent], group=group)
+        assert [x.numel() for x in received] == [row[rank] for row in sizes]
+        gloo(group, rank, sent, received)
+        calls.append(sizes)
+
+    takes, exchange._takes_lists, original = exchange._takes_lists, lambda x: True, dist.all_to_all
+
+    def gloo(*arguments):
+        exchange._takes_lists = takes
+        exchange._swap(*arguments)
+        exchange._takes_lists = lambda x: True
+
+    dist.all_to_all = all_to_all
+    try:
+        compare(shape={"B": 2, "H": 6, "H_kv": 3})
+        check_the_gradient_of_unshard_is_that_of_all_losses()
+    finally:
+        exchange._takes_lists, dist.all_to_all = takes, original
+    assert calls
+
+
 def check_nan_reaches_what_attends_it_and_nothing_before():
     (q, k, v), _ = inputs()
     v[0, 40] = float("nan")
