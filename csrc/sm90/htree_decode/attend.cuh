@@ -10,14 +10,14 @@
 
 namespace htree_cuda::sm90::htree_decode {
 
-// One side of the values of a turn of a slot's blocks, in O^T, relative to the part's maxima; `sum` is what P adds up to in
+// One side of the values of every second of a slot's blocks, in O^T, relative to the part's maxima; `sum` is what P adds up to in
 // this lane. Blocks are counted from the CTA's first.
 template <class Cfg>
 struct Side {
   // Blocks whose values are loaded before the first of them are multiplied. Loads while others are multiplied gain nothing:
   // they share a scoreboard, so that whoever waits for the first ones waits for all.
   static constexpr int kAtOnce = 4;
-  static constexpr int kStep = kSlots * kTurns;
+  static constexpr int kStep = kSlots * kPartners;
 
   Args const& args;
   Smem<Cfg>& smem;
@@ -66,8 +66,8 @@ struct Side {
     }
   }
 
-  // Adds what was attended in this layer to the slot's state: the first turn to what was attended before, the second to that.
-  __device__ __forceinline__ void store(int part, int slot, int turn) const {
+  // Adds what was attended in this layer to the slot's state: the first partner to what was attended before, the second to that.
+  __device__ __forceinline__ void store(int part, int slot, int partner) const {
     int const lane = lane_of_warp();
     float* const state = smem.states(args) + (part * kSlots + slot) * args.G * Cfg::kOutputStride;
     int const dim = side * (Cfg::kV / kSides) + lane / 8 * 8 + lane / 4 % 2;
@@ -78,7 +78,7 @@ struct Side {
         int const head = 8 * i + lane % 4 * 2 + e;
         if (head >= args.G) continue;
         float2 const factors = smem.factors[part * kHeads + head];
-        float const before = turn == 0 ? factors.x : 1.0f;
+        float const before = partner == 0 ? factors.x : 1.0f;
         float* const to = state + head * Cfg::kOutputStride + dim;
 #pragma unroll
         for (int tile = 0; tile < Cfg::kSideTiles; ++tile) {
@@ -95,30 +95,30 @@ struct Side {
       if (side == 0 && lane % 4 == 0 && head < args.G) {
         float2 const factors = smem.factors[part * kHeads + head];
         float& to = smem.slot_sums[(part * kSlots + slot) * kHeads + head];
-        to = fmaf(to, turn == 0 ? factors.x : 1.0f, __fmul_rn(__fmul_rn(whole, 1.0f / kCut), factors.y));
+        to = fmaf(to, partner == 0 ? factors.x : 1.0f, __fmul_rn(__fmul_rn(whole, 1.0f / kCut), factors.y));
       }
     }
   }
 };
 
-// Two neighbouring warps take the turns of a slot's side, and add what they have one after the other.
+// Two neighbouring warps take a slot's side alternately, a block each, and add what they have one after the other.
 template <class Cfg>
 __device__ __forceinline__ void attend(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp) {
   Split const split(args);
-  int const barrier = kFirstTurnBarrier + warp / kTurns;
-  // Number 8 part + 4 slot + 2 side + turn.
+  int const barrier = kFirstPairBarrier + warp / kPartners;
+  // Number 8 part + 4 slot + 2 side + partner.
 #pragma unroll 1
   for (int i = warp; i < split.streams_of_cta(); i += Cfg::kWarps) {
     int const part = i / kStreams;
-    int const slot = i / (kSides * kTurns) % kSlots;
-    Side<Cfg> side{args, smem, i / kTurns % kSides};
-    int const begin = layer.first_of(split, part) + slot + i % kTurns * kSlots - layer.first;
+    int const slot = i / (kSides * kPartners) % kSlots;
+    Side<Cfg> side{args, smem, i / kPartners % kSides};
+    int const begin = layer.first_of(split, part) + slot + i % kPartners * kSlots - layer.first;
     int const end = layer.first_of(split, part + 1) - layer.first;
     if (begin < end) side.attend(values_of<Cfg>(args, layer), smem.rows + layer.rows_begin, begin, end);
     // Both wait: a warp that only arrived could do so again, for its next blocks, before the other one has.
-    if (i % kTurns != 0) barriers::named_sync(barrier, 32 * kTurns);
-    side.store(part, slot, i % kTurns);
-    if (i % kTurns == 0) barriers::named_sync(barrier, 32 * kTurns);
+    if (i % kPartners != 0) barriers::named_sync(barrier, 32 * kPartners);
+    side.store(part, slot, i % kPartners);
+    if (i % kPartners == 0) barriers::named_sync(barrier, 32 * kPartners);
   }
 }
 

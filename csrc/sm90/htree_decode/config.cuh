@@ -65,7 +65,7 @@ inline constexpr int kBinWarps = 4;  // that look for the threshold's
 
 // Barriers of the CTA beside __syncthreads': of the warps that look for a bin, and of each pair of warps.
 inline constexpr int kBinBarrier = 1;
-inline constexpr int kFirstTurnBarrier = 2;
+inline constexpr int kFirstPairBarrier = 2;
 // What a round of the selection has found: the bin that holds the threshold.
 struct Digit {
   uint32_t bin;

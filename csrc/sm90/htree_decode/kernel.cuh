@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
       write_whole_layer<Cfg>(args, smem, layer, static_cast<int>(smem.unit.t >> (kLog2Siblings * layer)) + 1);
     }
   }
-  // Before a layer is attended, the next one's nodes are known and its keys asked for: they come while values are multiplied.
+  // Before a layer is attended, the next one's nodes are known and its keys prefetched: they come while values are multiplied.
   // Where there are many queries they would push each other out of L2, and wait. The first time there is no layer yet but the next.
   bool const early = args.log2_parts_of_cta <= (Cfg::kLarge ? 1 : 0);
 #pragma unroll 1
