@@ -118,6 +118,28 @@ def test_the_program_writes_what_it_says(tmp_path, monkeypatch, capsys):
         example.main(["--steps", "2,3"])
 
 
+def test_seeds_side_by_side_are_processes_whose_logs_are_joined(tmp_path, monkeypatch):
+    """The processes run here, one after the other: only what they are told and what becomes of it is tested."""
+    monkeypatch.setitem(PRESETS, "cpu", TINY)
+
+    class Process:
+        def __init__(self, command: list[str]):
+            self.status = example.main(command[2:])
+
+        def wait(self) -> int:
+            return self.status
+
+    monkeypatch.setattr(example.subprocess, "Popen", Process)
+    assert example.main(["--seeds", "3,4", "--steps", "2,3,2", "--out", str(tmp_path), "--side-by-side"]) == 0
+    report = json.loads((tmp_path / "train_dsa_cpu.json").read_text())
+    alone = [json.loads((tmp_path / f"seed_{seed}" / "train_dsa_cpu.json").read_text()) for seed in (3, 4)]
+    assert report["runs"] == [run for log in alone for run in log["runs"]]
+    assert [run["seed"] for run in report["runs"]] == [3, 4]
+    monkeypatch.setattr(Process, "wait", lambda self: 1)
+    with pytest.raises(SystemExit):
+        example.main(["--seeds", "3,4", "--steps", "2,3,2", "--out", str(tmp_path), "--side-by-side"])
+
+
 def test_bench_dsa(tmp_path, capsys):
     shape = "--queries 8 --heads-list 4 --topk 16 --lengths 64 --dim 24 --value-dim 16 --index-heads 2 --index-dim 8"
     with pytest.MonkeyPatch.context() as patch:
