@@ -18,10 +18,14 @@ import htree_cuda_store as store
 LIBRARY = "libhtree_cuda.so"
 BUILD_INFO = "_build_info.json"
 # What nvcc compiles as one source, in the order of names, where it is more than the source: alone, each spends one to
-# three seconds of a processor on headers. So many instantiations of a folder, two where nothing else is said; and
-# everything else of a folder. None takes much more than 20 s, since they set how long many processors build.
-INSTANTIATIONS = {"csrc/sm90/attn_dist": 4, "csrc/sm90/indexer": 4}
-LAUNCHERS = ("csrc/sm90/htree_bwd", "csrc/sm90/htree_fwd")
+# three seconds of a processor on headers. So many instantiations of a folder, two where nothing else is said; and of
+# everything else what lies below the folders of a group. None takes much more than 20 s, since they set how long many
+# processors build. Kernels whose shared memory a launch sizes stay apart: they would share a symbol and its alignment.
+INSTANTIATIONS = {"csrc/sm90/attn_dist": 8, "csrc/sm90/indexer": 4}
+LAUNCHERS = (
+    ("csrc/host/", "csrc/sm90/"),
+    ("csrc/tree/append/", "csrc/tree/pack/", "csrc/tree/replay/", "csrc/tree/select/"),
+)
 
 
 def pybind11_include() -> str:
@@ -48,13 +52,13 @@ def kernel_sources(root: Path, features: build.Features = build.EVERYTHING) -> l
 def units(sources: Iterable[str]) -> list[list[str]]:
     """The sources, those together that are compiled together."""
     found: list[list[str]] = []
-    last: dict[str, list[str]] = {}  # the last unit of each group
+    last: dict[str | tuple[str, ...], list[str]] = {}  # the last unit of each group
     for source in sources:
         family, instantiation, _ = source.partition("/instantiations/")
         if instantiation:
             group, most = family + instantiation, INSTANTIATIONS.get(family, 2)
         else:
-            group, most = next((folder for folder in LAUNCHERS if source.startswith(f"{folder}/")), source), None
+            group, most = next((group for group in LAUNCHERS if source.startswith(group)), source), None
         if group not in last or len(last[group]) == most:
             last[group] = []
             found.append(last[group])

@@ -146,13 +146,17 @@ def run(jobs: Iterable[Job], ninja: str, parallel: int, build_dir: Path, cwd: Pa
     seconds = expected_seconds()
     unknown = statistics.median(seconds.values()) if seconds else 0.0
     waiting = sorted(missing.values(), key=lambda job: -seconds.get(job.name.split()[0], unknown))
+    # Links wait for all that compiles. ninja begins with what most is built upon, and would leave the binding for last.
+    compiled = " ".join(_ninja_path(job.output) for job in waiting if not job.needs)
     python = os.path.realpath(sys.executable)
     lines = ["ninja_required_version = 1.8", f"builddir = {_ninja_path(build_dir)}", ""]
     lines += ["rule job", "  command = $what", "  description = $name", ""]
+    lines += [f"build compiled: phony || {compiled}", ""] if compiled else []
     for job in waiting:
         command = [str(job.output) if argument == OUT else argument for argument in job.command]
-        needs = " ".join(_ninja_path(path) for path in job.needs if path in missing)
-        lines.append(f"build {_ninja_path(job.output)}: job{' || ' + needs if needs else ''}")
+        needs = [_ninja_path(path) for path in job.needs if path in missing]
+        needs += ["compiled"] if compiled and job.needs else []
+        lines.append(f"build {_ninja_path(job.output)}: job{' || ' + ' '.join(needs) if needs else ''}")
         lines.append(f"  what = {_ninja_command([python, RUN_LOGGED, str(job.output), *command])}")
         lines.extend([f"  name = {job.name}", ""])
         job.output.parent.mkdir(parents=True, exist_ok=True)

@@ -70,8 +70,9 @@ class Tree:
 
 
 @pytest.fixture
-def tree(tmp_path):
+def tree(tmp_path, monkeypatch):
     pytest.importorskip("pybind11")
+    monkeypatch.setattr(compiling, "LAUNCHERS", (("csrc/together/", "csrc/with/"),))
     return Tree(tmp_path / "a b$c'd", tmp_path / "kept")
 
 
@@ -126,6 +127,24 @@ def test_instantiations_of_a_folder_are_compiled_together(tree):
     assert tree.build() == [f"{folder}/b.cu", f"{folder}/c.cu"]
 
 
+def test_launchers_of_a_group_are_compiled_together(tree):
+    tree.write("csrc/together/a/launch.cu", "// one\n")
+    tree.write("csrc/together/b.cu", "// another\n")
+    tree.write("csrc/with/launch.cu", "// a third\n")
+    units = compiling.units(compiling.kernel_sources(tree.folder))
+    assert [unit for unit in units if len(unit) > 1] == [
+        ["csrc/together/a/launch.cu", "csrc/together/b.cu", "csrc/with/launch.cu"]
+    ]
+    assert tree.build() == sorted([*EVERY, "csrc/with/launch.cu"])
+    tree.write("csrc/together/b.cu", "// another word\n")
+    assert tree.build() == ["csrc/with/launch.cu"]
+
+
+def test_every_source_is_of_one_unit():
+    sources = compiling.kernel_sources(ROOT)
+    assert sorted(source for unit in compiling.units(sources) for source in unit) == sources
+
+
 def test_flags_and_versions_are_part_of_the_key(tree):
     plain = tree.compilation().kernel("csrc/host/library.cu")
     assert "-lineinfo" not in plain.command and "--compress-mode=size" in plain.command
@@ -168,6 +187,10 @@ def test_the_longest_compilation_begins_first(tree, monkeypatch):
     tree.build()
     text = (tree.folder / "build" / "build.ninja").read_text()
     assert text.index(f"name = {EVERY[2]}") < text.index(f"name = {EVERY[1]}")
+    # The library waits for the binding too, or ninja would compile it last: nothing but the module is built upon it.
+    (line,) = (line for line in text.splitlines() if line.startswith("build compiled: phony || "))
+    assert line.count(".o") == len(EVERY)
+    assert [line.endswith(" compiled") for line in text.splitlines() if ": job || " in line] == [True, True]
 
 
 def test_what_fails_leaves_nothing(tree):

@@ -104,9 +104,8 @@ void launch_chunk(AttnDistParams const& p, bool one_start, int processors, cudaS
 
 namespace htree_cuda {
 
-using namespace sm90::attn_dist;
-
 void attn_dist(AttnDistParams const& params, void* stream) {
+  using namespace sm90::attn_dist;
   check(params);
   if (params.B == 0 || params.s_q == 0 || params.topk == 0) return;
   int const processors = host::sm_count();

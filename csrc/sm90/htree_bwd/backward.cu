@@ -243,14 +243,6 @@ struct Launcher {
   }
 };
 
-}  // namespace
-}  // namespace htree_cuda::sm90::htree_bwd
-
-namespace htree_cuda {
-
-using namespace sm90::htree_bwd;
-
-namespace {
 
 void check(ForwardParams const& p, PartParams const& part) {
   host::tree_args::check(kOp, p);
@@ -268,11 +260,16 @@ bool is_empty(ForwardParams const& p) {
   return has_sequences(p) ? p.sequences.total_q * p.T_q == 0 : p.B * p.T_q == 0;
 }
 
+
 }  // namespace
+}  // namespace htree_cuda::sm90::htree_bwd
+
+namespace htree_cuda {
 
 std::int64_t backward_workspace(ForwardParams const& p) { return backward_workspace(p, {}); }
 
 std::int64_t backward_workspace(ForwardParams const& p, PartParams const& part) {
+  using namespace sm90::htree_bwd;
   check(p, part);
   if (is_empty(p)) return 0;
   return host::workspace_of_parts(p, [&](ForwardParams const& own) { return Workspace(own, part, nullptr).bytes; });
@@ -281,6 +278,7 @@ std::int64_t backward_workspace(ForwardParams const& p, PartParams const& part) 
 void backward(BackwardParams const& params, void* stream) { backward(params, {}, stream); }
 
 void backward(BackwardParams const& params, PartParams const& part, void* stream) {
+  using namespace sm90::htree_bwd;
   ForwardParams const& p = params.forward;
   check(p, part);
   cudaStream_t const s = static_cast<cudaStream_t>(stream);

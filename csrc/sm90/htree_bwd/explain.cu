@@ -133,13 +133,13 @@ private:
 
 namespace htree_cuda {
 
-using namespace sm90::htree_bwd;
-
 void explain_backward(ForwardParams const& p, int processors, LaunchSink sink, void* context) {
+  using namespace sm90::htree_bwd;
   explain_backward(p, {}, processors, sink, context);
 }
 
 void explain_backward(ForwardParams const& p, PartParams const& part, int processors, LaunchSink sink, void* context) {
+  using namespace sm90::htree_bwd;
   host::tree_args::check("explain_backward", p);
   if (p.B * p.T_q == 0) return;
   Workspace const workspace(p, part, nullptr);

@@ -5,10 +5,7 @@
 #include "launch.h"
 #include "host/cache_args.h"
 
-namespace htree_cuda {
-
-using namespace sm90::htree_decode;
-
+namespace htree_cuda::sm90::htree_decode {
 namespace {
 
 // Which kernel runs for which call: by dtype and head dimensions here, and in launch.cuh by heads of a group, by whether rotated
@@ -24,9 +21,14 @@ void dispatch(Args const& args, DType dtype, int K, unsigned units, cudaStream_t
                            : dispatch_dim<__nv_bfloat16>(args, K, units, stream);
 }
 
+
 }  // namespace
+}  // namespace htree_cuda::sm90::htree_decode
+
+namespace htree_cuda {
 
 void tree_decode(TreeDecodeParams const& params, void* stream) {
+  using namespace sm90::htree_decode;
   constexpr char const* kOp = "tree_decode";
   using host::cache_args::reject;
   TreeCacheParams const& cache = params.cache;

@@ -142,9 +142,8 @@ private:
 
 namespace htree_cuda {
 
-using namespace sm90::htree_fwd;
-
 void explain_forward(ForwardParams const& p, int processors, LaunchSink sink, void* context) {
+  using namespace sm90::htree_fwd;
   tree_args::check("explain_forward", p);
   if (p.B * p.T_q == 0) return;
   Workspace const workspace(p, {}, nullptr, processors);

@@ -335,11 +335,10 @@ private:
 
 namespace htree_cuda {
 
-using namespace sm90::htree_fwd;
-
 std::int64_t forward_workspace(ForwardParams const& p) { return forward_workspace(p, {}); }
 
 std::int64_t forward_workspace(ForwardParams const& p, PartParams const& part) {
+  using namespace sm90::htree_fwd;
   tree_args::check(kOp, p);
   if (rows_of_call(p) == 0) return 0;
   return workspace_of_parts(p, [&](ForwardParams const& own) { return Workspace(own, part, nullptr, processors()).bytes; });
@@ -348,6 +347,7 @@ std::int64_t forward_workspace(ForwardParams const& p, PartParams const& part) {
 void forward(ForwardParams const& p, void* stream) { forward(p, {}, stream); }
 
 void forward(ForwardParams const& p, PartParams const& part, void* stream) {
+  using namespace sm90::htree_fwd;
   tree_args::check(kOp, p);
   if (rows_of_call(p) == 0) return;
   if (std::int64_t const past = misalignment(p.selection, 16); past != 0) {

@@ -14,7 +14,7 @@ namespace htree_cuda::sm90::indexer {
 
 namespace {
 
-constexpr char const* kOp = "indexer_topk";
+constexpr char const* kTopkOp = "indexer_topk";
 constexpr std::int64_t kMaxWorkspace = std::int64_t{256} << 20;
 // Queries that share the products of one CTA, at least; a chunk of fewer leaves tensor cores idle.
 constexpr std::int64_t kQueryStep = 16;
@@ -97,20 +97,20 @@ void run_chunk(IndexerTopkParams const& params, Chunk const& chunk, void* stream
 
 namespace htree_cuda {
 
-using namespace sm90::indexer;
-
 std::int64_t indexer_topk_workspace(IndexerTopkParams const& params) {
+  using namespace sm90::indexer;
   IndexerLogitsParams const& p = params.logits;
-  host::window_args::check(kOp, p.window, p.B, p.s_q, p.s_kv);
+  host::window_args::check(kTopkOp, p.window, p.B, p.s_q, p.s_kv);
   std::int64_t const row = 4 * row_columns(p, p.s_q);
-  host::window_args::require(kOp, row <= kMaxWorkspace, "a row of logits must fit in 256 MiB, it takes " + std::to_string(row) + " bytes");
+  host::window_args::require(kTopkOp, row <= kMaxWorkspace, "a row of logits must fit in 256 MiB, it takes " + std::to_string(row) + " bytes");
   return std::min(kMaxWorkspace, row * std::max<std::int64_t>(p.s_q, 1) * std::max<std::int64_t>(p.B, 1));
 }
 
 void indexer_topk(IndexerTopkParams const& params, void* stream) {
+  using namespace sm90::indexer;
   IndexerLogitsParams const& p = params.logits;
   std::int64_t const needed = indexer_topk_workspace(params);
-  host::window_args::require(kOp, params.workspace_bytes >= needed,
+  host::window_args::require(kTopkOp, params.workspace_bytes >= needed,
                              "workspace of " + std::to_string(params.workspace_bytes) + " bytes, needs " + std::to_string(needed));
   std::int64_t b = 0;
   while (b < p.B && p.s_q > 0) {

@@ -156,9 +156,8 @@ void launch_chunk(IndexerLogitsParams const& p, device::Window const& window, cu
 
 namespace htree_cuda {
 
-using namespace sm90::indexer;
-
 void indexer_logits(IndexerLogitsParams const& p, void* stream) {
+  using namespace sm90::indexer;
   check(p);
   if (p.B == 0 || p.s_q == 0 || p.s_kv == 0) return;
   host::window_args::for_each_chunk(p.window, p.B, p.s_q, [&](std::int64_t b, std::int64_t batches) {

@@ -99,15 +99,15 @@ void run(IndexerListedParams const& params, cudaStream_t stream) {
 
 namespace htree_cuda {
 
-using namespace sm90::indexer_listed;
-
 void indexer_logits_listed(IndexerListedParams const& params, void* stream) {
+  using namespace sm90::indexer_listed;
   check("indexer_logits", params);
   if (params.indexer.B == 0 || params.indexer.s_q == 0 || params.topk == 0) return;
   run<Pass::kForward>(params, static_cast<cudaStream_t>(stream));
 }
 
 void indexer_logits_backward(IndexerListedParams const& params, void* stream) {
+  using namespace sm90::indexer_listed;
   check("indexer_logits_backward", params);
   if (params.indexer.B == 0 || params.indexer.s_q == 0) return;
   run<Pass::kBackward>(params, static_cast<cudaStream_t>(stream));

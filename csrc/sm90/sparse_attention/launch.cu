@@ -73,9 +73,8 @@ void launch_chunk(SparseAttentionParams const& p, bool one_start, int processors
 
 namespace htree_cuda {
 
-using namespace sm90::sparse_attention;
-
 void sparse_attention(SparseAttentionParams const& params, void* stream) {
+  using namespace sm90::sparse_attention;
   check(params);
   if (params.B == 0 || params.s_q == 0) return;
   int const processors = host::sm_count();

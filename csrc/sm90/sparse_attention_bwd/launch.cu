@@ -202,14 +202,14 @@ void launch_bounds(KernelParams const& p, cudaStream_t stream) {
 
 namespace htree_cuda {
 
-using namespace sm90::sparse_attention_bwd;
-
 std::int64_t sparse_attention_backward_workspace(SparseAttentionBackwardParams const& params) {
+  using namespace sm90::sparse_attention_bwd;
   KernelParams unused{};
   return lay_out(params, nullptr, unused);
 }
 
 void sparse_attention_backward(SparseAttentionBackwardParams const& params, void* stream) {
+  using namespace sm90::sparse_attention_bwd;
   check(params);
   SparseAttentionParams const& f = params.forward;
   auto const cuda_stream = static_cast<cudaStream_t>(stream);

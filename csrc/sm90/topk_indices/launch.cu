@@ -29,9 +29,8 @@ void check(TopkIndicesParams const& p) {
 
 namespace htree_cuda {
 
-using namespace sm90::topk_indices;
-
 void topk_indices(TopkIndicesParams const& p, void* stream) {
+  using namespace sm90::topk_indices;
   check(p);
   if (p.B == 0 || p.s_q == 0) return;
   host::window_args::for_each_chunk(p.window, p.B, p.s_q, [&](std::int64_t b, std::int64_t batches) {

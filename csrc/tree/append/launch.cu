@@ -4,10 +4,7 @@
 #include "host/cache_args.h"
 #include "kernel.cuh"
 
-namespace htree_cuda {
-
-using namespace tree::append;
-
+namespace htree_cuda::tree::append {
 namespace {
 
 Input input(void const* x, std::int64_t stride_b, std::int64_t stride_t, std::int64_t stride_h, std::int64_t dim) {
@@ -28,9 +25,14 @@ void launch(Args const& args, std::int64_t B, cudaStream_t stream) {
   host::launch_overlapped(append_finish_kernel<Element>, static_cast<unsigned>(B), kThreads, 0, stream, args);
 }
 
+
 }  // namespace
+}  // namespace htree_cuda::tree::append
+
+namespace htree_cuda {
 
 void tree_append(TreeAppendParams const& params, void* stream) {
+  using namespace tree::append;
   TreeCacheParams const& cache = params.cache;
   host::cache_args::check("tree_append", cache);
   if (params.T_new < 0 || params.T_new > std::numeric_limits<int>::max()) {

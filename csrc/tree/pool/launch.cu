@@ -138,9 +138,8 @@ void launch(TreePoolParams const& p, Tree const& tree, TreePoolTensor const* con
 
 namespace htree_cuda {
 
-using namespace tree::pool;
-
 void tree_pool(TreePoolParams const& p, void* stream) {
+  using namespace tree::pool;
   Tree const tree = make_tree(p);
   if (p.layers == 1 || p.B == 0) return;
   dispatch_dtype("tree_pool", p.dtype, [&](auto tag) {
