@@ -3,8 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include <cstdint>
 
 #include "device/barriers.cuh"
@@ -69,8 +67,7 @@ __device__ __forceinline__ void prefetch(Smem<Cfg> const& smem, Layer const& lay
     for (int block = warp; block < blocks; block += Cfg::kWarps) {
       int const readable = layer.readable_of(layer.first + block);
       if (readable == 0 || lane_of_warp() != 0) continue;
-      cute::SM90_BULK_COPY_G2S::PREFETCH::copy(from + static_cast<std::int64_t>(rows[block * kSiblings]) * kBytes,
-                                               readable * kBytes);
+      ptx::bulk_prefetch(from + static_cast<std::int64_t>(rows[block * kSiblings]) * kBytes, readable * kBytes);
     }
     return;
   }
