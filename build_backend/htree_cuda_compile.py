@@ -21,7 +21,7 @@ BUILD_INFO = "_build_info.json"
 # three seconds of a processor on headers. So many instantiations of a folder, two where nothing else is said; and of
 # everything else what lies below the folders of a group. None takes much more than 20 s, since they set how long many
 # processors build. Kernels whose shared memory a launch sizes stay apart: they would share a symbol and its alignment.
-INSTANTIATIONS = {"csrc/sm90/attn_dist": 8, "csrc/sm90/indexer": 4}
+INSTANTIATIONS = {"csrc/sm90/attn_dist": 8, "csrc/sm90/htree_decode": 4, "csrc/sm90/indexer": 4}
 LAUNCHERS = (
     ("csrc/host/", "csrc/sm90/"),
     ("csrc/tree/append/", "csrc/tree/pack/", "csrc/tree/replay/", "csrc/tree/select/"),

@@ -1,4 +1,5 @@
-"""Checks a log of nvcc -Xptxas -v: no register spills, none of ptxas' advisories that cost performance.
+"""Checks a log of nvcc -Xptxas -v: no register spills, none of ptxas' advisories that cost
+performance, no warning of nvcc's front end.
 
 python tools/check_build_log.py [build/kernels/nvcc.log]
 """
@@ -31,6 +32,8 @@ def check(text: str) -> list[str]:
         match = re.search(r"\(C(7\d\d\d)\)", line)
         if match and int(match[1]) in ADVISORIES:
             problems.append(f"ptxas advisory: {line.strip()}")
+        if re.search(r"\): warning #\d+-D: ", line):
+            problems.append(line.strip())
     if not seen:
         problems.append("the log names no kernel: was it written by nvcc -Xptxas -v?")
     return problems
@@ -49,7 +52,7 @@ def main(argv: list[str]) -> int:
         print(f"{path.name}: {problem}", file=sys.stderr)
     if not problems:
         kernels = text.count("Compiling entry function")
-        print(f"{path.name}: {kernels} kernels, no spills, no advisories")
+        print(f"{path.name}: {kernels} kernels, no spills, no advisories, no warnings")
     return 1 if problems else 0
 
 

@@ -23,6 +23,7 @@ void dispatch_dtype(char const* op, DType dtype, Fn&& fn) {
     case DType::kBFloat16: return fn(TypeTag<cutlass::bfloat16_t>{});
     case DType::kFloat16: return fn(TypeTag<cutlass::half_t>{});
     case DType::kFloat32: return fn(TypeTag<float>{});
+    case DType::kFloat8E4M3: break;
   }
   throw std::invalid_argument(std::string(op) + ": unknown dtype " + std::to_string(static_cast<int>(dtype)));
 }

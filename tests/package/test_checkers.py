@@ -36,6 +36,8 @@ def test_build_log_checker(tmp_path):
     ):
         line = f"ptxas info    : (C{code}) Potential Performance Loss: something in function '_Z1kv'\n"
         assert bool(check_build_log.check(GOOD_LOG + line)) is bad
+    warning = "./csrc/tree/pack/kernel.cuh(312): warning #128-D: loop is not reachable"
+    assert check_build_log.check(f"{GOOD_LOG}{warning}\n") == [warning]
     assert check_build_log.check("") == ["the log names no kernel: was it written by nvcc -Xptxas -v?"]
     path = tmp_path / "nvcc.log"
     path.write_text(spill)

@@ -81,8 +81,8 @@ struct Quarter {
 #pragma unroll
         for (int d = 0; d < kDims; ++d) to[d] = fmaf(to[d], factors.x, __fmul_rn(o[i][d / 2][d % 2 * 2 + e], factors.y));
       }
-      float whole = sum[i] + __shfl_xor_sync(0xffffffffu, sum[i], 1);
-      whole += __shfl_xor_sync(0xffffffffu, whole, 2);
+      float whole = sum[i] + __shfl_xor_sync(kFullWarp, sum[i], 1);
+      whole += __shfl_xor_sync(kFullWarp, whole, 2);
       int const head = lane / 4 + 8 * i;
       if (quarter == 0 && lane % 4 == 0 && head < args.G) {
         float2 const factors = smem.factors[part * kHeads + head];

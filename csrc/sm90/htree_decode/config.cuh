@@ -28,6 +28,7 @@
 #include <type_traits>
 
 #include "device/ptx.cuh"
+#include "device/sm90.cuh"
 #include "args.cuh"
 #include "layer.cuh"
 #include "split.cuh"
@@ -116,7 +117,6 @@ struct Smem {
   }
 };
 
-inline constexpr int kMaxSharedBytes = 232448;
 inline constexpr int kMaxSharedBytesOfTwo = 233472 / 2 - 1024;  // where two CTAs share an SM
 
 template <class Cfg>

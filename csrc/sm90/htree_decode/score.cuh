@@ -173,7 +173,7 @@ __device__ __forceinline__ void score(Args const& args, Layer const& layer, Smem
       for (int e = 0; e < 2; ++e) {
 #pragma unroll
         for (int d = 4; d < 32; d *= 2) {
-          most[tile][e] = fmaxf(most[tile][e], __shfl_xor_sync(0xffffffffu, most[tile][e], d));
+          most[tile][e] = fmaxf(most[tile][e], __shfl_xor_sync(kFullWarp, most[tile][e], d));
         }
         if (lane_of_warp() < 4) smem.maxima[i * kHeads + 8 * tile + 2 * lane_of_warp() + e] = most[tile][e];
       }

@@ -51,7 +51,7 @@ __device__ __forceinline__ void find_bin(Smem<Cfg>& smem, int cta, int ctas, int
     uint32_t inclusive = own;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
-      uint32_t const less = __shfl_up_sync(0xffffffffu, inclusive, d);
+      uint32_t const less = __shfl_up_sync(kFullWarp, inclusive, d);
       if (lane >= d) inclusive += less;
     }
     uint32_t passed = inclusive - own & 0xffffu;
@@ -85,14 +85,14 @@ struct BitsBefore {
     uint32_t inclusive = bits;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
-      uint32_t const less = __shfl_up_sync(0xffffffffu, inclusive, d);
+      uint32_t const less = __shfl_up_sync(kFullWarp, inclusive, d);
       if (lane >= d) inclusive += less;
     }
     before = inclusive - bits;
   }
 
   __device__ __forceinline__ uint32_t word(int w) const {
-    uint32_t bits = __shfl_sync(0xffffffffu, before, w / kOfLane);
+    uint32_t bits = __shfl_sync(kFullWarp, before, w / kOfLane);
 #pragma unroll
     for (int i = 0; i < kOfLane - 1; ++i) {
       if (i < w % kOfLane) bits += __popc(words[w / kOfLane * kOfLane + i]);
@@ -163,7 +163,7 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
 #pragma unroll 1
     for (int w = warp; w < words; w += Cfg::kWarps) {
       int const i = 32 * w + lane;
-      uint32_t const equal = __ballot_sync(0xffffffffu, i < count && smem.importance[i] == range.begin);
+      uint32_t const equal = __ballot_sync(kFullWarp, i < count && smem.importance[i] == range.begin);
       if (lane == 0) smem.equal[w] = equal;
     }
     __syncthreads();
@@ -179,7 +179,7 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
       selected = first + __popc(smem.equal[w] & ((1u << lane) - 1u)) < room;
     }
     selected |= layer.last == layer.blocks && kSiblings * layer.first + i == layer.n - 1;  // the rightmost
-    uint32_t const word = __ballot_sync(0xffffffffu, selected);
+    uint32_t const word = __ballot_sync(kFullWarp, selected);
     if (lane == 0) smem.expanded[w] = word;
   }
   __syncthreads();

@@ -81,8 +81,8 @@ __device__ __forceinline__ void exponentiate(Args const& args, Layer const& laye
         }
       }
       __syncwarp();
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      sum += __shfl_xor_sync(kFullWarp, sum, 1);
+      sum += __shfl_xor_sync(kFullWarp, sum, 2);
       if (lane % 4 == 0) smem.sums[stream * kHeads + head] = sum;
     }
   }

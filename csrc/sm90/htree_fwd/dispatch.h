@@ -108,8 +108,8 @@ inline std::int64_t max_half_selected_parents(ForwardParams const& p) { return 2
 
 // Positions begin .. end - 1 of the queries for which layer l is of a kind, in a pass.
 struct Positions {
-  std::int64_t begin;
-  std::int64_t end;
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
 
   Positions(ForwardParams const& p, Pass pass, LayerKind kind, int l) {
     auto const of_parents = [&](std::int64_t parents, int layer) { return parents << (kLog2Siblings * (layer + 1)); };

@@ -57,6 +57,13 @@ __device__ __forceinline__ void sync_consumers(State<Cfg> const& s) {
   barriers::named_sync(Cfg::kMergeBarrier, Cfg::kConsumers * 32);
 }
 
+// Where consumer `warp` leaves maximum and sum of a row's head: after an attend pass in the ring, else before it, since a score
+// pass goes on to read its ring.
+template <class Cfg>
+__device__ __forceinline__ uint32_t merge_head_place(State<Cfg> const& s, Ring<Cfg> const& ring, int warp, int row) {
+  return ring.stages + static_cast<uint32_t>(Cfg::kMergeHeadOffset + (warp * 16 + head_of_row(s, row)) * 16);
+}
+
 // Merges maximum, sum and the rightmost candidate's score of both heads over all consumers, in the order of their
 // ranks, and rescales O to the maximum.
 template <class Cfg>
@@ -66,7 +73,7 @@ __device__ __forceinline__ void merge_heads(State<Cfg>& s, Ring<Cfg> const& ring
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint4 const own = {__float_as_uint(s.max[i]), __float_as_uint(s.sum[i]), __float_as_uint(s.right[i]), 0u};
-      ptx::store_shared_16B(ring.stages + Cfg::kMergeHeadOffset + (s.warp * 16 + head_of_row(s, i)) * 16, own);
+      ptx::store_shared_16B(merge_head_place(s, ring, s.warp, i), own);
     }
   }
   sync_consumers(s);
@@ -77,7 +84,7 @@ __device__ __forceinline__ void merge_heads(State<Cfg>& s, Ring<Cfg> const& ring
     float right = 0.0f;
 #pragma unroll 1
     for (int w = 0; w < Cfg::kConsumers; ++w) {
-      uint4 const other = ptx::load_shared_16B(ring.stages + Cfg::kMergeHeadOffset + (w * 16 + head_of_row(s, i)) * 16);
+      uint4 const other = ptx::load_shared_16B(merge_head_place(s, ring, w, i));
       float const merged = fmaxf(largest, __uint_as_float(other.x));
       sum = sum * ptx::exp2_movable((largest - merged) * s.unit[i]) +
             __uint_as_float(other.y) * ptx::exp2_movable((__uint_as_float(other.x) - merged) * s.unit[i]);

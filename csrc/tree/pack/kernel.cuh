@@ -306,19 +306,19 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   }
   if constexpr (kOperandsA) {
     store_key_rows<kSteps>(keys, chunk, lane / kLanesPerRow, kRowsAtOnce, rotated);
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int odd = 0; odd < 2; ++odd) {
-    int const column = rope::tile_of(chunk, odd);
-    if (args.tiles) {
+    for (int odd = 0; odd < 2; ++odd) {
+      int const column = rope::tile_of(chunk, odd);
+      if (args.tiles) {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        uint4* const to = chunk_of(keys, step * kRowsAtOnce + lane / kLanesPerRow, column);
-        *to = *reinterpret_cast<uint4 const*>(rotated[odd][step]);
+        for (int step = 0; step < kSteps; ++step) {
+          uint4* const to = chunk_of(keys, step * kRowsAtOnce + lane / kLanesPerRow, column);
+          *to = *reinterpret_cast<uint4 const*>(rotated[odd][step]);
+        }
+      } else {
+        store_key_fragments<kSteps>(keys, column / 2, chunk, lane / kLanesPerRow, kRowsAtOnce, rotated[odd]);
       }
-    } else {
-      store_key_fragments<kSteps>(keys, column / 2, chunk, lane / kLanesPerRow, kRowsAtOnce, rotated[odd]);
     }
   }
 }
