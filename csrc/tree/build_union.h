@@ -12,7 +12,7 @@
 namespace htree_cuda::tree::build_union {
 
 struct Args {
-  QueryTiles blocks;
+  QueryTiles tiles; 
   int layer;  // the layer whose candidates are children of the union; `nodes` were selected in the layer above
   int layers;
   int top_k;
@@ -21,7 +21,7 @@ struct Args {
   std::int32_t* union_nodes;  // [tiles, 12 * top_k]
   void* union_masks;          // likewise, 16 bits for each tile of a set
   std::int32_t* union_count;  // [tiles]
-  TileSets groups;         // sets of 1, 2 or 4 tiles
+  TileSets sets;           // sets of 1, 2 or 4 tiles
 };
 
 void build_union(Args const& args, host::LaneStream stream);

@@ -165,15 +165,15 @@ struct QueryTile {
   std::int32_t count;  // how many queries it has; in a batch the tile may be larger
   std::int64_t t;      // position of the first query
 
-  __device__ QueryTile(QueryTiles const& blocks, int i) {
-    bh = static_cast<std::int32_t>((blocks.begin + i) / blocks.per_head);
-    if (blocks.entries == nullptr) {
-      first = static_cast<std::int32_t>((blocks.begin + i) % blocks.per_head) * kQueryTile;
-      count = static_cast<std::int32_t>(blocks.T_q) - first;
-      t = blocks.q_start + first;
+  __device__ QueryTile(QueryTiles const& tiles, int i) {
+    bh = static_cast<std::int32_t>((tiles.begin + i) / tiles.per_head);
+    if (tiles.entries == nullptr) {
+      first = static_cast<std::int32_t>((tiles.begin + i) % tiles.per_head) * kQueryTile;
+      count = static_cast<std::int32_t>(tiles.T_q) - first;
+      t = tiles.q_start + first;
     } else {
-      TileEntry const entry = blocks.entry(i);
-      bh += entry.sequence() * blocks.H_kv;
+      TileEntry const entry = tiles.entry(i);
+      bh += entry.sequence() * tiles.H_kv;
       first = entry.row;
       count = entry.count();
       t = entry.t;
@@ -192,52 +192,52 @@ struct TileSets {
   std::int32_t of_first_head;  // how many of them are of the same head as the first
   std::int32_t size;           // tiles of a set, a power of two; 0 where there is no set
 
-  __host__ __device__ static TileSets of(QueryTiles const& blocks, std::int32_t from, std::int32_t count,
+  __host__ __device__ static TileSets of(QueryTiles const& tiles, std::int32_t from, std::int32_t count,
                                             std::int32_t size) {
     // The tiles of a sequence come in whole sets, so that its first tile begins one.
-    if (blocks.entries != nullptr) return {from, from + count, count, size};
-    std::int32_t const in_head = static_cast<std::int32_t>((blocks.begin + static_cast<std::uint32_t>(from)) % blocks.per_head);
-    std::int32_t const left = static_cast<std::int32_t>(blocks.per_head) - in_head;
+    if (tiles.entries != nullptr) return {from, from + count, count, size};
+    std::int32_t const in_head = static_cast<std::int32_t>((tiles.begin + static_cast<std::uint32_t>(from)) % tiles.per_head);
+    std::int32_t const left = static_cast<std::int32_t>(tiles.per_head) - in_head;
     return {from, from + count, count < left ? count : left, size};
   }
 
   // The same sets, of a size that the compiler knows.
   __device__ TileSets of_size(int known) const { return {from, to, of_first_head, known}; }
 
-  __host__ __device__ std::int32_t of_blocks(std::int32_t blocks) const { return (blocks + size - 1) / size; }
+  __host__ __device__ std::int32_t sets_of(std::int32_t tiles) const { return (tiles + size - 1) / size; }
 
-  __host__ __device__ std::int32_t count(QueryTiles const& blocks) const {
-    std::int32_t const per_head = static_cast<std::int32_t>(blocks.per_head);
+  __host__ __device__ std::int32_t count(QueryTiles const& tiles) const {
+    std::int32_t const per_head = static_cast<std::int32_t>(tiles.per_head);
     std::int32_t const others = to - from - of_first_head;
-    return of_blocks(of_first_head) + others / per_head * of_blocks(per_head) + of_blocks(others % per_head);
+    return sets_of(of_first_head) + others / per_head * sets_of(per_head) + sets_of(others % per_head);
   }
 
   // The set that a tile is in, and the place of the tile there.
-  __host__ __device__ std::int32_t group_of(QueryTiles const& blocks, std::int32_t block) const {
-    std::int32_t const per_head = static_cast<std::int32_t>(blocks.per_head);
-    std::int32_t const others = block - from - of_first_head;
-    if (others < 0) return (block - from) / size;
-    return of_blocks(of_first_head) + others / per_head * of_blocks(per_head) + others % per_head / size;
+  __host__ __device__ std::int32_t set_of(QueryTiles const& tiles, std::int32_t tile) const {
+    std::int32_t const per_head = static_cast<std::int32_t>(tiles.per_head);
+    std::int32_t const others = tile - from - of_first_head;
+    if (others < 0) return (tile - from) / size;
+    return sets_of(of_first_head) + others / per_head * sets_of(per_head) + others % per_head / size;
   }
-  __host__ __device__ std::int32_t place_of(QueryTiles const& blocks, std::int32_t block) const {
-    std::int32_t const others = block - from - of_first_head;
-    return (others < 0 ? block - from : others % static_cast<std::int32_t>(blocks.per_head)) & (size - 1);
+  __host__ __device__ std::int32_t place_of(QueryTiles const& tiles, std::int32_t tile) const {
+    std::int32_t const others = tile - from - of_first_head;
+    return (others < 0 ? tile - from : others % static_cast<std::int32_t>(tiles.per_head)) & (size - 1);
   }
 
   // Tile `which` of a set; -1 where the set has fewer.
-  __device__ std::int32_t block(QueryTiles const& blocks, std::int32_t group, int which) const {
-    std::int32_t const per_head = static_cast<std::int32_t>(blocks.per_head);
+  __device__ std::int32_t tile(QueryTiles const& tiles, std::int32_t set, int which) const {
+    std::int32_t const per_head = static_cast<std::int32_t>(tiles.per_head);
     std::int32_t first = from;
     std::int32_t count = of_first_head;
-    std::int32_t const before = of_blocks(count);
-    if (group >= before) {
-      std::int32_t const groups = of_blocks(per_head);
-      std::int32_t const heads = (group - before) / groups;
-      group -= before + heads * groups;
+    std::int32_t const before = sets_of(count);
+    if (set >= before) {
+      std::int32_t const sets = sets_of(per_head);
+      std::int32_t const heads = (set - before) / sets;
+      set -= before + heads * sets;
       first += count + heads * per_head;
       count = min(per_head, to - first);
     }
-    return size * group + which < count ? first + size * group + which : -1;
+    return size * set + which < count ? first + size * set + which : -1;
   }
 };
 

@@ -41,8 +41,8 @@ struct Lists {
   std::int32_t const* counts;  // [query tiles]
   std::int64_t stride;
   std::int64_t per_block;
-  QueryTiles blocks;          // tile i of the launch is tile begin + i of the call
-  TileSets groups;          // sets of tiles that share one union: the first tile's, in the room of all
+  QueryTiles tiles;           // tile i of the launch is tile begin + i of the call
+  TileSets sets;            // sets of tiles that share one union: the first tile's, in the room of all
 };
 
 struct Args {

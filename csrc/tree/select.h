@@ -12,7 +12,7 @@
 namespace htree_cuda::tree::select {
 
 struct Args {
-  QueryTiles blocks;
+  QueryTiles tiles; 
   int H_kv;
   int layer;
   int layers;

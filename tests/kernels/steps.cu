@@ -45,7 +45,7 @@ EXPORT char const* emulator_build_union(long long T_q, long long q_start, int la
                                   std::int32_t* union_count) {
   int const blocks = static_cast<int>((T_q + htree_cuda::tree::kQueryTile - 1) / htree_cuda::tree::kQueryTile);
   htree_cuda::tree::build_union::Args args{};
-  args.blocks = {0, static_cast<std::uint32_t>(blocks), T_q, q_start};
+  args.tiles = {0, static_cast<std::uint32_t>(blocks), T_q, q_start};
   args.layer = layer;
   args.layers = layers;
   args.top_k = top_k;
@@ -53,6 +53,6 @@ EXPORT char const* emulator_build_union(long long T_q, long long q_start, int la
   args.union_nodes = union_nodes;
   args.union_masks = union_masks;
   args.union_count = union_count;
-  args.groups = htree_cuda::tree::TileSets::of(args.blocks, 0, blocks, group);
+  args.sets = htree_cuda::tree::TileSets::of(args.tiles, 0, blocks, group);
   return attempt([&] { htree_cuda::tree::build_union::build_union(args, nullptr); });
 }

@@ -42,8 +42,8 @@ inline constexpr int kLayerKinds = 3;
 
 // What differs between layer kinds.
 struct KindArgs {
-  std::uint32_t end_block;  // CTA i of those of this kind serves tile end_block - i, or that group of tiles
-  TileSets groups;       // where queries share a warp: which tiles of queries a CTA serves
+  std::uint32_t end_tile;   // CTA i of those of this kind serves tile end_tile - i, or that set of tiles
+  TileSets sets;            // where queries share a warp: which tiles of queries a CTA serves
   char const* packed;       // the layer's KV blocks, [B, H_kv, blocks] of block_bytes, in the layout of this kind
   std::int64_t parents_per_head;
   rope::RotationColumns const* restart_rotations;  // [restarts, 8, K / 32]: from the unrotated query; selected kinds
@@ -56,7 +56,7 @@ struct KindArgs {
 // Everything that a launch reads and writes. A row is a query of the launch: row = 12 * tile + query of the tile. Where
 // one query is split over a CTA, the state has a row for each consumer warp.
 struct Args {
-  QueryTiles blocks;                          // the tiles of 12 queries of the launch
+  QueryTiles tiles;                           // the tiles of 12 queries of the launch
   KindArgs kinds[kLayerKinds];                 // by LayerKind
   std::int64_t block_bytes;
   tree::pack::Source values;                   // of the layer, not packed: read again where some are not finite
@@ -83,8 +83,8 @@ struct Args {
   int half_selected_parents;                   // with fewer blocks up to its own, a query's layer is kHalfSelected
 
   std::int32_t const* parents;                 // [rows, top_k]: selected in the layer above, ascending
-  // The union of the blocks that the queries of a tile selected; of a group of tiles in the place of its first one.
-  void const* union_masks;  // [tiles, 12 * top_k], bit i: query i selected it; 16 bits a tile of the group
+  // The union of the blocks that the queries of a tile selected; of a set of tiles in the place of its first one.
+  void const* union_masks;  // [tiles, 12 * top_k], bit i: query i selected it; 16 bits a tile of the set
   std::int32_t const* union_count;             // [tiles]
 
   std::uint16_t const* expanded;  // [rows, width / 16], bit c: candidate 16 j + c is no leaf; not at the bottom

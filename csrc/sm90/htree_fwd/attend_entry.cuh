@@ -294,11 +294,11 @@ __device__ __forceinline__ void attend_groups(State<Cfg>& s, Ring<Cfg> const& ri
 // Looks up the blocks that hold values which are not finite (epilogue.cuh).
 template <class Cfg>
 __device__ __forceinline__ void propagate_nan_entry(State<Cfg>& s) {
-  QueryTile const block = own_tile(s);
+  QueryTile const tile = own_tile(s);
 #pragma unroll
   for (int i = 0; i < Cfg::kRows; ++i) {
     if (Cfg::kSharesWarp && !row_active(s, i)) continue;
-    int const count = parents_of<Cfg>(s.args, block, query_of_row(s, i));
+    int const count = parents_of<Cfg>(s.args, tile, query_of_row(s, i));
 #pragma unroll 1
     for (int parent = 0; parent < count; ++parent) {
       if (!Cfg::kSharesWarp && split(s) && !takes_rank(s, parent)) continue;

@@ -205,8 +205,8 @@ __device__ __forceinline__ void attend_stream(State<Cfg>& s, Ring<Cfg> const& ri
 // Looks up the blocks that hold values which are not finite (epilogue.cuh).
 template <class Cfg>
 __device__ __forceinline__ void propagate_nan_selected(State<Cfg>& s) {
-  std::int64_t const list = static_cast<std::int64_t>(block_index<Cfg>(s.args)) * kQueryTile * s.args.top_k;
-  int const count = s.args.union_count[block_index<Cfg>(s.args)];
+  std::int64_t const list = static_cast<std::int64_t>(tile_index<Cfg>(s.args)) * kQueryTile * s.args.top_k;
+  int const count = s.args.union_count[tile_index<Cfg>(s.args)];
   int rank = 0;
 #pragma unroll 1
   for (int entry = 0; entry < count; ++entry) {

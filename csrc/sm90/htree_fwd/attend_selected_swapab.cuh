@@ -221,18 +221,18 @@ __device__ __forceinline__ void write_unit(State<Cfg>& s, int i) {
 // attended one.
 template <class Cfg>
 __device__ __forceinline__ void propagate_nan_swapab(State<Cfg>& s, int query, int rank) {
-  QueryTile const block = own_tile(s);
+  QueryTile const tile = own_tile(s);
   std::int64_t const in_block = first_query(s) + query;
   std::int64_t const parent = s.args.parents[(tile_of_warp(s) * kQueryTile + in_block) * s.args.top_k + rank];
-  int const last = candidates_of<Cfg>(s.args, block.t + in_block) - 1;
+  int const last = candidates_of<Cfg>(s.args, tile.t + in_block) - 1;
   uint32_t masked = rank == last / kSiblings ? causal_mask(last % kSiblings) : 0u;
   if (s.args.layer > 0) {
     masked = s.args.expanded[(tile_of_warp(s) * kQueryTile + in_block) * (s.args.width / kSiblings) + rank];
   }
   tree::pack::Source const& values = s.args.values;
   typename Cfg::Element const* const rows =
-      static_cast<typename Cfg::Element const*>(values.in) + block.bh / s.args.H_kv * values.stride_b +
-      (first_row(s) + parent * kSiblings) * values.stride_n + block.bh % s.args.H_kv * values.stride_h + s.g;
+      static_cast<typename Cfg::Element const*>(values.in) + tile.bh / s.args.H_kv * values.stride_b +
+      (first_row(s) + parent * kSiblings) * values.stride_n + tile.bh % s.args.H_kv * values.stride_h + s.g;
   bool const own = of_columns(s) == query % Cfg::kPerUnit;
 #pragma unroll 1
   for (uint32_t open = 0xffffu & ~masked; open != 0; open &= open - 1) {
@@ -256,8 +256,8 @@ __device__ __forceinline__ void propagate_nan_swapab(State<Cfg>& s, int query, i
 // Looks up the blocks that hold values which are not finite (epilogue.cuh).
 template <class Cfg>
 __device__ __forceinline__ void propagate_nan_swapab(State<Cfg>& s) {
-  std::int64_t const list = static_cast<std::int64_t>(block_of_warp<Cfg>(s.args, 0)) * kQueryTile * s.args.top_k;
-  int const count = s.args.union_count[block_of_warp<Cfg>(s.args, 0)];
+  std::int64_t const list = static_cast<std::int64_t>(tile_of_warp<Cfg>(s.args, 0)) * kQueryTile * s.args.top_k;
+  int const count = s.args.union_count[tile_of_warp<Cfg>(s.args, 0)];
   int rank[Cfg::kQueriesPerWarp] = {};
 #pragma unroll 1
   for (int entry = 0; entry < count; ++entry) {

@@ -19,8 +19,8 @@ __device__ __forceinline__ float infinite_to_nan(float x) { return fmaf(x, 0.0f,
 // The row of args.values at which the nodes of the warp's sequence begin.
 template <class Cfg>
 __device__ __forceinline__ std::int64_t first_row(State<Cfg> const& s) {
-  if (s.args.blocks.entries == nullptr) return 0;
-  TileEntry const entry = s.args.blocks.entry(tile_of_warp(s));
+  if (s.args.tiles.entries == nullptr) return 0;
+  TileEntry const entry = s.args.tiles.entry(tile_of_warp(s));
   return s.args.values.first_row(entry.key, entry.sequence());
 }
 
@@ -29,14 +29,14 @@ __device__ __forceinline__ std::int64_t first_row(State<Cfg> const& s) {
 // not finite become NaN. `row_of` is the row of this thread whose query took the block.
 template <class Cfg>
 __device__ __forceinline__ void propagate_nan_of_parent(State<Cfg>& s, std::int64_t parent, int rank, int row_of = 0) {
-  QueryTile const block = own_tile(s);
-  int const last = candidates_of<Cfg>(s.args, block.t + query_of_row(s, row_of)) - 1;
+  QueryTile const tile = own_tile(s);
+  int const last = candidates_of<Cfg>(s.args, tile.t + query_of_row(s, row_of)) - 1;
   uint32_t masked = rank == last / kSiblings ? causal_mask(last % kSiblings) : 0u;
   if (s.args.layer > 0) masked = s.args.expanded[launch_row(s, row_of) * (s.args.width / kSiblings) + rank];
   tree::pack::Source const& values = s.args.values;
   typename Cfg::Element const* const rows =
-      static_cast<typename Cfg::Element const*>(values.in) + block.bh / s.args.H_kv * values.stride_b +
-      (first_row(s) + parent * kSiblings) * values.stride_n + block.bh % s.args.H_kv * values.stride_h + 2 * s.tq;
+      static_cast<typename Cfg::Element const*>(values.in) + tile.bh / s.args.H_kv * values.stride_b +
+      (first_row(s) + parent * kSiblings) * values.stride_n + tile.bh % s.args.H_kv * values.stride_h + 2 * s.tq;
 #pragma unroll 1
   for (uint32_t open = 0xffffu & ~masked; open != 0; open &= open - 1) {
     typename Cfg::Element const* const row = rows + (__ffs(open) - 1) * values.stride_n;

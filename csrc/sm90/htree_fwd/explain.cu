@@ -50,7 +50,7 @@ public:
     Row& row = at("union", 3, l, "", "build_union_kernel", std::to_string(12 * tiles) + " queries",
                   "the blocks that a tile's queries selected, each once");
     row.launches += 1;
-    row.ctas += union_groups(p_, w_, chunk, l).count(query_tiles(p_, w_, chunk));
+    row.ctas += union_sets(p_, w_, chunk, l).count(query_tiles(p_, w_, chunk));
   }
 
   void gather(Chunk const&, int l) {
@@ -60,7 +60,7 @@ public:
 
   void launch(Chunk const& chunk, int l, Pass pass, Variant variant, TilesByKind const& tiles) {
     KindArgs kinds[kLayerKinds] = {};
-    Grid const grid = deal(query_tiles(p_, w_, chunk), variant, tiles, union_groups(p_, w_, chunk, l), kinds);
+    Grid const grid = deal(query_tiles(p_, w_, chunk), variant, tiles, union_sets(p_, w_, chunk, l), kinds);
     count(l, pass, variant, LayerKind::kSelected, grid.half_selected_cta);
     count(l, pass, variant, LayerKind::kHalfSelected, grid.entry_cta - grid.half_selected_cta);
     count(l, pass, variant, LayerKind::kEntry, grid.ctas - grid.entry_cta);

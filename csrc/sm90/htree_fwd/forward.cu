@@ -137,7 +137,7 @@ public:
   void build_union(Chunk const& chunk, int l) {
     Lane const& lane = w_.lanes[chunk.lane];
     tree::build_union::Args args{};
-    args.blocks = query_tiles(p_, w_, chunk);
+    args.tiles = query_tiles(p_, w_, chunk);
     args.layer = l;
     args.layers = w_.layers;
     args.top_k = static_cast<int>(p_.top_k);
@@ -145,7 +145,7 @@ public:
     args.union_nodes = lane.union_nodes;
     args.union_masks = lane.union_masks;
     args.union_count = lane.union_count;
-    args.groups = union_groups(p_, w_, chunk, l);
+    args.sets = union_sets(p_, w_, chunk, l);
     tree::build_union::build_union(args, stream_of(chunk));
   }
 
@@ -157,20 +157,20 @@ public:
     args.N = w_.N[l];
     args.operands_a = queries_of_selected(p_) > 1;
     args.lists = {lane.union_nodes, lane.union_places, lane.union_count, kQueryTile * p_.top_k, w_.list_room,
-                  query_tiles(p_, w_, chunk), union_groups(p_, w_, chunk, l)};
+                  query_tiles(p_, w_, chunk), union_sets(p_, w_, chunk, l)};
     tree::pack::tree_pack(args, p_.dtype, stream_);
   }
 
   void launch(Chunk const& chunk, int l, Pass pass, Variant variant, TilesByKind const& tiles) {
     Args args = kernel_args(chunk, l, pass);
-    Grid const grid = deal(args.blocks, variant, tiles, union_groups(p_, w_, chunk, l), args.kinds);
+    Grid const grid = deal(args.tiles, variant, tiles, union_sets(p_, w_, chunk, l), args.kinds);
     launch_in(pass, variant)(args, grid, stream_of(chunk));
   }
 
   void select(Chunk const& chunk, int l) {
     Lane const& lane = w_.lanes[chunk.lane];
     tree::select::Args args{};
-    args.blocks = query_tiles(p_, w_, chunk);
+    args.tiles = query_tiles(p_, w_, chunk);
     args.H_kv = static_cast<int>(p_.H_kv);
     args.layer = l;
     args.layers = w_.layers;
@@ -188,7 +188,7 @@ public:
   void replay(Chunk const& chunk, int l) {
     Lane const& lane = w_.lanes[chunk.lane];
     tree::replay::Args args{};
-    args.blocks = query_tiles(p_, w_, chunk);
+    args.tiles = query_tiles(p_, w_, chunk);
     args.H_kv = static_cast<int>(p_.H_kv);
     args.layer = l;
     args.layers = w_.layers;
@@ -260,7 +260,7 @@ private:
   Args kernel_args(Chunk const& chunk, int l, Pass pass) const {
     Lane const& lane = w_.lanes[chunk.lane];
     Args args{};
-    args.blocks = query_tiles(p_, w_, chunk);
+    args.tiles = query_tiles(p_, w_, chunk);
     for (LayerKind kind : {LayerKind::kEntry, LayerKind::kSelected, LayerKind::kHalfSelected}) {
       bool const gathered = kind == LayerKind::kSelected && w_.gathers(l);
       bool const half = kind == LayerKind::kHalfSelected;

@@ -28,7 +28,7 @@ __device__ __forceinline__ void serve_tile(Args const& args, char* shared_memory
   __syncthreads();
   wait_for_previous_grid();
   // The host does not know which tiles of a packed call have queries of this layer kind.
-  if (args.blocks.entries != nullptr && stream_count<Cfg>(args) == 0) return;
+  if (args.tiles.entries != nullptr && stream_count<Cfg>(args) == 0) return;
 
   if (warp >= Cfg::kConsumers) {
     ptx::lower_registers<Cfg::kProducerRegisters>();

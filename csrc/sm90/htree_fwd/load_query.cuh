@@ -19,18 +19,18 @@ using QueryWords = uint32_t[2][Cfg::kSteps][2];
 
 // Reads the rows of q. Rows past the last head are zero.
 template <class Cfg>
-__device__ __forceinline__ void fetch_query(State<Cfg> const& s, QueryTile const& block, QueryWords<Cfg>& words) {
-  std::int64_t const b = block.bh / s.args.H_kv;
-  std::int64_t const h_kv = block.bh % s.args.H_kv;
+__device__ __forceinline__ void fetch_query(State<Cfg> const& s, QueryTile const& tile, QueryWords<Cfg>& words) {
+  std::int64_t const b = tile.bh / s.args.H_kv;
+  std::int64_t const h_kv = tile.bh % s.args.H_kv;
   std::uint16_t const* const base = static_cast<std::uint16_t const*>(s.args.q) + b * s.args.q_stride_b +
                                     h_kv * s.args.G * s.args.q_stride_h + 2 * s.tq;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     std::uint16_t const* const row =
-        base + (block.first + query_of_row(s, i)) * s.args.q_stride_t + head_of_row(s, i) * s.args.q_stride_h;
+        base + (tile.first + query_of_row(s, i)) * s.args.q_stride_t + head_of_row(s, i) * s.args.q_stride_h;
 #pragma unroll
     for (int part = 0; part < 2 * Cfg::kSteps; ++part) words[i][part / 2][part % 2] = 0;
-    if (head_of_row(s, i) >= s.args.G || !row_exists(s, block, i)) continue;
+    if (head_of_row(s, i) >= s.args.G || !row_exists(s, tile, i)) continue;
     if (s.args.q_pairs) {
 #pragma unroll
       for (int part = 0; part < 2 * Cfg::kSteps; ++part) {
@@ -157,13 +157,13 @@ __device__ __forceinline__ void begin_state(State<Cfg>& s, float2 const (&state)
 // All that a consumer knows before the first block.
 template <class Cfg>
 __device__ __forceinline__ void load_queries(State<Cfg>& s) {
-  QueryTile const block = own_tile(s);
+  QueryTile const tile = own_tile(s);
   QueryWords<Cfg> words;
-  fetch_query(s, block, words);  // on its way while everything else is found out
+  fetch_query(s, tile, words);  // on its way while everything else is found out
   s.groups = (stream_count<Cfg>(s.args) + Cfg::kStageSlots - 1) / Cfg::kStageSlots;
-  s.active = row_works(s, block, 0);
-  if constexpr (Cfg::kSwapAB) s.each_active = {s.active, row_works(s, block, 1)};
-  begin_sweep(s, block);
+  s.active = row_works(s, tile, 0);
+  if constexpr (Cfg::kSwapAB) s.each_active = {s.active, row_works(s, tile, 1)};
+  begin_sweep(s, tile);
   if constexpr (Cfg::kSharesWarp) s.active = __any_sync(kFullWarp, row_active(s, 0) || row_active(s, 1));
   if (s.active) {
     float2 state[2];

@@ -36,14 +36,14 @@ struct Listed {
   uint32_t list = 0;
 
   __device__ explicit Listed(Args const& args) {
-    if constexpr (Cfg::kSwapAB) list = block_of_warp<Cfg>(args, 0) * static_cast<uint32_t>(kQueryTile * args.top_k);
+    if constexpr (Cfg::kSwapAB) list = tile_of_warp<Cfg>(args, 0) * static_cast<uint32_t>(kQueryTile * args.top_k);
   }
 
   __device__ __forceinline__ void fetch(Args const& args, int count, int entry) {
     mask = 0;
     node = entry;
     if (Cfg::kIsSelected && entry < count) {
-      if constexpr (!Cfg::kSwapAB) list = block_index<Cfg>(args) * static_cast<uint32_t>(kQueryTile * args.top_k);
+      if constexpr (!Cfg::kSwapAB) list = tile_index<Cfg>(args) * static_cast<uint32_t>(kQueryTile * args.top_k);
       uint32_t const at = ptx::opaque(list + static_cast<uint32_t>(entry));  // one address for both loads: registers
       node = own<Cfg>(args).union_nodes[at];
       mask = mask_of_entry<Cfg>(args, at);
@@ -57,7 +57,7 @@ struct Listed {
 // tokens three blocks of four would be zeros.
 template <class Cfg>
 __device__ __forceinline__ bool copies_parts(Args const& args) {
-  return Cfg::kKind == LayerKind::kEntry && Cfg::kReadsValues && args.blocks.entries != nullptr && args.layer == 0;
+  return Cfg::kKind == LayerKind::kEntry && Cfg::kReadsValues && args.tiles.entries != nullptr && args.layer == 0;
 }
 
 // Copies the first `slots` blocks of a tile, panel by panel. The others get values of zero, because their probabilities

@@ -105,11 +105,11 @@ __device__ __forceinline__ bool takes_rank(State<Cfg> const& s, int rank) {
 
 // The tile that the warp's queries are in; -1 where there is none, which happens where queries share a warp.
 template <class Cfg>
-__device__ __forceinline__ int tile_of_warp(State<Cfg> const& s) { return block_of_warp<Cfg>(s.args, s.warp); }
+__device__ __forceinline__ int tile_of_warp(State<Cfg> const& s) { return tile_of_warp<Cfg>(s.args, s.warp); }
 
 template <class Cfg>
 __device__ __forceinline__ QueryTile own_tile(State<Cfg> const& s) {
-  return QueryTile(s.args.blocks, tile_of_warp(s));
+  return QueryTile(s.args.tiles, tile_of_warp(s));
 }
 
 // The place of the warp's first query in its tile, where queries share a warp.
@@ -191,14 +191,14 @@ __device__ __forceinline__ int row_cursor(State<Cfg> const& s, int i) {
 }
 
 template <class Cfg>
-__device__ __forceinline__ bool row_exists(State<Cfg> const& s, QueryTile const& block, int i) {
-  return (!Cfg::kSharesWarp || tile_of_warp(s) >= 0) && block.has(query_of_row(s, i));
+__device__ __forceinline__ bool row_exists(State<Cfg> const& s, QueryTile const& tile, int i) {
+  return (!Cfg::kSharesWarp || tile_of_warp(s) >= 0) && tile.has(query_of_row(s, i));
 }
 
 template <class Cfg>
-__device__ __forceinline__ bool row_works(State<Cfg> const& s, QueryTile const& block, int i) {
-  return row_exists(s, block, i) &&
-         htree_fwd::works<Cfg>(s.args, block.t + query_of_row(s, i));
+__device__ __forceinline__ bool row_works(State<Cfg> const& s, QueryTile const& tile, int i) {
+  return row_exists(s, tile, i) &&
+         htree_fwd::works<Cfg>(s.args, tile.t + query_of_row(s, i));
 }
 
 // Goes on by so many blocks.
@@ -215,13 +215,13 @@ __device__ __forceinline__ void advance_parents(State<Cfg>& s, int parents) {
 
 // The position and the cursor before the first block.
 template <class Cfg>
-__device__ __forceinline__ void begin_sweep(State<Cfg>& s, QueryTile const& block) {
-  std::int64_t const t = block.t + query_of_row(s);
+__device__ __forceinline__ void begin_sweep(State<Cfg>& s, QueryTile const& tile) {
+  std::int64_t const t = tile.t + query_of_row(s);
   s.cursor = static_cast<int>(launch_row(s) * (s.args.width / kSiblings));
   if constexpr (Cfg::kPacksPositions) {
     s.passed.value = 0;
-    int const first = row_works(s, block, 0) ? candidates_of<Cfg>(s.args, t) - 1 : -1;
-    int const second = row_works(s, block, 1) ? candidates_of<Cfg>(s.args, t + Cfg::kPerUnit) - 1 : -1;
+    int const first = row_works(s, tile, 0) ? candidates_of<Cfg>(s.args, t) - 1 : -1;
+    int const second = row_works(s, tile, 1) ? candidates_of<Cfg>(s.args, t + Cfg::kPerUnit) - 1 : -1;
     s.position = (first & 0xffff) | second << 16;
   } else {
     s.position = row_active(s, 0) ? candidates_of<Cfg>(s.args, t) - 1 : -1;
@@ -245,10 +245,10 @@ __device__ __forceinline__ char const* packed_parents(State<Cfg> const& s) {
 
 template <class Cfg>
 __device__ __forceinline__ std::int64_t first_head_of(State<Cfg> const& s, uint32_t query) {
-  QueryTile const block = own_tile(s);
-  std::int64_t const b = block.bh / s.args.H_kv;
-  std::int64_t const h_kv = block.bh % s.args.H_kv;
-  return ((b * s.args.blocks.T_q + block.first + ptx::opaque(query)) * s.args.H_kv + h_kv) * s.args.G;
+  QueryTile const tile = own_tile(s);
+  std::int64_t const b = tile.bh / s.args.H_kv;
+  std::int64_t const h_kv = tile.bh % s.args.H_kv;
+  return ((b * s.args.tiles.T_q + tile.first + ptx::opaque(query)) * s.args.H_kv + h_kv) * s.args.G;
 }
 
 // The unnormalised output of a row, [V / 8, heads, 8].

@@ -47,8 +47,8 @@ inline QueryTiles query_tiles(ForwardParams const& p, Workspace const& w, Chunk 
           static_cast<int>(p.H_kv), chunk.bottom ? w.bottom_entries : w.tile_entries};
 }
 
-// The groups of tiles that have one union in layer l.
-inline TileSets union_groups(ForwardParams const& p, Workspace const& w, Chunk const& chunk, int l) {
+// The sets of tiles that have one union in layer l.
+inline TileSets union_sets(ForwardParams const& p, Workspace const& w, Chunk const& chunk, int l) {
   return TileSets::of(query_tiles(p, w, chunk), 0, chunk.count, queries_of_selected(p));
 }
 
@@ -57,16 +57,16 @@ inline Grid deal(QueryTiles const& tiles, Variant variant, TilesByKind const& of
                  KindArgs (&kinds)[kLayerKinds]) {
   std::uint32_t ctas = 0;
   auto const one_by_one = [&](LayerKind kind, Tiles const& some) {
-    kinds[static_cast<int>(kind)].end_block = ctas + some.begin + some.count - 1;
+    kinds[static_cast<int>(kind)].end_tile = ctas + some.begin + some.count - 1;
     ctas += some.count;
   };
   Grid grid{};
-  if (of.selected.count > 0 && variant.selected_queries > 1) {  // the groups of the unions
+  if (of.selected.count > 0 && variant.selected_queries > 1) {  // the sets of the unions
     KindArgs& own = kinds[static_cast<int>(LayerKind::kSelected)];
-    own.groups = unions;
-    int const first = unions.group_of(tiles, of.selected.begin);
-    int const last = unions.group_of(tiles, of.selected.begin + of.selected.count - 1);
-    own.end_block = last;
+    own.sets = unions;
+    int const first = unions.set_of(tiles, of.selected.begin);
+    int const last = unions.set_of(tiles, of.selected.begin + of.selected.count - 1);
+    own.end_tile = last;
     ctas = last - first + 1;
   } else if (of.selected.count > 0) {
     one_by_one(LayerKind::kSelected, of.selected);
@@ -76,10 +76,10 @@ inline Grid deal(QueryTiles const& tiles, Variant variant, TilesByKind const& of
   grid.entry_cta = ctas;
   if (of.entry.count > 0 && variant.entry_queries > 1) {
     KindArgs& own = kinds[static_cast<int>(LayerKind::kEntry)];
-    own.groups = TileSets::of(tiles, of.entry.begin, of.entry.count, variant.entry_queries);
-    int const groups = own.groups.count(tiles);
-    own.end_block = ctas + groups - 1;
-    ctas += groups;
+    own.sets = TileSets::of(tiles, of.entry.begin, of.entry.count, variant.entry_queries);
+    int const sets = own.sets.count(tiles);
+    own.end_tile = ctas + sets - 1;
+    ctas += sets;
   } else if (of.entry.count > 0) {
     one_by_one(LayerKind::kEntry, of.entry);
   }

@@ -44,8 +44,8 @@ __device__ __forceinline__ uint32_t query_of_columns(State<Cfg> const& s, int i)
 
 template <class Cfg>
 __device__ __forceinline__ bool query_works(State<Cfg> const& s, uint32_t query) {
-  QueryTile const block = own_tile(s);
-  return (tile_of_warp(s) >= 0) & block.has(query) & htree_fwd::works<Cfg>(s.args, block.t + query);
+  QueryTile const tile = own_tile(s);
+  return (tile_of_warp(s) >= 0) & tile.has(query) & htree_fwd::works<Cfg>(s.args, tile.t + query);
 }
 
 template <class Cfg>

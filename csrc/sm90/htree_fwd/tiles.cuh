@@ -16,42 +16,42 @@ __device__ __forceinline__ KindArgs const& own(Args const& args) {
   return args.kinds[static_cast<int>(Cfg::kKind)];
 }
 
-// The tile of queries, or group of tiles, that this CTA serves. The last queries have the most blocks and come first,
+// The tile of queries, or set of tiles, that this CTA serves. The last queries have the most blocks and come first,
 // so that short CTAs end the launch.
 template <class Cfg>
-__device__ __forceinline__ uint32_t block_index(Args const& args) {
-  return own<Cfg>(args).end_block - ptx::block_index();
+__device__ __forceinline__ uint32_t tile_index(Args const& args) {
+  return own<Cfg>(args).end_tile - ptx::block_index();
 }
 
 // The tile that a consumer warp has queries of. The tiles of a CTA are of one head; the first exists, and -1 stands for
 // one that does not.
 template <class Cfg>
-__device__ __forceinline__ int block_of_warp(Args const& args, int warp) {
+__device__ __forceinline__ int tile_of_warp(Args const& args, int warp) {
   if constexpr (Cfg::kSharesWarp) {
-    TileSets const groups = own<Cfg>(args).groups.of_size(Cfg::kQueriesPerWarp);
-    return groups.block(args.blocks, static_cast<int>(block_index<Cfg>(args)),
+    TileSets const sets = own<Cfg>(args).sets.of_size(Cfg::kQueriesPerWarp);
+    return sets.tile(args.tiles, static_cast<int>(tile_index<Cfg>(args)),
                         warp / (Cfg::kConsumers / Cfg::kQueriesPerWarp));
   } else {
-    return static_cast<int>(block_index<Cfg>(args));
+    return static_cast<int>(tile_index<Cfg>(args));
   }
 }
 
 // The first tile of the CTA, for what all of its tiles have in common.
 template <class Cfg>
-__device__ __forceinline__ QueryTile some_block(Args const& args) {
-  return QueryTile(args.blocks, block_of_warp<Cfg>(args, 0));
+__device__ __forceinline__ QueryTile some_tile(Args const& args) {
+  return QueryTile(args.tiles, tile_of_warp<Cfg>(args, 0));
 }
 
 // The layer's KV blocks that the queries of the CTA may read.
 template <class Cfg>
 __device__ __forceinline__ char const* packed_blocks(Args const& args) {
   KindArgs const& own = htree_fwd::own<Cfg>(args);
-  if (args.blocks.entries == nullptr) {
-    return own.packed + some_block<Cfg>(args).bh * own.parents_per_head * args.block_bytes;
+  if (args.tiles.entries == nullptr) {
+    return own.packed + some_tile<Cfg>(args).bh * own.parents_per_head * args.block_bytes;
   }
-  int const tile = block_of_warp<Cfg>(args, 0);
-  TileEntry const entry = args.blocks.entry(tile);
-  std::int64_t const head = (args.blocks.begin + tile) / args.blocks.per_head;
+  int const tile = tile_of_warp<Cfg>(args, 0);
+  TileEntry const entry = args.tiles.entry(tile);
+  std::int64_t const head = (args.tiles.begin + tile) / args.tiles.per_head;
   constexpr bool kEntry = Cfg::kKind == LayerKind::kEntry;
   int const from = log2_room_from(kEntry ? args.layer : args.layer + 1, args.top_k);
   std::int64_t const first =
@@ -79,9 +79,9 @@ __device__ __forceinline__ int candidates_of(Args const& args, std::int64_t t) {
 
 // Entry layer: how many blocks query `i` of the tile takes.
 template <class Cfg>
-__device__ __forceinline__ int parents_of(Args const& args, QueryTile const& block, int i) {
-  std::int64_t const t = block.t + i;
-  if (i >= kQueryTile || !block.has(i) || !works<Cfg>(args, t)) return 0;
+__device__ __forceinline__ int parents_of(Args const& args, QueryTile const& tile, int i) {
+  std::int64_t const t = tile.t + i;
+  if (i >= kQueryTile || !tile.has(i) || !works<Cfg>(args, t)) return 0;
   return (candidates_of<Cfg>(args, t) + kSiblings - 1) / kSiblings;
 }
 
@@ -89,22 +89,22 @@ __device__ __forceinline__ int parents_of(Args const& args, QueryTile const& blo
 template <class Cfg>
 __device__ __forceinline__ int stream_count(Args const& args) {
   if constexpr (Cfg::kSwapAB) {
-    return args.union_count[block_of_warp<Cfg>(args, 0)];  // the bottom is never half-selected
+    return args.union_count[tile_of_warp<Cfg>(args, 0)];  // the bottom is never half-selected
   } else if constexpr (Cfg::kIsSelected) {
-    QueryTile const block(args.blocks, block_index<Cfg>(args));
+    QueryTile const tile(args.tiles, tile_index<Cfg>(args));
     // Queries for which the layer is of one kind are neighbours, more than a tile of them. A tile without such a query
     // may be here where a launch has several heads.
-    std::int64_t const last = block.t + min(kQueryTile, block.count) - 1;
-    return works<Cfg>(args, block.t) || works<Cfg>(args, last) ? args.union_count[block_index<Cfg>(args)] : 0;
+    std::int64_t const last = tile.t + min(kQueryTile, tile.count) - 1;
+    return works<Cfg>(args, tile.t) || works<Cfg>(args, last) ? args.union_count[tile_index<Cfg>(args)] : 0;
   } else {
     int count = 0;
 #pragma unroll 1
     for (int which = Cfg::kQueriesPerWarp - 1; which >= 0; --which) {
-      int const index = block_of_warp<Cfg>(args, which * (Cfg::kConsumers / Cfg::kQueriesPerWarp));
+      int const index = tile_of_warp<Cfg>(args, which * (Cfg::kConsumers / Cfg::kQueriesPerWarp));
       if (Cfg::kSharesWarp && index < 0) continue;
-      QueryTile const block(args.blocks, index);
+      QueryTile const tile(args.tiles, index);
 #pragma unroll 1
-      for (int i = min(kQueryTile, block.count) - 1; i >= 0 && count == 0; --i) count = parents_of<Cfg>(args, block, i);
+      for (int i = min(kQueryTile, tile.count) - 1; i >= 0 && count == 0; --i) count = parents_of<Cfg>(args, tile, i);
     }
     return count;
   }

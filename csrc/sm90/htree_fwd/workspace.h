@@ -54,7 +54,7 @@ struct Lane {
   std::int32_t* nodes[2] = {};            // selected in this layer and in the one above
   std::int32_t* union_nodes = nullptr;
   std::int32_t* union_places = nullptr;   // in `gathered`
-  char* union_masks = nullptr;            // 16 bits for each tile of the largest group that has a union
+  char* union_masks = nullptr;            // 16 bits for each tile of the largest set that has a union
   std::int32_t* union_count = nullptr;
   float4* state_out = nullptr;
   float2* state_sum = nullptr;

@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(Config<kBlocks>::kThreads) build_union_kernel(
   std::int32_t* const counts = next + Cfg::kWarps;                                                             // [kWarps]
   int const lane = threadIdx.x % 32;
   int const warp = threadIdx.x / 32;
-  TileSets const groups = args.groups.of_size(kBlocks);
-  int const first = groups.block(args.blocks, blockIdx.x, 0);
+  TileSets const sets = args.sets.of_size(kBlocks);
+  int const first = sets.tile(args.tiles, blockIdx.x, 0);
   std::int64_t const list = static_cast<std::int64_t>(first) * kQueryTile * args.top_k;
   auto* const masks = static_cast<Mask*>(args.union_masks) + list;
 
@@ -67,11 +67,11 @@ __global__ void __launch_bounds__(Config<kBlocks>::kThreads) build_union_kernel(
 #pragma unroll
   for (int r = 0; r < Cfg::kWarpQueries; ++r) {
     int const query = r * Cfg::kWarps + warp;
-    int const own = query < Cfg::kQueries ? groups.block(args.blocks, blockIdx.x, query / kQueryTile) : -1;
+    int const own = query < Cfg::kQueries ? sets.tile(args.tiles, blockIdx.x, query / kQueryTile) : -1;
     if (own >= 0) {
-      QueryTile const block(args.blocks, own);
-      std::int64_t const t = block.t + query % kQueryTile;
-      if (block.has(query % kQueryTile) && args.layer < entry_layer(t, args.top_k)) {
+      QueryTile const tile(args.tiles, own);
+      std::int64_t const t = tile.t + query % kQueryTile;
+      if (tile.has(query % kQueryTile) && args.layer < entry_layer(t, args.top_k)) {
         readers[r].count = candidates(t, args.layer, args.layers, args.top_k).parents;
       }
     }

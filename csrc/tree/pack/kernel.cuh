@@ -129,14 +129,14 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   if (args.lists.nodes != nullptr) {
     std::int64_t list = block / args.lists.per_block;
     std::int64_t entry = block % args.lists.per_block;
-    if (list < args.lists.groups.to) {
-      int const place = args.lists.groups.place_of(args.lists.blocks, static_cast<int>(list));
+    if (list < args.lists.sets.to) {
+      int const place = args.lists.sets.place_of(args.lists.tiles, static_cast<int>(list));
       list -= place;
       entry += place * args.lists.per_block;
     }
     if (entry >= args.lists.counts[list]) return;
     parent = args.lists.nodes[list * args.lists.stride + entry];
-    block += args.lists.blocks.begin * args.lists.per_block;
+    block += args.lists.tiles.begin * args.lists.per_block;
     if (lane == 0) {
       args.lists.places[list * args.lists.stride + entry] = static_cast<std::int32_t>(block % args.parents_per_head);
     }

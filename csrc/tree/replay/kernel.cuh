@@ -63,10 +63,10 @@ __global__ void __launch_bounds__(kWarps * 32) replay_kernel(const __grid_consta
   int const lane = threadIdx.x % 32;
   int const row = static_cast<int>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (row >= rows) return;
-  QueryTile const block(args.blocks, row / kQueryTile);
-  if (!block.has(row % kQueryTile)) return;
-  std::int64_t const query = block.first + row % kQueryTile;
-  std::int64_t const t = block.t + row % kQueryTile;
+  QueryTile const tile(args.tiles, row / kQueryTile);
+  if (!tile.has(row % kQueryTile)) return;
+  std::int64_t const query = tile.first + row % kQueryTile;
+  std::int64_t const t = tile.t + row % kQueryTile;
   Candidates const c = candidates(t, args.layer, args.layers, args.top_k);
   if (c.n <= args.top_k) return;  // Above the entry layer nothing is a leaf, and nobody reads what was selected.
   bool const entry = args.layer >= entry_layer(t, args.top_k);
@@ -79,9 +79,9 @@ __global__ void __launch_bounds__(kWarps * 32) replay_kernel(const __grid_consta
     for (int j = lane; j < c.parents; j += 32) scratch.parents[j] = parents[j];
   }
   __syncwarp();
-  std::int64_t const b = block.bh / args.H_kv;
-  std::int64_t const h = block.bh % args.H_kv;
-  std::int32_t const* const given = args.given + ((b * args.blocks.T_q + query) * args.H_kv + h) * args.top_k;
+  std::int64_t const b = tile.bh / args.H_kv;
+  std::int64_t const h = tile.bh % args.H_kv;
+  std::int32_t const* const given = args.given + ((b * args.tiles.T_q + query) * args.H_kv + h) * args.top_k;
   int const rightmost = static_cast<int>(t >> (kLog2Siblings * args.layer));
   for (int i = lane; i < args.top_k; i += 32) {
     int const node = given[i];

@@ -112,7 +112,7 @@ __device__ __forceinline__ uint32_t count(uint32_t const (&words)[kWords]) {
 // The parents of a row: in a selected layer the nodes that were selected in the layer above; null in an entry layer,
 // where parents are 0, 1, 2, ...
 __device__ __forceinline__ std::int32_t const* parents_of(Args const& args, int row) {
-  std::int64_t const t = QueryTile(args.blocks, row / kQueryTile).t + row % kQueryTile;
+  std::int64_t const t = QueryTile(args.tiles, row / kQueryTile).t + row % kQueryTile;
   bool const first = args.layer >= entry_layer(t, args.top_k);
   return first ? nullptr : args.parents_in + static_cast<std::int64_t>(row) * args.top_k;
 }
@@ -122,19 +122,19 @@ __device__ __forceinline__ int first_child(std::int32_t const* parents, int j) {
 }
 
 // Where the selection of a row goes; null where the caller of the forward does not want it.
-__device__ __forceinline__ std::int32_t* selection_of(Args const& args, QueryTile const& block, std::int64_t query) {
+__device__ __forceinline__ std::int32_t* selection_of(Args const& args, QueryTile const& tile, std::int64_t query) {
   if (args.selection == nullptr) return nullptr;
-  std::int64_t const b = block.bh / args.H_kv;
-  std::int64_t const h = block.bh % args.H_kv;
-  return args.selection + ((b * args.blocks.T_q + query) * args.H_kv + h) * args.top_k;
+  std::int64_t const b = tile.bh / args.H_kv;
+  std::int64_t const h = tile.bh % args.H_kv;
+  return args.selection + ((b * args.tiles.T_q + query) * args.H_kv + h) * args.top_k;
 }
 
 // Writes the nodes of a row from shared memory, behind a barrier.
 template <int kThreads>
 __device__ __forceinline__ void write_nodes(Args const& args, int row, std::int32_t const* nodes) {
-  QueryTile const block(args.blocks, row / kQueryTile);
+  QueryTile const tile(args.tiles, row / kQueryTile);
   auto* const out = reinterpret_cast<int4*>(args.nodes + static_cast<std::int64_t>(row) * args.top_k);
-  auto* const selection = reinterpret_cast<int4*>(selection_of(args, block, block.first + row % kQueryTile));
+  auto* const selection = reinterpret_cast<int4*>(selection_of(args, tile, tile.first + row % kQueryTile));
 #pragma unroll 1
   for (int i = threadIdx.x; i < args.top_k / 4; i += kThreads) {
     int4 const four = reinterpret_cast<int4 const*>(nodes)[i];
@@ -154,9 +154,9 @@ __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThre
   __shared__ Scratch scratch;
   __shared__ alignas(8) uint32_t marks[kWords * kThreads];
   int const row = blockIdx.x;
-  QueryTile const block(args.blocks, row / kQueryTile);
-  if (!block.has(row % kQueryTile)) return;
-  Candidates const c = candidates(block.t + row % kQueryTile, args.layer, args.layers, args.top_k);
+  QueryTile const tile(args.tiles, row / kQueryTile);
+  if (!tile.has(row % kQueryTile)) return;
+  Candidates const c = candidates(tile.t + row % kQueryTile, args.layer, args.layers, args.top_k);
 
   if (c.n <= args.top_k) {  // Everything is selected, and no importance was computed.
     std::int32_t const* const parents = parents_of(args, row);
