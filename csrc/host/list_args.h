@@ -22,7 +22,6 @@ namespace htree_cuda::host::list_args {
 
 inline constexpr int kGroupHeads = 64;
 inline constexpr int kTileKeys = 64;
-inline constexpr double kLog2E = 1.4426950408889634074;
 
 inline void require(char const* op, bool holds, std::string const& what) {
   if (!holds) throw std::invalid_argument(std::string(op) + ": " + what);

@@ -4,6 +4,9 @@
 
 namespace htree_cuda::host {
 
+inline constexpr double kLog2E = 1.4426950408889634074;  // log2(e)
+inline constexpr double kLn2 = 0.69314718055994530942;
+
 template <class T, class U>
 constexpr T ceil_div(T a, U b) {
   return static_cast<T>((a + b - 1) / b);

@@ -23,7 +23,7 @@ inline std::int64_t sequences_of_part(ForwardParams const& p) {
   constexpr std::int64_t kMinSequences = 256;
   std::int64_t const count = p.sequences.count;
   if (!has_sequences(p) || p.sequences.cu_seqlens_k == nullptr || count == 0) return count;
-  std::int64_t const tiles = p.sequences.total_k / (tree::kTileParents * tree::kSiblings);
+  std::int64_t const tiles = p.sequences.total_k / (tree::kTileBlocks * tree::kSiblings);
   std::int64_t const parts = ceil_div(count, tiles < kMinSequences ? kMinSequences : tiles);
   return ceil_div(count, parts);
 }

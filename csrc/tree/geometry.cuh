@@ -17,7 +17,7 @@ inline constexpr int kLog2Siblings = 4;
 inline constexpr int kMaxLayers = 9;      // of a tree: T < 2^31, and the top has 16 * top_k >= 256 nodes
 inline constexpr int kMinTopK = 16;
 inline constexpr int kMaxTopK = 512;
-inline constexpr int kTileParents = 4;    // KV blocks that lie together where queries read all of them
+inline constexpr int kTileBlocks = 4;    // KV blocks that lie together where queries read all of them
 inline constexpr int kQueryTile = 12;  // consecutive queries of one (b, h_kv) that share gathered KV blocks
 
 struct Candidates {
@@ -125,10 +125,10 @@ __host__ __device__ inline std::int64_t sequence_nodes(std::int64_t key, std::in
 }
 __host__ __device__ inline std::int64_t sequence_blocks(std::int64_t key, std::int64_t sequence, int layer, int together,
                                                         int log2_from) {
-  int const shift = kLog2Siblings * (layer + 1) + (together == kTileParents ? 2 : 0);
+  int const shift = kLog2Siblings * (layer + 1) + (together == kTileBlocks ? 2 : 0);
   return ((key >> shift) + sequences_with_room(key, sequence, log2_from)) * together;
 }
-static_assert(kTileParents == 4);
+static_assert(kTileBlocks == 4);
 
 // The last of N >= 1 sequences that begins at or before `place`, where sequence i begins at begin(i), ascending. The
 // first one where none does.

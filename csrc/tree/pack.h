@@ -48,10 +48,10 @@ struct Lists {
 struct Args {
   Source k;
   Source v;
-  char* packed;                   // [B, H_kv, parents, block_bytes]; with `tiles`: of kTileParents blocks
+  char* packed;                   // [B, H_kv, blocks_per_head, block_bytes]; with `tiles`: of kTileBlocks blocks
   std::int64_t block_bytes;
-  std::int64_t parents_per_head;  // with `tiles`: a multiple of kTileParents
-  std::int64_t blocks;            // B * H_kv * parents_per_head; with lists: query tiles * per_block
+  std::int64_t blocks_per_head;  // with `tiles`: a multiple of kTileBlocks
+  std::int64_t blocks;            // B * H_kv * blocks_per_head; with lists: query tiles * per_block
   std::int64_t N;                 // nodes of the layer to pack, from its first
   int H_kv;
   float2 const* rotations;        // [positions, K / 2] cos and sin
@@ -61,7 +61,7 @@ struct Args {
   bool as_inputs;                 // keys are rounded to the dtype, else to fp16
   int* has_nonfinite_v;           // becomes 1 where a value is not finite
   Lists lists;                    // not with by_node
-  // Sequences of different lengths: parents_per_head and blocks are those of all sequences, N bounds the nodes that are
+  // Sequences of different lengths: blocks_per_head and blocks are those of all sequences, N bounds the nodes that are
   // packed of each.
   Sequence const* sequences;      // [sequence_count], or null
   std::int32_t sequence_count;

@@ -24,7 +24,7 @@ EXPORT char const* emulator_select(long long T_q, long long q_start, int layer, 
                                    float const* importance, long long width, std::int32_t const* parents,
                                    std::int32_t* nodes, std::uint16_t* expanded, std::int32_t* selection) {
   htree_cuda::tree::select::Args args{};
-  args.blocks = {0, 1, T_q, q_start};
+  args.tiles = {0, 1, T_q, q_start};
   args.H_kv = 1;
   args.layer = layer;
   args.layers = layers;

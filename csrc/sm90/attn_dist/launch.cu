@@ -86,7 +86,7 @@ void launch_chunk(AttnDistParams const& p, bool one_start, int processors, cudaS
   kernel.h_q = static_cast<int>(p.h_q);
   kernel.groups = static_cast<int>(ceil_div(p.h_q, kGroupHeads));
   kernel.tiles = static_cast<int>(ceil_div(p.topk, host::list_args::kTileKeys));
-  kernel.scale_log2 = static_cast<float>(p.sm_scale * host::list_args::kLog2E);
+  kernel.scale_log2 = static_cast<float>(p.sm_scale * host::kLog2E);
   kernel.lse_scale = static_cast<float>(std::log2(p.lse_base));
   kernel.bulk_store = p.topk % 4 == 0;
   CUtensorMap const map = host::list_args::encode_q(p, kernel);

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "host/cuda_check.h"
+#include "host/recording.h"
 #include "host/tree_args.h"
 #include "pack/pack.h"
 #include "params.h"
@@ -21,14 +22,6 @@ pack::Source source(void const* in, std::int64_t stride_b, std::int64_t stride_n
   bool const chunks = stride_b % 8 == 0 && stride_n % 8 == 0 && stride_h % 8 == 0 && stride_d == 1;
   bool const vectors = chunks && host::tree_args::aligned(in, 16);
   return {in, stride_b, stride_n, stride_h, stride_d, vectors};
-}
-
-int sm_count() {
-  int device = 0;
-  int count = 0;
-  HTREE_CUDA_CHECK(cudaGetDevice(&device));
-  HTREE_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
 }
 
 // Takes the steps of a call on a stream.
@@ -172,7 +165,7 @@ struct Launcher {
     args.G = static_cast<int>(p.G);
     args.K = static_cast<int>(p.K);
     args.V = static_cast<int>(p.V);
-    args.scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
+    args.scale_log2 = static_cast<float>(p.scale * kLog2E);
     pack::pack_queries(args, p.dtype, stream);
   }
 

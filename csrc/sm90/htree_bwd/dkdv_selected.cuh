@@ -37,7 +37,7 @@ class DkDvSelectedWarp {
   static constexpr int kHeld = Cfg::kHeldValues;
   static constexpr int kQueries = Cfg::kQueries;
   static constexpr int kHeads = Cfg::kHeads;
-  // Both are multiples of 64, or of 128 where an exclusive or makes addresses.
+  // Offsets of rows and of dout are multiples of 64, or of 128 where an exclusive or makes addresses.
   static constexpr int kRowsOffset = Cfg::kKeysBegin + Cfg::kHeaderRoom;
   static constexpr int kDoutOffset = Cfg::kOneRing ? Cfg::kQuerySlotBytes : 0;
   static constexpr int kBatch = Cfg::kListEntries / 2;  // visits that are copied at a time
@@ -197,7 +197,7 @@ private:
     return kQueries == 1 ? 0 : kQueries == 2 ? tile : 2 * tile + g_ / 4;
   }
 
-  // This lane's addresses for ldmatrix of the 16 rows of a pack, kStride bytes from query to query.
+  // Returns this lane's addresses for ldmatrix of the 16 rows of a pack, kStride bytes from query to query.
   template <bool kRowsFirst, int kRowBytes, int kStride>
   __device__ __forceinline__ StepAddresses rows(uint32_t base) const {
     if constexpr (kQueries == 1) return StepAddresses(base + ldmatrix_offset<kRowsFirst>(lane_, kRowBytes));
@@ -368,7 +368,7 @@ private:
     }
   }
 
-  // dv += P^T dO of the visit that waits, for 16 columns.
+  // Adds P^T dO of the visit that waits to 16 columns of dv.
   __device__ __forceinline__ void add_values(StepAddresses const& douts, int step) {
     uint32_t b[4];
     ptx::load_matrix_x4_transposed(b, douts[step]);

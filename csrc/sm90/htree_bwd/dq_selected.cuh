@@ -167,7 +167,7 @@ private:
     }
   }
 
-  // This lane's part of the rotation by a position, on its way to shared memory.
+  // Returns this lane's part of the rotation by a position, on its way to shared memory.
   __device__ __forceinline__ uint2 rotations(int position) const {
     return __ldg(table_ + static_cast<std::int64_t>(position) * (kK / 4));
   }
@@ -321,7 +321,7 @@ private:
     }
   }
 
-  // dq += dS K of the block before, for 16 columns.
+  // Adds dS K of the block before to 16 columns of dq.
   __device__ __forceinline__ void add_keys(int step) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

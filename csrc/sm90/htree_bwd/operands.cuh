@@ -35,7 +35,7 @@ struct StepAddresses {
 #pragma unroll
     for (int i = 0; i < 4; ++i) at[i] = lane ^ (i << 5);
   }
-  // The same where the line, an address without its chunk of 16 bytes, is no multiple of 128.
+  // The addresses of a line that is no multiple of 128, a line being an address without its chunk of 16 bytes.
   __device__ __forceinline__ StepAddresses(uint32_t line, uint32_t chunk) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) at[i] = line + (chunk ^ (i << 5));

@@ -1,4 +1,4 @@
-// Data sheet of the four matrix kernels of the backward. A CTA has eight warps that multiply.
+// Data sheet of the five matrix kernels of the backward. A CTA has eight warps that multiply, of dq_gather ten.
 //
 //   kernel          multiplies with        a warp holds                 passes by, through shared memory
 //   dq_entry        WGMMA, 64 x 64 tiles   a query, its 16 heads        tiles of four KV blocks, one ring

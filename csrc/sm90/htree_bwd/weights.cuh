@@ -14,13 +14,14 @@
 #include "device/pairs.cuh"
 #include "device/ptx.cuh"
 #include "device/sm90.cuh"
+#include "host/math.h"
 #include "layout.h"
 
 namespace htree_cuda::sm90::htree_bwd {
 
 inline constexpr float kHeadroomFactor = 1.0f / (1 << kHeadroom);
 // A unit without its headroom holds scale * log2(e) / (row scale of q). dk needs it without log2(e), hence ln(2).
-inline constexpr float kUnitScale = 0.69314718055994531f;
+inline constexpr float kUnitScale = static_cast<float>(kLn2);
 
 // ---- the scale of a row of weights -------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@
 
 #include "launch.h"
 #include "host/cache_args.h"
+#include "host/math.h"
 
 namespace htree_cuda::sm90::htree_decode {
 namespace {
@@ -68,7 +69,7 @@ void tree_decode(TreeDecodeParams const& params, void* stream) {
   args.rotations = reinterpret_cast<float2 const*>(params.rotations);
   args.attn_sink = params.attn_sink;
   args.pairing = {static_cast<int>(params.rope_dim / 16), params.interleaved};
-  args.scale_log2 = static_cast<float>(params.scale * 1.4426950408889634074);
+  args.scale_log2 = static_cast<float>(params.scale * host::kLog2E);
   args.B = static_cast<int>(cache.B);
   args.T_q = static_cast<int>(params.T_q);
   args.G = static_cast<int>(params.G);

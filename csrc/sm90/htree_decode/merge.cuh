@@ -5,6 +5,7 @@
 
 #include "device/barriers.cuh"
 #include "device/ptx.cuh"
+#include "host/math.h"
 #include "score.cuh"
 #include "softmax.cuh"
 
@@ -53,7 +54,7 @@ __device__ __forceinline__ void share_outputs(Args const& args, Smem<Cfg>& smem,
 __device__ __forceinline__ float sink_weight(Args const& args, std::int64_t head, float most) {
   if (args.attn_sink == nullptr) return 0.0f;
   float const sink = __ldg(args.attn_sink + head);
-  return ptx::exp2_movable(fmaf(sink, 1.44269504088896341f, -most));
+  return ptx::exp2_movable(fmaf(sink, static_cast<float>(kLog2E), -most));
 }
 
 // out and lse of the query, each CTA its share of the dimensions, once it has the outputs of all parts.
@@ -86,7 +87,7 @@ __device__ __forceinline__ void write_output(Args const& args, Smem<Cfg>& smem, 
     if (fabsf(x) == __builtin_huge_valf()) x = __int_as_float(0x7fffffff);  // an attended value that is not finite: NaN
     out[(first_head + head) * Cfg::kV + d] = static_cast<typename Cfg::Element>(x);
     if (cta == 0 && i % share == 0) {
-      args.lse[first_head + head] = static_cast<float>((static_cast<double>(most) + log2(static_cast<double>(sum))) * 0.6931471805599453);
+      args.lse[first_head + head] = static_cast<float>((static_cast<double>(most) + log2(static_cast<double>(sum))) * kLn2);
     }
   }
 }

@@ -45,7 +45,7 @@ struct KindArgs {
   std::uint32_t end_tile;   // CTA i of those of this kind serves tile end_tile - i, or that set of tiles
   TileSets sets;            // where queries share a warp: which tiles of queries a CTA serves
   char const* packed;       // the layer's KV blocks, [B, H_kv, blocks] of block_bytes, in the layout of this kind
-  std::int64_t parents_per_head;
+  std::int64_t blocks_per_head;
   rope::RotationColumns const* restart_rotations;  // [restarts, 8, K / 32]: from the unrotated query; selected kinds
   std::int64_t restarts;
   std::int32_t const* union_nodes;                 // [tiles, 12 * top_k]: places in `packed`; selected kinds

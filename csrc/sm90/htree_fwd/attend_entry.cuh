@@ -11,7 +11,7 @@
 // third, the other lanes of the second and the fourth.
 #pragma once
 
-#include "entry_groups.cuh"
+#include "entry_stage.cuh"
 #include "epilogue.cuh"
 
 namespace htree_cuda::sm90::htree_fwd {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void store_queries(State<Cfg> const& s, uint32_t quer
 }
 
 template <class Cfg>
-__device__ __forceinline__ void rescale_group(State<Cfg>& s, float const (&raw)[2 * Cfg::kStageSlots][4],
+__device__ __forceinline__ void rescale_stage(State<Cfg>& s, float const (&raw)[2 * Cfg::kStageSlots][4],
                                               uint32_t (&p)[Cfg::kStageSlots][4], float (&sum)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -87,11 +87,11 @@ __device__ __forceinline__ void rescale_group(State<Cfg>& s, float const (&raw)[
   exponentiate_scores<Cfg::kStageSlots>(s, raw, p, sum, [&](int i, float x) { return exponent(s, i, x); });
 }
 
-// P of a group, rounded to the dtype, as fragments of operand A, and its sums. Exponentials are taken as if no maximum
+// P of a stage, rounded to the dtype, as fragments of operand A, and its sums. Exponentials are taken as if no maximum
 // had to be updated, which is rare. Their sums show where one has: then P is computed again, and sums and O are
 // rescaled.
 template <class Cfg>
-__device__ __forceinline__ void exponentiate_group(State<Cfg>& s, GroupScores& scores,
+__device__ __forceinline__ void exponentiate_stage(State<Cfg>& s, StageScores& scores,
                                                    float const (&scales)[Cfg::kStageSlots],
                                                    uint32_t (&masked)[Cfg::kMaskWords],
                                                    uint32_t (&p)[Cfg::kStageSlots][4]) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void exponentiate_group(State<Cfg>& s, GroupScores& s
 #pragma unroll
   for (int slot = 0; slot < Cfg::kStageSlots; ++slot) {
     float x[2][4];
-    exponentials(s, of_parent<Cfg>(raw, slot), scales[slot], masked[slot / 2] >> slot % 2 * kSiblings, x);
+    exponentials(s, of_block<Cfg>(raw, slot), scales[slot], masked[slot / 2] >> slot % 2 * kSiblings, x);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       sum[i] += (x[0][2 * i] + x[0][2 * i + 1]) + (x[1][2 * i] + x[1][2 * i + 1]);
@@ -116,12 +116,12 @@ __device__ __forceinline__ void exponentiate_group(State<Cfg>& s, GroupScores& s
     for (auto& word : masked) word = __shfl_sync(kFullWarp, word, s.lane);
 #pragma unroll
     for (int slot = 0; slot < Cfg::kStageSlots; ++slot) {
-      apply_own_scales(s, group_scales<Cfg>(scores.stage, slot), of_parent<Cfg>(raw, slot));
-      mask_columns(of_parent<Cfg>(raw, slot), masked[slot / 2] >> slot % 2 * kSiblings);
+      apply_own_scales(s, stage_scales<Cfg>(scores.stage, slot), of_block<Cfg>(raw, slot));
+      mask_columns(of_block<Cfg>(raw, slot), masked[slot / 2] >> slot % 2 * kSiblings);
     }
     sum[0] = sum[1] = 0.0f;
     exponentiate_scores<Cfg::kStageSlots>(s, raw, p, sum, [&](int i, float x) { return near_exponent(s, i, x); });
-    if (__any_sync(kFullWarp, sum_overflows(sum))) rescale_group(s, raw, p, sum);
+    if (__any_sync(kFullWarp, sum_overflows(sum))) rescale_stage(s, raw, p, sum);
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) s.sum[i] += sum[i];
@@ -144,9 +144,9 @@ __device__ __forceinline__ float exponentiate_row(State<Cfg> const& s, float con
   return sum;
 }
 
-// exponentiate_group where rows are of different queries: each row has its own votes and masks.
+// exponentiate_stage where rows are of different queries: each row has its own votes and masks.
 template <class Cfg>
-__device__ __forceinline__ void exponentiate_group_rows(State<Cfg>& s, Ring<Cfg> const& ring, GroupScores& scores,
+__device__ __forceinline__ void exponentiate_stage_rows(State<Cfg>& s, Ring<Cfg> const& ring, StageScores& scores,
                                                         float const (&scales)[Cfg::kStageSlots],
                                                         uint32_t (&masked)[2][Cfg::kMaskWords],
                                                         uint32_t (&p)[Cfg::kStageSlots][4]) {
@@ -181,8 +181,8 @@ __device__ __forceinline__ void exponentiate_group_rows(State<Cfg>& s, Ring<Cfg>
       if (Cfg::kPerUnit == 1 || again) {
 #pragma unroll
         for (int slot = 0; slot < Cfg::kStageSlots; ++slot) {
-          apply_own_row_scales(s, i, group_scales<Cfg>(scores.stage, slot), of_parent<Cfg>(raw, slot));
-          mask_row(i, of_parent<Cfg>(raw, slot), masked[i][slot / 2] >> slot % 2 * kSiblings);
+          apply_own_row_scales(s, i, stage_scales<Cfg>(scores.stage, slot), of_block<Cfg>(raw, slot));
+          mask_row(i, of_block<Cfg>(raw, slot), masked[i][slot / 2] >> slot % 2 * kSiblings);
         }
         sum[i] = exponentiate_row(s, raw, i, p, [&](float x) { return near_exponent(s, i, x); });
       }
@@ -210,17 +210,17 @@ __device__ __forceinline__ void exponentiate_group_rows(State<Cfg>& s, Ring<Cfg>
   for (int i = 0; i < 2; ++i) s.sum[i] += sum[i];
 }
 
-// The consumer's loop. The scores of a group and P V of the group before are multiplied together, then this group's P
+// The consumer's loop. The scores of a stage and P V of the stage before are multiplied together, then this stage's P
 // is formed: what a warpgroup does between its products runs beside the products of the others.
 template <class Cfg>
-__device__ __forceinline__ void attend_groups(State<Cfg>& s, Ring<Cfg> const& ring, wgmma::Descriptor const& queries) {
-  if (s.groups == 0) return;
+__device__ __forceinline__ void attend_stages(State<Cfg>& s, Ring<Cfg> const& ring, wgmma::Descriptor const& queries) {
+  if (s.stages == 0) return;
   RingPosition<Cfg::kStages> at;
-  // The stage whose values are multiplied next. Before there are scores, the values of the first group meet a P of
+  // The stage whose values are multiplied next. Before there are scores, the values of the first stage meet a P of
   // zeros.
   uint32_t held = __shfl_sync(kFullWarp, ring.stage(at.slot), 0);
   uint32_t p[Cfg::kStageSlots][4] = {};
-  uint32_t expanded[Cfg::kRows];  // of the groups at hand, as fetch_expanded says
+  uint32_t expanded[Cfg::kRows];  // of the stages at hand, as fetch_expanded says
   uint32_t next_expanded = 0;  // where queries share a warp there are no registers for it
   if constexpr (!Cfg::kSharesWarp) next_expanded = fetch_expanded(s, 0, 0);
   if constexpr (Cfg::kKeeps) {
@@ -229,8 +229,8 @@ __device__ __forceinline__ void attend_groups(State<Cfg>& s, Ring<Cfg> const& ri
     keep_maximum(s, ring, 1);
   }
 #pragma unroll 1
-  for (int group = 0; group < s.groups; ++group) {
-    if (group % Cfg::kGroupsFetched == 0) {
+  for (int n = 0; n < s.stages; ++n) {
+    if (n % Cfg::kStagesFetched == 0) {
       if constexpr (Cfg::kKeeps) {
         __syncwarp();
         s.cursor = static_cast<int>(ptx::load_shared_4B(kept_cursor(s, ring)));
@@ -242,19 +242,19 @@ __device__ __forceinline__ void attend_groups(State<Cfg>& s, Ring<Cfg> const& ri
       } else {
 #pragma unroll
         for (int i = 0; i < Cfg::kRows; ++i) expanded[i] = Cfg::kSharesWarp ? fetch_expanded(s, i, 0) : next_expanded;
-        if constexpr (!Cfg::kSharesWarp) next_expanded = fetch_expanded(s, 0, Cfg::kGroupsFetched * Cfg::kStageSlots);
+        if constexpr (!Cfg::kSharesWarp) next_expanded = fetch_expanded(s, 0, Cfg::kStagesFetched * Cfg::kStageSlots);
       }
     }
-    GroupScores scores;
-    wait_for_group(s, scores, ring, at);
-    multiply_group_keys(s, scores, queries);
-    multiply_group_values(s, p, held);
+    StageScores scores;
+    wait_for_stage(s, scores, ring, at);
+    multiply_stage_keys(s, scores, queries);
+    multiply_stage_values(s, p, held);
     float scales[Cfg::kStageSlots];
     load_scales<Cfg>(scales, scores.stage);
     uint32_t masked[Cfg::kRows][Cfg::kMaskWords];
 #pragma unroll
     for (int i = 0; i < Cfg::kRows; ++i) {
-      int const first = group % Cfg::kGroupsFetched * Cfg::kMaskWords;
+      int const first = n % Cfg::kStagesFetched * Cfg::kMaskWords;
       if constexpr (Cfg::kKeeps) {
         static_assert(Cfg::kMaskWords == 2);
         float2 const words = ptx::load_shared_8B(kept_expanded(s, ring) / 64 * 64 + 128 * i + 4 * first);
@@ -268,23 +268,23 @@ __device__ __forceinline__ void attend_groups(State<Cfg>& s, Ring<Cfg> const& ri
       find_masked(s, i, scores.stage, masked[i]);
     }
     if (Cfg::kPerUnit > 1) __syncwarp();  // halves of the warp may part above, and wait for the products together
-    advance_parents(s, Cfg::kStageSlots);
+    advance_blocks(s, Cfg::kStageSlots);
     wgmma::wait<0>();
     wgmma::pin(products<Cfg>(scores.raw));
     wgmma::pin(output(s));
     wgmma::pin(reinterpret_cast<uint32_t(&)[4 * Cfg::kStageSlots]>(p));
-    if (group > 0) release_group(s, held);
+    if (n > 0) release_stage(s, held);
     held = scores.stage;
     if constexpr (Cfg::kSharesWarp) {
-      exponentiate_group_rows(s, ring, scores, scales, masked, p);
+      exponentiate_stage_rows(s, ring, scores, scales, masked, p);
     } else {
-      exponentiate_group(s, scores, scales, masked[0], p);
+      exponentiate_stage(s, scores, scales, masked[0], p);
     }
   }
-  multiply_group_values(s, p, held);
+  multiply_stage_values(s, p, held);
   wgmma::wait<0>();
   wgmma::pin(output(s));
-  release_group(s, held);
+  release_stage(s, held);
   if constexpr (Cfg::kKeeps) {
     fetch_maximum(s, ring, 0);
     fetch_maximum(s, ring, 1);
@@ -298,13 +298,13 @@ __device__ __forceinline__ void propagate_nan_entry(State<Cfg>& s) {
 #pragma unroll
   for (int i = 0; i < Cfg::kRows; ++i) {
     if (Cfg::kSharesWarp && !row_active(s, i)) continue;
-    int const count = parents_of<Cfg>(s.args, tile, query_of_row(s, i));
+    int const count = blocks_of<Cfg>(s.args, tile, query_of_row(s, i));
 #pragma unroll 1
-    for (int parent = 0; parent < count; ++parent) {
-      if (!Cfg::kSharesWarp && split(s) && !takes_rank(s, parent)) continue;
-      char const* const tile = packed_parents(s) + parent / Cfg::kStageSlots * Cfg::kStageSlots * s.args.block_bytes;
-      if (reinterpret_cast<int const*>(tile)[parent % Cfg::kStageSlots * kSiblings] < 0) {
-        propagate_nan_of_parent(s, parent, parent, i);
+    for (int block = 0; block < count; ++block) {
+      if (!Cfg::kSharesWarp && split(s) && !takes_rank(s, block)) continue;
+      char const* const kv_tile = packed_blocks(s) + block / Cfg::kStageSlots * Cfg::kStageSlots * s.args.block_bytes;
+      if (reinterpret_cast<int const*>(kv_tile)[block % Cfg::kStageSlots * kSiblings] < 0) {
+        propagate_nan_of_block(s, block, block, i);
       }
     }
   }
@@ -314,7 +314,7 @@ __device__ __forceinline__ void propagate_nan_entry(State<Cfg>& s) {
 template <class Cfg>
 __device__ __forceinline__ void attend_entry(State<Cfg>& s, Ring<Cfg> const& ring) {
   store_queries(s, queries_of(s, ring));
-  attend_groups(s, ring, wgmma::Descriptor(queries_of(s, ring)));
+  attend_stages(s, ring, wgmma::Descriptor(queries_of(s, ring)));
   if (*s.args.has_nonfinite_v != 0) propagate_nan_entry(s);
   finish_attend(s, ring);
 }

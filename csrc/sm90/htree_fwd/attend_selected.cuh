@@ -102,7 +102,7 @@ __device__ __forceinline__ void probabilities(State<Cfg>& s, Waiting& waiting, u
 // `slot`, which waits then, and rotates the query to its next rank. With `wanted`, loads `next_query_mask` from `mask`:
 // the latency passes beside the products.
 template <bool kBottom, class Cfg>
-__device__ __forceinline__ void attend_parent(State<Cfg>& s, Waiting& waiting, uint32_t slot, bool wanted,
+__device__ __forceinline__ void attend_block(State<Cfg>& s, Waiting& waiting, uint32_t slot, bool wanted,
                                               uint32_t mask, uint32_t& next_query_mask) {
   auto& products = waiting.products;
   uint32_t const expanded = s.rope.expanded;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void attend_parent(State<Cfg>& s, Waiting& waiting, u
   advance_rank(s);
 }
 
-// Adds the values of the block that waits, without a block behind it. The bits are those of attend_parent, because
+// Adds the values of the block that waits, without a block behind it. The bits are those of attend_block, because
 // neighbours decide where this happens. Only the last block of all has children past the query.
 template <bool kBottom, class Cfg>
 __device__ __forceinline__ void attend_last(State<Cfg>& s, Waiting& waiting) {
@@ -158,12 +158,12 @@ __device__ __forceinline__ void attend_stream(State<Cfg>& s, Ring<Cfg> const& ri
   uint32_t kept = kNoSlot;  // the stage of the block that waits, once other stages have followed
   int patience = Cfg::kPatience;
   uint32_t next_query_mask = 0;  // of the stage behind the one at hand, which holds it, too
-  if (s.groups > 0 && s.active) {
+  if (s.stages > 0 && s.active) {
     own.barriers.wait_full(at, "htree_fwd consumer: full");
     next_query_mask = ptx::load_shared_4B(own.mask(own.stage(at.slot), s.warp));
   }
 #pragma unroll 1
-  for (int groups = s.groups; groups > 0; --groups) {
+  for (int stages = s.stages; stages > 0; --stages) {
     own.barriers.wait_full(at, "htree_fwd consumer: full");
     uint32_t const stage = own.stage(at.slot);
     uint32_t query_mask = next_query_mask;
@@ -188,7 +188,7 @@ __device__ __forceinline__ void attend_stream(State<Cfg>& s, Ring<Cfg> const& ri
       uint32_t const next = slot_of<Cfg>(stage, query_mask);
       // Where no block waits, the scores are -infinity, so that the values of any slot have no weight.
       if (waiting.slot == kNoSlot) waiting.slot = slot;
-      attend_parent<kBottom>(s, waiting, slot, query_mask == 0, own.next_mask(stage, s.warp), next_query_mask);
+      attend_block<kBottom>(s, waiting, slot, query_mask == 0, own.next_mask(stage, s.warp), next_query_mask);
       if (kept != kNoSlot) release_stage(s, kept);
       kept = kNoSlot;
       slot = next;
@@ -212,9 +212,9 @@ __device__ __forceinline__ void propagate_nan_selected(State<Cfg>& s) {
   for (int entry = 0; entry < count; ++entry) {
     bool const taken = split(s) ? takes_rank(s, entry)
                                 : mask_of_entry<Cfg>(s.args, static_cast<uint32_t>(list) + entry) >> s.warp & 1u;
-    char const* const block = packed_parents(s) + own<Cfg>(s.args).union_nodes[list + entry] * s.args.block_bytes;
+    char const* const block = packed_blocks(s) + own<Cfg>(s.args).union_nodes[list + entry] * s.args.block_bytes;
     if (taken && *reinterpret_cast<int const*>(block) < 0) {
-      propagate_nan_of_parent(s, s.args.parents[launch_row(s) * s.args.top_k + rank], rank);
+      propagate_nan_of_block(s, s.args.parents[launch_row(s) * s.args.top_k + rank], rank);
     }
     rank += split(s) || taken;
   }

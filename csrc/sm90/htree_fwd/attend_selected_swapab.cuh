@@ -141,7 +141,7 @@ __device__ __forceinline__ void attend_units(State<Cfg>& s, uint32_t slot, uint3
 #pragma unroll
   for (int tile = 0; tile < Cfg::kValueTileRows; ++tile) {
     uint32_t values[4];
-    load_operand_a(s, values, slot + Cfg::kValueOffset + tile * kFragmentBytes);
+    load_fragment(values, slot + s.rope.fragment_lane + Cfg::kValueOffset + tile * kFragmentBytes);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (has_unit(kUnits, i)) Pairs<typename Cfg::Element>::mma(out_tile(s, i, tile), values, p[i][0], p[i][1]);
@@ -182,7 +182,7 @@ __device__ __forceinline__ void write_unit_state(State<Cfg>& s, int i) {
 // Writes the results of a unit. There are no branches, not even by &&, because lanes meet to sum and to transpose.
 template <class Cfg>
 __device__ __forceinline__ void write_unit(State<Cfg>& s, int i) {
-  constexpr float kLogTwo = 0.693147180559945309f;
+  constexpr float kLn2 = static_cast<float>(host::kLn2);
   Columns& columns = s.columns[i];
   // The tile is looked up again, because it would occupy registers throughout the loop.
   uint32_t const query = ptx::opaque(query_of_columns(s, i));
@@ -196,7 +196,7 @@ __device__ __forceinline__ void write_unit(State<Cfg>& s, int i) {
     inverse[e] = 1.0f / (columns.sum[e] + sink_weight(s, head, columns.max[e], columns.unit[e]));
     ptx::store_global_if(
         works & (s.g == e) & (head < s.args.G), s.args.lse + first + head,
-        infinite_to_nan(fmaf(columns.max[e], columns.unit[e] * kLogTwo, log2f(columns.sum[e]) * kLogTwo)));
+        infinite_to_nan(fmaf(columns.max[e], columns.unit[e] * kLn2, log2f(columns.sum[e]) * kLn2)));
   }
   int const g = static_cast<int>(ptx::lane_index()) / 4;
   int const head = g % Cfg::kUnitHeads;
@@ -263,7 +263,7 @@ __device__ __forceinline__ void propagate_nan_swapab(State<Cfg>& s) {
   for (int entry = 0; entry < count; ++entry) {
     uint32_t const query_masks = static_cast<uint32_t>(
         mask_of_entry<Cfg>(s.args, static_cast<uint32_t>(list) + entry) >> Cfg::kQueriesPerWarp * s.warp);
-    char const* const block = packed_parents(s) + own<Cfg>(s.args).union_nodes[list + entry] * s.args.block_bytes;
+    char const* const block = packed_blocks(s) + own<Cfg>(s.args).union_nodes[list + entry] * s.args.block_bytes;
     bool const negative = *reinterpret_cast<int const*>(block) < 0;
 #pragma unroll
     for (int query = 0; query < Cfg::kQueriesPerWarp; ++query) {
@@ -279,12 +279,12 @@ __device__ __forceinline__ void attend_units_stream(State<Cfg>& s, Ring<Cfg> con
   RingPosition<Cfg::kStages> at;
   Ring<Cfg> const own(ptx::opaque(ring.stages));
   uint32_t next_query_mask = 0;  // of the stage behind the one at hand, which holds it, too
-  if (s.groups > 0 && s.active) {
+  if (s.stages > 0 && s.active) {
     own.barriers.wait_full(at, "htree_fwd consumer: full");
     next_query_mask = ptx::load_shared_4B(own.mask(own.stage(at.slot), s.warp));
   }
 #pragma unroll 1
-  for (int groups = s.groups; groups > 0; --groups) {
+  for (int stages = s.stages; stages > 0; --stages) {
     own.barriers.wait_full(at, "htree_fwd consumer: full");
     uint32_t const stage = own.stage(at.slot);
     uint32_t const query_mask = next_query_mask;
@@ -292,8 +292,7 @@ __device__ __forceinline__ void attend_units_stream(State<Cfg>& s, Ring<Cfg> con
     each_block(s, stage, query_mask, [&](auto units, auto all, uint32_t slot, uint32_t const (&query_masks)[2]) {
       attend_units<kBottom, decltype(units)::value, decltype(all)::value>(s, slot, query_masks);
     });
-    __syncwarp();
-    if (s.lane == 0) barriers::mbarrier_arrive(stage + Cfg::kEmptyOffset);
+    release_stage(s, stage);
     at = at.ahead(1);
   }
   if (!s.active) return;

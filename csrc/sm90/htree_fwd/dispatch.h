@@ -87,7 +87,7 @@ inline int queries_of_entry(ForwardParams const& p) {
 // bottom), and of that of fp16 operands 1.22, or 1.30 with packed rotations (tests/unit/test_rotation.py).
 constexpr int kRestartPeriod = 16;
 constexpr int kRestartPeriodFp16 = 1;
-static_assert(kMinTopK % kRestartPeriod == 0, "attend_selected_swapab.cuh counts on whole periods in top_k ranks");
+static_assert(kMinTopK % kRestartPeriod == 0, "swapab.cuh counts on whole periods in top_k ranks");
 
 inline int restart_period(ForwardParams const& p) {
   return p.dtype == DType::kFloat16 ? kRestartPeriodFp16 : kRestartPeriod;

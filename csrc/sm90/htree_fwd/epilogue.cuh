@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "device/pairs.cuh"
+#include "host/math.h"
 #include "row_map.cuh"
 #include "smem.cuh"
 #include "softmax.cuh"
@@ -28,7 +29,7 @@ __device__ __forceinline__ std::int64_t first_row(State<Cfg> const& s) {
 // has some. Once all is summed, the values of such a block are read where they came from, and columns of O where one is
 // not finite become NaN. `row_of` is the row of this thread whose query took the block.
 template <class Cfg>
-__device__ __forceinline__ void propagate_nan_of_parent(State<Cfg>& s, std::int64_t parent, int rank, int row_of = 0) {
+__device__ __forceinline__ void propagate_nan_of_block(State<Cfg>& s, std::int64_t block, int rank, int row_of = 0) {
   QueryTile const tile = own_tile(s);
   int const last = candidates_of<Cfg>(s.args, tile.t + query_of_row(s, row_of)) - 1;
   uint32_t masked = rank == last / kSiblings ? causal_mask(last % kSiblings) : 0u;
@@ -36,7 +37,7 @@ __device__ __forceinline__ void propagate_nan_of_parent(State<Cfg>& s, std::int6
   tree::pack::Source const& values = s.args.values;
   typename Cfg::Element const* const rows =
       static_cast<typename Cfg::Element const*>(values.in) + tile.bh / s.args.H_kv * values.stride_b +
-      (first_row(s) + parent * kSiblings) * values.stride_n + tile.bh % s.args.H_kv * values.stride_h + 2 * s.tq;
+      (first_row(s) + block * kSiblings) * values.stride_n + tile.bh % s.args.H_kv * values.stride_h + 2 * s.tq;
 #pragma unroll 1
   for (uint32_t open = 0xffffu & ~masked; open != 0; open &= open - 1) {
     typename Cfg::Element const* const row = rows + (__ffs(open) - 1) * values.stride_n;
@@ -139,7 +140,7 @@ __device__ __forceinline__ void write_state(State<Cfg>& s) {
 // What an attention sink adds to the sum of a head, whose exponentials are relative to exp2(largest * unit).
 template <class Cfg>
 __device__ __forceinline__ float sink_weight(State<Cfg> const& s, int head, float largest, float unit) {
-  constexpr float kLog2E = 1.44269504088896341f;
+  constexpr float kLog2E = static_cast<float>(host::kLog2E);
   if (s.args.attn_sink == nullptr) return 0.0f;
   // A head that does not exist, or is of no query, writes nothing, and reads one that does.
   int const h_kv = max(static_cast<int>(own_tile(s).bh % s.args.H_kv), 0);
@@ -163,13 +164,13 @@ __device__ __forceinline__ void write_tile(State<Cfg> const& s, std::int64_t fir
 
 template <class Cfg>
 __device__ __forceinline__ void write_lse(State<Cfg> const& s, std::int64_t first) {
-  constexpr float kLogTwo = 0.693147180559945309f;
+  constexpr float kLn2 = static_cast<float>(host::kLn2);
   if (s.tq != 0) return;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (!has_head(s, i)) continue;
     s.args.lse[head_index(s, first, i)] =
-        infinite_to_nan(fmaf(s.max[i], s.unit[i] * kLogTwo, log2f(s.sum[i]) * kLogTwo));
+        infinite_to_nan(fmaf(s.max[i], s.unit[i] * kLn2, log2f(s.sum[i]) * kLn2));
   }
 }
 

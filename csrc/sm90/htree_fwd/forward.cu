@@ -7,6 +7,7 @@
 
 #include "host/cuda_check.h"
 #include "host/mixed_dims.h"
+#include "host/recording.h"
 #include "host/side_stream.h"
 #include "host/tree_args.h"
 #include "launch.h"
@@ -24,14 +25,6 @@ namespace {
 
 constexpr char const* kOp = "forward";
 
-std::int64_t processors() {
-  int device = 0;
-  int count = 0;
-  HTREE_CUDA_CHECK(cudaGetDevice(&device));
-  HTREE_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
-}
-
 tree::pack::Source source(void const* in, std::int64_t stride_b, std::int64_t stride_n, std::int64_t stride_h,
                           std::int64_t dim) {
   bool const vectors = tree_args::aligned(in, 16) && stride_b % 8 == 0 && stride_n % 8 == 0 && stride_h % 8 == 0;
@@ -43,7 +36,7 @@ bool is_packed(ForwardParams const& p) { return has_sequences(p) && p.sequences.
 // A scale of zero is the smallest: rows of q become zeros.
 row_scale::ScoreScale score_scale(double scale) {
   int exponent = 0;
-  double const mantissa = std::frexp(scale * 1.4426950408889634, &exponent);  // in [0.5, 1)
+  double const mantissa = std::frexp(scale * kLog2E, &exponent);  // in [0.5, 1)
   if (mantissa == 0.0) return {1.0f, -1000};
   return {static_cast<float>(2.0 * mantissa), exponent - 1};
 }
@@ -122,7 +115,7 @@ public:
     Packed const& packed = w_.of(l, kind);
     tree::pack::Args args = pack_args(l, packed);
     args.log2_from = log2_room_from(kind == LayerKind::kEntry ? l : l + 1, static_cast<int>(p_.top_k));
-    args.blocks = (has_sequences(p_) ? 1 : p_.B) * p_.H_kv * packed.parents;
+    args.blocks = (has_sequences(p_) ? 1 : p_.B) * p_.H_kv * packed.blocks_per_head;
     args.N = packed.nodes;
     args.by_node = kind != LayerKind::kSelected;
     args.tiles = kind == LayerKind::kEntry;
@@ -234,7 +227,7 @@ private:
     args.v = values_of(l);
     args.packed = packed.blocks;
     args.block_bytes = w_.block_bytes;
-    args.parents_per_head = packed.parents;
+    args.blocks_per_head = packed.blocks_per_head;
     args.H_kv = static_cast<int>(p_.H_kv);
     args.rotations = w_.rotations;
     args.as_inputs = l == 0;  // nothing is selected there
@@ -267,7 +260,7 @@ private:
       Packed const& packed = gathered ? w_.gathered : w_.of(l, kind);
       KindArgs& own = args.kinds[static_cast<int>(kind)];
       own.packed = packed.blocks;
-      own.parents_per_head = packed.parents;
+      own.blocks_per_head = packed.blocks_per_head;
       own.restart_rotations = half ? w_.forward_rotations : w_.restart_rotations;
       own.restarts = half ? w_.forward_restarts : w_.restarts;
       own.union_nodes = gathered ? lane.union_places : lane.union_nodes;
@@ -341,7 +334,7 @@ std::int64_t forward_workspace(ForwardParams const& p, PartParams const& part) {
   using namespace sm90::htree_fwd;
   tree_args::check(kOp, p);
   if (rows_of_call(p) == 0) return 0;
-  return workspace_of_parts(p, [&](ForwardParams const& own) { return Workspace(own, part, nullptr, processors()).bytes; });
+  return workspace_of_parts(p, [&](ForwardParams const& own) { return Workspace(own, part, nullptr, sm_count()).bytes; });
 }
 
 void forward(ForwardParams const& p, void* stream) { forward(p, {}, stream); }
@@ -359,7 +352,7 @@ void forward(ForwardParams const& p, PartParams const& part, void* stream) {
   }
   if (has_parts(p)) tree_args::check_workspace(kOp, p, forward_workspace(p, part));
   for_parts(p, [&](ForwardParams const& own) {
-    Workspace const workspace(own, part, static_cast<char*>(own.workspace), processors());
+    Workspace const workspace(own, part, static_cast<char*>(own.workspace), sm_count());
     tree_args::check_workspace(kOp, own, workspace.bytes);
     Executor executor(own, workspace, static_cast<cudaStream_t>(stream));
     schedule(own, workspace, executor);

@@ -96,9 +96,9 @@ __device__ __forceinline__ void store_importance_of_two(State<Cfg>& s, float con
                                                         bool store = true) {
   float column[2][4];
 #pragma unroll
-  for (int parent = 0; parent < 2; ++parent) {
+  for (int block = 0; block < 2; ++block) {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) column[parent][c] = weights[parent][c / 2][c % 2] + weights[parent][c / 2][2 + c % 2];
+    for (int c = 0; c < 4; ++c) column[block][c] = weights[block][c / 2][c % 2] + weights[block][c / 2][2 + c % 2];
   }
   bool const second = s.lane & 16;
   float own[4];

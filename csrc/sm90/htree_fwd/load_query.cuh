@@ -160,7 +160,7 @@ __device__ __forceinline__ void load_queries(State<Cfg>& s) {
   QueryTile const tile = own_tile(s);
   QueryWords<Cfg> words;
   fetch_query(s, tile, words);  // on its way while everything else is found out
-  s.groups = (stream_count<Cfg>(s.args) + Cfg::kStageSlots - 1) / Cfg::kStageSlots;
+  s.stages = (stream_count<Cfg>(s.args) + Cfg::kStageSlots - 1) / Cfg::kStageSlots;
   s.active = row_works(s, tile, 0);
   if constexpr (Cfg::kSwapAB) s.each_active = {s.active, row_works(s, tile, 1)};
   begin_sweep(s, tile);

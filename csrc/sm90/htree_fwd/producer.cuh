@@ -106,8 +106,8 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
       bool const exists = base + lane < count;
       next.fetch(args, count, base + 32 + lane);
 #pragma unroll 1
-      for (int group = 0; group < 32 / Cfg::kStageSlots && base + group * Cfg::kStageSlots < count; ++group) {
-        int const slots = min(count - base - group * Cfg::kStageSlots, Cfg::kStageSlots);
+      for (int part = 0; part < 32 / Cfg::kStageSlots && base + part * Cfg::kStageSlots < count; ++part) {
+        int const slots = min(count - base - part * Cfg::kStageSlots, Cfg::kStageSlots);
         int const copies =
             (slots + Cfg::kCopySlots - 1) / Cfg::kCopySlots;  // global memory holds whole tiles of blocks
         int const slot = lane % Cfg::kStageSlots;
@@ -115,14 +115,14 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
         uint32_t const full = ring.barriers.full_at(at.slot);
         if constexpr (Cfg::kKind == LayerKind::kEntry) {
           if (slots < Cfg::kStageSlots && copies_parts<Cfg>(args)) {
-            copy_part<Cfg>(ring.stage(at.slot), packed + (base + group * Cfg::kStageSlots) * args.block_bytes, slots, full);
+            copy_part<Cfg>(ring.stage(at.slot), packed + (base + part * Cfg::kStageSlots) * args.block_bytes, slots, full);
             return;  // nothing comes behind it
           }
         }
         __syncwarp();
         if (lane == 0) barriers::mbarrier_arrive_expect_bytes(full, copies * Cfg::kCopyBytes);
         __syncwarp();
-        if (lane / Cfg::kStageSlots == group && exists && slot % Cfg::kCopySlots == 0) {
+        if (lane / Cfg::kStageSlots == part && exists && slot % Cfg::kCopySlots == 0) {
           ptx::bulk_load(ring.stage(at.slot) + slot / Cfg::kCopySlots * Cfg::kSlotBytes + Cfg::kScaleOffset, from,
                          Cfg::kCopyBytes, full);
         }
@@ -149,14 +149,14 @@ __device__ void write_query_masks(Args const& args, Ring<Cfg> const& ring) {
     }
   }
 
-  // The query mask of consumer `lane` for a stage, which is `group` of the 32 entries at hand.
+  // The query mask of consumer `lane` for a stage, which is `part` of the 32 entries at hand.
   int expected = 0;  // half-selected: the block that would leave no gap
-  auto const taken = [&](typename Cfg::Mask mask, int node, int group) {
+  auto const taken = [&](typename Cfg::Mask mask, int node, int part) {
     uint32_t word = 0;
     int shift = 0;
 #pragma unroll
     for (int i = 0; i < Cfg::kStageSlots; ++i) {
-      typename Cfg::Mask const query_masks = __shfl_sync(kFullWarp, mask, group * Cfg::kStageSlots + i);
+      typename Cfg::Mask const query_masks = __shfl_sync(kFullWarp, mask, part * Cfg::kStageSlots + i);
       uint32_t const own = static_cast<uint32_t>(query_masks >> lane) & 1u;
       if constexpr (Cfg::kSwapAB) {
 #pragma unroll
@@ -167,11 +167,11 @@ __device__ void write_query_masks(Args const& args, Ring<Cfg> const& ring) {
               << (Cfg::kQueryBits * query + i);
         }
       } else if constexpr (Cfg::kKind == LayerKind::kHalfSelected) {
-        int const parent = __shfl_sync(kFullWarp, node, group * Cfg::kStageSlots + i);
-        uint32_t const gap = args.split ? Cfg::kMaxGap : min(static_cast<uint32_t>(parent - expected), Cfg::kMaxGap);
+        int const block = __shfl_sync(kFullWarp, node, part * Cfg::kStageSlots + i);
+        uint32_t const gap = args.split ? Cfg::kMaxGap : min(static_cast<uint32_t>(block - expected), Cfg::kMaxGap);
         word |= own * (Cfg::kTaken | gap << Cfg::kSlotBits | i) << shift;
         shift += 8 * own;
-        expected = own != 0 ? parent + 1 : expected;
+        expected = own != 0 ? block + 1 : expected;
       } else {
         word |= own << i;
       }
@@ -191,11 +191,11 @@ __device__ void write_query_masks(Args const& args, Ring<Cfg> const& ring) {
       typename Cfg::Mask const mask = next.mask;
       next.fetch(args, count, base + 32 + lane);
 #pragma unroll 1
-      for (int group = 0; group < 32 / Cfg::kStageSlots && base + group * Cfg::kStageSlots < count; ++group) {
-        uint32_t const word = Cfg::kWritesNextMask && base + group > 0 ? next_word : taken(mask, node, group);
+      for (int part = 0; part < 32 / Cfg::kStageSlots && base + part * Cfg::kStageSlots < count; ++part) {
+        uint32_t const word = Cfg::kWritesNextMask && base + part > 0 ? next_word : taken(mask, node, part);
         if constexpr (Cfg::kWritesNextMask) {
-          bool const last = group == 32 / Cfg::kStageSlots - 1;
-          next_word = taken(last ? next.mask : mask, last ? next.node : node, last ? 0 : group + 1);
+          bool const last = part == 32 / Cfg::kStageSlots - 1;
+          next_word = taken(last ? next.mask : mask, last ? next.node : node, last ? 0 : part + 1);
         }
         ring.barriers.wait_empty(at, "htree_fwd producer: empty");
         uint32_t const stage = ring.stage(at.slot);
@@ -203,8 +203,8 @@ __device__ void write_query_masks(Args const& args, Ring<Cfg> const& ring) {
           ptx::store_shared_4B(ring.mask(stage, lane), word);
           if constexpr (Cfg::kWritesNextMask) ptx::store_shared_4B(ring.next_mask(stage, lane), next_word);
         }
-        if (Cfg::kKind == LayerKind::kHalfSelected && lane / Cfg::kStageSlots == group) {
-          ptx::store_shared_4B(ring.parent(stage, lane % Cfg::kStageSlots), node);
+        if (Cfg::kKind == LayerKind::kHalfSelected && lane / Cfg::kStageSlots == part) {
+          ptx::store_shared_4B(ring.node(stage, lane % Cfg::kStageSlots), node);
         }
         __syncwarp();
         if (lane == 0) barriers::mbarrier_arrive(ring.barriers.full_at(at.slot));

@@ -146,8 +146,8 @@ __device__ __forceinline__ void rotate_over_gap(State<Cfg>& s, uint32_t stage, u
     if (split(s) && !takes_rank(s, s.args.top_k - 1 - (s.position >> kLog2Siblings))) {
       skip_periods(s, Cfg::kConsumers - 1);
     }
-    uint32_t const parent = ptx::load_shared_4B(Ring<Cfg>::parent(stage, query_mask & Cfg::kSlotMask));
-    steps = (s.position + static_cast<int>(parent) * kSiblings - kept_restart(s)) / kSiblings + s.rope.left;
+    uint32_t const block = ptx::load_shared_4B(Ring<Cfg>::node(stage, query_mask & Cfg::kSlotMask));
+    steps = (s.position + static_cast<int>(block) * kSiblings - kept_restart(s)) / kSiblings + s.rope.left;
   }
   if (steps >= s.rope.left) rotate_far(s, steps);
 #pragma unroll 1

@@ -61,7 +61,7 @@ struct State {
   int const g;
   int const tq;
   uint32_t const warp;
-  int groups;    // stages that pass by
+  int stages;    // that pass by
   bool active;   // a query of the warp exists, and this layer is of this kind for it
   // The position of the query as the block at hand sees it is n - 1 - 16 rank. It is below 16 in the query's last block
   // and negative behind it.
@@ -203,14 +203,14 @@ __device__ __forceinline__ bool row_works(State<Cfg> const& s, QueryTile const& 
 
 // Goes on by so many blocks.
 template <class Cfg>
-__device__ __forceinline__ void advance_parents(State<Cfg>& s, int parents) {
+__device__ __forceinline__ void advance_blocks(State<Cfg>& s, int blocks) {
   if constexpr (Cfg::kPacksPositions) {
-    s.passed.value += parents;
+    s.passed.value += blocks;
     return;
   }
-  s.position -= parents * kSiblings;
-  if constexpr (Cfg::kSwapAB) s.second_position.value -= parents * kSiblings;
-  s.cursor += parents;
+  s.position -= blocks * kSiblings;
+  if constexpr (Cfg::kSwapAB) s.second_position.value -= blocks * kSiblings;
+  s.cursor += blocks;
 }
 
 // The position and the cursor before the first block.
@@ -231,7 +231,7 @@ __device__ __forceinline__ void begin_sweep(State<Cfg>& s, QueryTile const& tile
   }
 }
 
-// The same before the second sweep of a selected layer, for an active query.
+// Puts an active query back to its first block, before the second sweep of a selected layer.
 template <class Cfg>
 __device__ __forceinline__ void repeat_sweep(State<Cfg>& s) {
   s.position = (s.args.top_k - 1) * kSiblings + rightmost(s);
@@ -239,7 +239,7 @@ __device__ __forceinline__ void repeat_sweep(State<Cfg>& s) {
 }
 
 template <class Cfg>
-__device__ __forceinline__ char const* packed_parents(State<Cfg> const& s) {
+__device__ __forceinline__ char const* packed_blocks(State<Cfg> const& s) {
   return packed_blocks<Cfg>(s.args);
 }
 

@@ -104,7 +104,7 @@ void schedule_chunk(ForwardParams const& p, Workspace const& w, Chunk const& chu
   for (int l = 1; l <= w.last_entry_layer; ++l) {
     if (has(Pass::kAttend, LayerKind::kEntry, l)) top = l;
   }
-  // Above it there is nothing to do but to name the nodes, all of them, if the caller wants the selection.
+  // Above the highest entry layer there is nothing to do but to name all nodes, if the caller wants the selection.
   for (int l = p.selection == nullptr ? top : w.layers - 1; l >= 0; --l) {
     if (l < top) {
       sink.build_union(chunk, l);

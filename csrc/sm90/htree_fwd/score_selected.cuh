@@ -38,40 +38,40 @@ __device__ __forceinline__ void importance_exponents(State<Cfg> const& s, float 
 }
 
 // Adds blocks to the lse, in their order.
-template <int kParents, class Cfg>
-__device__ __forceinline__ void add_to_lse(State<Cfg>& s, float const (&scale)[kParents],
-                                           float (&products)[kParents][2][4]) {
-  float x[kParents][2][4];
-  float sum[kParents][2];
+template <int kBlocks, class Cfg>
+__device__ __forceinline__ void add_to_lse(State<Cfg>& s, float const (&scale)[kBlocks],
+                                           float (&products)[kBlocks][2][4]) {
+  float x[kBlocks][2][4];
+  float sum[kBlocks][2];
   bool again = false;
 #pragma unroll
-  for (int parent = 0; parent < kParents; ++parent) {
-    exponents_of_products(s, factors(s, scale[parent]), products[parent], x[parent]);
-    again |= overflows(x[parent]);
-    sum_exponentials(x[parent], sum[parent]);  // the sums pass while the warp votes
+  for (int block = 0; block < kBlocks; ++block) {
+    exponents_of_products(s, factors(s, scale[block]), products[block], x[block]);
+    again |= overflows(x[block]);
+    sum_exponentials(x[block], sum[block]);  // the sums pass while the warp votes
   }
   if (__any_sync(kFullWarp, again)) {
 #pragma unroll
-    for (int parent = 0; parent < kParents; ++parent) {
-      if (kParents > 1) {  // after the update of the block before, this maximum may do
-        exponents_of_products(s, factors(s, scale[parent]), products[parent], x[parent]);
-        sum_exponentials(x[parent], sum[parent]);
+    for (int block = 0; block < kBlocks; ++block) {
+      if (kBlocks > 1) {  // after the update of the block before, this maximum may do
+        exponents_of_products(s, factors(s, scale[block]), products[block], x[block]);
+        sum_exponentials(x[block], sum[block]);
       }
-      if (kParents == 1 || __any_sync(kFullWarp, overflows(x[parent]))) {
-        apply_shared_scale(scale[parent], products[parent]);
-        update_own_max<1>(s, products[parent]);
-        exponents_of_scores(s, products[parent], x[parent]);
-        sum_exponentials(x[parent], sum[parent]);
+      if (kBlocks == 1 || __any_sync(kFullWarp, overflows(x[block]))) {
+        apply_shared_scale(scale[block], products[block]);
+        update_own_max<1>(s, products[block]);
+        exponents_of_scores(s, products[block], x[block]);
+        sum_exponentials(x[block], sum[block]);
       }
-      s.sum[0] += sum[parent][0];
-      s.sum[1] += sum[parent][1];
+      s.sum[0] += sum[block][0];
+      s.sum[1] += sum[block][1];
     }
     return;
   }
 #pragma unroll
-  for (int parent = 0; parent < kParents; ++parent) {
-    s.sum[0] += sum[parent][0];
-    s.sum[1] += sum[parent][1];
+  for (int block = 0; block < kBlocks; ++block) {
+    s.sum[0] += sum[block][0];
+    s.sum[1] += sum[block][1];
   }
 }
 
@@ -94,7 +94,7 @@ template <Sweep kSweep, class Cfg>
 __device__ __forceinline__ void account_last(State<Cfg>& s, Scored& scored) {
   if constexpr (kSweep == Sweep::kLse) {
     apply_shared_scale(scored.scale, scored.scores);
-    add_parent_to_lse(s, scored.scores, was_last(s));
+    add_block_to_lse(s, scored.scores, was_last(s));
   } else {
     account<kSweep>(s, scored);
   }
@@ -127,53 +127,53 @@ __device__ __forceinline__ void score(State<Cfg>& s, uint32_t slot, Scored& scor
   advance_rank(s);
 }
 
-template <Sweep kSweep, int kParents, class Cfg>
-__device__ __forceinline__ void score_together(State<Cfg>& s, uint32_t const (&slots)[kParents]) {
-  float scale[kParents];
-  float products[kParents][2][4];
+template <Sweep kSweep, int kBlocks, class Cfg>
+__device__ __forceinline__ void score_together(State<Cfg>& s, uint32_t const (&slots)[kBlocks]) {
+  float scale[kBlocks];
+  float products[kBlocks][2][4];
 #pragma unroll
-  for (int parent = 0; parent < kParents; ++parent) {
-    scale[parent] = ptx::load_shared_float(scales_of<Cfg>(slots[parent]));
-    fill(products[parent], 0.0f);
+  for (int block = 0; block < kBlocks; ++block) {
+    scale[block] = ptx::load_shared_float(scales_of<Cfg>(slots[block]));
+    fill(products[block], 0.0f);
   }
 #pragma unroll
   for (int i = 0; i < Cfg::kSteps; ++i) {
 #pragma unroll
-    for (int parent = 0; parent < kParents; ++parent) {
+    for (int block = 0; block < kBlocks; ++block) {
       uint32_t keys[4];
-      load_keys(s, keys, slots[parent], i);
-      multiply_keys(s, products[parent], keys, i);
+      load_keys(s, keys, slots[block], i);
+      multiply_keys(s, products[block], keys, i);
     }
   }
-  if (isnan(kParents == 1 ? scale[0] : scale[0] + scale[kParents - 1])) {
+  if (isnan(kBlocks == 1 ? scale[0] : scale[0] + scale[kBlocks - 1])) {
 #pragma unroll
-    for (int parent = 0; parent < kParents; ++parent) {
-      apply_uneven_scales(s, scale[parent], scales_of<Cfg>(slots[parent]), products[parent]);
+    for (int block = 0; block < kBlocks; ++block) {
+      apply_uneven_scales(s, scale[block], scales_of<Cfg>(slots[block]), products[block]);
     }
   }
   if constexpr (kSweep == Sweep::kLse) {
-    if (kParents == 1 && s.position < kSiblings) {
+    if (kBlocks == 1 && s.position < kSiblings) {
       apply_shared_scale(scale[0], products[0]);
-      add_parent_to_lse(s, products[0], true);
+      add_block_to_lse(s, products[0], true);
     } else {
       add_to_lse(s, scale, products);
     }
   } else {
-    float x[kParents][2][4];
+    float x[kBlocks][2][4];
 #pragma unroll
-    for (int parent = 0; parent < kParents; ++parent) {
-      importance_exponents(s, scale[parent], products[parent], x[parent]);
+    for (int block = 0; block < kBlocks; ++block) {
+      importance_exponents(s, scale[block], products[block], x[block]);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) x[parent][e / 4][e % 4] = ptx::exp2_movable(x[parent][e / 4][e % 4]);
+      for (int e = 0; e < 8; ++e) x[block][e / 4][e % 4] = ptx::exp2_movable(x[block][e / 4][e % 4]);
     }
-    if constexpr (kParents == 1) {
+    if constexpr (kBlocks == 1) {
       store_importance(s, x[0], s.cursor, s.rope.column);
     } else {
       store_importance_of_two(s, x, s.cursor);
     }
   }
 #pragma unroll
-  for (int parent = 0; parent < kParents; ++parent) advance_rank(s);
+  for (int block = 0; block < kBlocks; ++block) advance_rank(s);
 }
 
 // Half-selected: scores all blocks of a stage in straight line, exponentials of two beside products of the others.
@@ -181,58 +181,58 @@ __device__ __forceinline__ void score_together(State<Cfg>& s, uint32_t const (&s
 // are then taken two by two, with the same bits.
 template <Sweep kSweep, class Cfg>
 __device__ __forceinline__ bool score_whole(State<Cfg>& s, uint32_t stage) {
-  constexpr int kParents = Cfg::kStageSlots;
-  if (kSweep == Sweep::kLse ? s.position < kParents * kSiblings : s.far) return false;
-  float scale[kParents];
-  float x[kParents][2][4];  // products, then their exponents
+  constexpr int kBlocks = Cfg::kStageSlots;
+  if (kSweep == Sweep::kLse ? s.position < kBlocks * kSiblings : s.far) return false;
+  float scale[kBlocks];
+  float x[kBlocks][2][4];  // products, then their exponents
 #pragma unroll
-  for (int parent = 0; parent < kParents; ++parent) {
-    scale[parent] = ptx::load_shared_float(scales_of<Cfg>(stage + parent * Cfg::kSlotBytes));
-    fill(x[parent], 0.0f);
+  for (int block = 0; block < kBlocks; ++block) {
+    scale[block] = ptx::load_shared_float(scales_of<Cfg>(stage + block * Cfg::kSlotBytes));
+    fill(x[block], 0.0f);
   }
 #pragma unroll
-  for (int first = 0; first < kParents; first += 2) {
+  for (int first = 0; first < kBlocks; first += 2) {
 #pragma unroll
     for (int i = 0; i < Cfg::kSteps; ++i) {
 #pragma unroll
-      for (int parent = first; parent < first + 2; ++parent) {
+      for (int block = first; block < first + 2; ++block) {
         uint32_t keys[4];
-        load_keys(s, keys, stage + parent * Cfg::kSlotBytes, i);
-        multiply_keys(s, x[parent], keys, i);
+        load_keys(s, keys, stage + block * Cfg::kSlotBytes, i);
+        multiply_keys(s, x[block], keys, i);
       }
     }
   }
   if constexpr (kSweep == Sweep::kLse) {
-    float sum[kParents][2];
+    float sum[kBlocks][2];
     bool overflow = false;
 #pragma unroll
-    for (int parent = 0; parent < kParents; ++parent) {
-      exponents_of_products(s, factors(s, scale[parent]), x[parent], x[parent]);
-      overflow |= overflows(x[parent]);
-      sum_exponentials(x[parent], sum[parent]);
+    for (int block = 0; block < kBlocks; ++block) {
+      exponents_of_products(s, factors(s, scale[block]), x[block], x[block]);
+      overflow |= overflows(x[block]);
+      sum_exponentials(x[block], sum[block]);
     }
     if (__any_sync(kFullWarp, overflow)) return false;
 #pragma unroll
-    for (int parent = 0; parent < kParents; ++parent) {
-      s.sum[0] += sum[parent][0];
-      s.sum[1] += sum[parent][1];
+    for (int block = 0; block < kBlocks; ++block) {
+      s.sum[0] += sum[block][0];
+      s.sum[1] += sum[block][1];
     }
   } else {
     bool const shared = !isnan((scale[0] + scale[1]) + (scale[2] + scale[3]));
 #pragma unroll
-    for (int parent = 0; parent < kParents; ++parent) {
-      exponents_of_products(s, finite_factors(s, scale[parent]), x[parent], x[parent]);
+    for (int block = 0; block < kBlocks; ++block) {
+      exponents_of_products(s, finite_factors(s, scale[block]), x[block], x[block]);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) x[parent][e / 4][e % 4] = ptx::exp2_movable(x[parent][e / 4][e % 4]);
+      for (int e = 0; e < 8; ++e) x[block][e / 4][e % 4] = ptx::exp2_movable(x[block][e / 4][e % 4]);
     }
 #pragma unroll
-    for (int first = 0; first < kParents; first += 2) {
+    for (int first = 0; first < kBlocks; first += 2) {
       store_importance_of_two(s, reinterpret_cast<float const(&)[2][2][4]>(x[first]), s.cursor + first, shared);
     }
     if (!shared) return false;
   }
 #pragma unroll
-  for (int parent = 0; parent < kParents; ++parent) advance_rank(s);
+  for (int block = 0; block < kBlocks; ++block) advance_rank(s);
   return true;
 }
 
@@ -266,12 +266,12 @@ __device__ __forceinline__ void score_sweep(State<Cfg>& s, Ring<Cfg> const& ring
   scored.scale = 1.0f;
   scored.cursor = s.cursor;  // what is stored before the first block is stored again
   uint32_t next_query_mask = 0;   // half-selected: of the stage behind the one at hand
-  if (Cfg::kHalfSelected && s.groups > 0 && s.active) {
+  if (Cfg::kHalfSelected && s.stages > 0 && s.active) {
     own.barriers.wait_full(at, "htree_fwd consumer: full");
     next_query_mask = ptx::load_shared_4B(own.mask(own.stage(at.slot), s.warp));
   }
 #pragma unroll 1
-  for (int groups = s.groups; groups > 0; --groups) {
+  for (int stages = s.stages; stages > 0; --stages) {
     own.barriers.wait_full(at, "htree_fwd consumer: full");
     uint32_t const stage = own.stage(at.slot);
     if constexpr (Cfg::kHalfSelected) {

@@ -128,7 +128,7 @@ __device__ __forceinline__ void score_units_sweep(State<Cfg>& s, Ring<Cfg> const
                                                   RingPosition<Cfg::kStages>& at) {
   Ring<Cfg> const own(ptx::opaque(ring.stages));
 #pragma unroll 1
-  for (int groups = s.groups; groups > 0; --groups) {
+  for (int stages = s.stages; stages > 0; --stages) {
     own.barriers.wait_full(at, "htree_fwd consumer: full");
     uint32_t const stage = own.stage(at.slot);
     uint32_t const query_mask = s.active ? ptx::load_shared_4B(own.mask(stage, s.warp)) : 0u;

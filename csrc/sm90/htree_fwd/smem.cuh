@@ -27,8 +27,8 @@ struct Ring {
     return stage + Cfg::kNextMaskOffset + 4 * i;
   }
   // Half-selected layers: the index of the block in slot `i`.
-  static __device__ __forceinline__ uint32_t parent(uint32_t stage, int i) {
-    return stage + Cfg::kParentOffset + 4 * i;
+  static __device__ __forceinline__ uint32_t node(uint32_t stage, int i) {
+    return stage + Cfg::kNodeOffset + 4 * i;
   }
 };
 

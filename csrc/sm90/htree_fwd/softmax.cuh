@@ -122,11 +122,11 @@ __device__ __forceinline__ void mask_children(State<Cfg> const& s, float (&raw)[
   }
 }
 
-template <class Cfg, int kParents>
-__device__ __forceinline__ float row_max(float const (&raw)[2 * kParents][4], int i) {
+template <class Cfg, int kBlocks>
+__device__ __forceinline__ float row_max(float const (&raw)[2 * kBlocks][4], int i) {
   float largest = fmaxf(raw[0][2 * i], raw[0][2 * i + 1]);
 #pragma unroll
-  for (int tile = 1; tile < 2 * kParents; ++tile) {
+  for (int tile = 1; tile < 2 * kBlocks; ++tile) {
     largest = fmaxf(largest, fmaxf(raw[tile][2 * i], raw[tile][2 * i + 1]));
   }
   return largest;
@@ -136,9 +136,9 @@ __device__ __forceinline__ float row_max(float const (&raw)[2 * kParents][4], in
 __device__ __forceinline__ uint32_t causal_mask(int rightmost) { return 0xffffu & ~((2u << rightmost) - 1u); }
 
 // Updates the maxima of a score pass, which are those of this thread's columns alone until finish_lse merges them.
-template <int kParents, class Cfg>
-__device__ __forceinline__ void update_own_max(State<Cfg>& s, float const (&raw)[2 * kParents][4]) {
-  float const largest[2] = {row_max<Cfg, kParents>(raw, 0), row_max<Cfg, kParents>(raw, 1)};
+template <int kBlocks, class Cfg>
+__device__ __forceinline__ void update_own_max(State<Cfg>& s, float const (&raw)[2 * kBlocks][4]) {
+  float const largest[2] = {row_max<Cfg, kBlocks>(raw, 0), row_max<Cfg, kBlocks>(raw, 1)};
   bool const overflow[2] = {exponent(s, 0, largest[0]) > kSlack, exponent(s, 1, largest[1]) > kSlack};
   if (overflow[0] || overflow[1]) {
 #pragma unroll
@@ -148,13 +148,13 @@ __device__ __forceinline__ void update_own_max(State<Cfg>& s, float const (&raw)
   }
 }
 
-template <int kParents, class Cfg>
-__device__ __forceinline__ void add_scores_to_lse(State<Cfg>& s, float const (&raw)[2 * kParents][4]) {
-  update_own_max<kParents>(s, raw);
+template <int kBlocks, class Cfg>
+__device__ __forceinline__ void add_scores_to_lse(State<Cfg>& s, float const (&raw)[2 * kBlocks][4]) {
+  update_own_max<kBlocks>(s, raw);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int tile = 0; tile < 2 * kParents; ++tile) {
+    for (int tile = 0; tile < 2 * kBlocks; ++tile) {
       s.sum[i] += ptx::exp2_movable(exponent(s, i, raw[tile][2 * i])) +
                  ptx::exp2_movable(exponent(s, i, raw[tile][2 * i + 1]));
     }
@@ -163,7 +163,7 @@ __device__ __forceinline__ void add_scores_to_lse(State<Cfg>& s, float const (&r
 
 // Adds a block's scores to the lse. The last block holds the rightmost candidate, which the lse leaves out.
 template <class Cfg>
-__device__ __forceinline__ void add_parent_to_lse(State<Cfg>& s, float (&raw)[2][4], bool last) {
+__device__ __forceinline__ void add_block_to_lse(State<Cfg>& s, float (&raw)[2][4], bool last) {
   if (last) {
     int const child = rightmost(s);
 #pragma unroll
@@ -178,7 +178,7 @@ __device__ __forceinline__ void add_parent_to_lse(State<Cfg>& s, float (&raw)[2]
   add_scores_to_lse<1>(s, raw);
 }
 
-// The same for row i alone.
+// Adds a block's scores of row i to the row's lse.
 template <class Cfg>
 __device__ __forceinline__ void add_row_to_lse(State<Cfg>& s, float const (&raw)[2][4], int i, bool last) {
   float x[4] = {raw[0][2 * i], raw[0][2 * i + 1], raw[1][2 * i], raw[1][2 * i + 1]};
@@ -199,22 +199,22 @@ __device__ __forceinline__ void add_row_to_lse(State<Cfg>& s, float const (&raw)
 
 // P of some blocks, rounded to the dtype, as fragments of operand A, and its sums. exponent(i, raw) gives the exponent
 // of a raw score of row i.
-template <int kParents, class Exponent, class Cfg>
-__device__ __forceinline__ void exponentiate_scores(State<Cfg> const& s, float const (&raw)[2 * kParents][4],
-                                                    uint32_t (&p)[kParents][4], float (&sum)[2],
+template <int kBlocks, class Exponent, class Cfg>
+__device__ __forceinline__ void exponentiate_scores(State<Cfg> const& s, float const (&raw)[2 * kBlocks][4],
+                                                    uint32_t (&p)[kBlocks][4], float (&sum)[2],
                                                     Exponent const& exponent) {
 #pragma unroll
-  for (int parent = 0; parent < kParents; ++parent) {
+  for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float x[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        x[e] = ptx::exp2_movable(exponent(i, raw[2 * parent + e / 2][2 * i + e % 2]));
+        x[e] = ptx::exp2_movable(exponent(i, raw[2 * block + e / 2][2 * i + e % 2]));
       }
       sum[i] += (x[0] + x[1]) + (x[2] + x[3]);
-      p[parent][i] = Pairs<typename Cfg::Element>::pack(x[0], x[1]);
-      p[parent][2 + i] = Pairs<typename Cfg::Element>::pack(x[2], x[3]);
+      p[block][i] = Pairs<typename Cfg::Element>::pack(x[0], x[1]);
+      p[block][2 + i] = Pairs<typename Cfg::Element>::pack(x[2], x[3]);
     }
   }
 }

@@ -219,12 +219,6 @@ __device__ __forceinline__ void rotate_on(State<Cfg>& s, uint32_t const (&query_
   }
 }
 
-template <class Cfg>
-__device__ __forceinline__ void load_operand_a(State<Cfg> const& s, uint32_t (&a)[4], uint32_t address) {
-  uint4 const x = ptx::load_shared_16B(address + s.rope.fragment_lane);
-  a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
-}
-
 __device__ __forceinline__ bool column_overflows(float const (&x)[4]) {
   return !(ptx::max_or_nan(ptx::max_or_nan(x[0], x[1]), ptx::max_or_nan(x[2], x[3])) <= kSlack);
 }
@@ -249,7 +243,7 @@ __device__ __forceinline__ void multiply_units(State<Cfg>& s, uint32_t slot, flo
 #pragma unroll
   for (int step = 0; step < Cfg::kSteps; ++step) {
     uint32_t keys[4];
-    load_operand_a(s, keys, slot + Cfg::kKeyOffset + step * kFragmentBytes);
+    load_fragment(keys, slot + s.rope.fragment_lane + Cfg::kKeyOffset + step * kFragmentBytes);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       auto const& q = reinterpret_cast<uint32_t const(&)[4]>(s.q[step]);

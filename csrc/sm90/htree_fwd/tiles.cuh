@@ -47,7 +47,7 @@ template <class Cfg>
 __device__ __forceinline__ char const* packed_blocks(Args const& args) {
   KindArgs const& own = htree_fwd::own<Cfg>(args);
   if (args.tiles.entries == nullptr) {
-    return own.packed + some_tile<Cfg>(args).bh * own.parents_per_head * args.block_bytes;
+    return own.packed + some_tile<Cfg>(args).bh * own.blocks_per_head * args.block_bytes;
   }
   int const tile = tile_of_warp<Cfg>(args, 0);
   TileEntry const entry = args.tiles.entry(tile);
@@ -55,8 +55,8 @@ __device__ __forceinline__ char const* packed_blocks(Args const& args) {
   constexpr bool kEntry = Cfg::kKind == LayerKind::kEntry;
   int const from = log2_room_from(kEntry ? args.layer : args.layer + 1, args.top_k);
   std::int64_t const first =
-      sequence_blocks(entry.key, entry.sequence(), args.layer, kEntry ? kTileParents : 1, from);
-  return own.packed + (head * own.parents_per_head + first) * args.block_bytes;
+      sequence_blocks(entry.key, entry.sequence(), args.layer, kEntry ? kTileBlocks : 1, from);
+  return own.packed + (head * own.blocks_per_head + first) * args.block_bytes;
 }
 
 // Whether this layer is of this kind for the query at position t. Above its entry layer a query has nothing to do.
@@ -79,7 +79,7 @@ __device__ __forceinline__ int candidates_of(Args const& args, std::int64_t t) {
 
 // Entry layer: how many blocks query `i` of the tile takes.
 template <class Cfg>
-__device__ __forceinline__ int parents_of(Args const& args, QueryTile const& tile, int i) {
+__device__ __forceinline__ int blocks_of(Args const& args, QueryTile const& tile, int i) {
   std::int64_t const t = tile.t + i;
   if (i >= kQueryTile || !tile.has(i) || !works<Cfg>(args, t)) return 0;
   return (candidates_of<Cfg>(args, t) + kSiblings - 1) / kSiblings;
@@ -104,7 +104,7 @@ __device__ __forceinline__ int stream_count(Args const& args) {
       if (Cfg::kSharesWarp && index < 0) continue;
       QueryTile const tile(args.tiles, index);
 #pragma unroll 1
-      for (int i = min(kQueryTile, tile.count) - 1; i >= 0 && count == 0; --i) count = parents_of<Cfg>(args, tile, i);
+      for (int i = min(kQueryTile, tile.count) - 1; i >= 0 && count == 0; --i) count = blocks_of<Cfg>(args, tile, i);
     }
     return count;
   }

@@ -71,7 +71,7 @@ struct Traits {
   static constexpr int kValueRowBytes = 2 * kV;
   static constexpr int kValueBytes = kReadsValues ? kSiblings * kValueRowBytes : 0;
   // Slots that one bulk copy fills. WGMMA wants panels at multiples of 1024 bytes.
-  static constexpr int kCopySlots = kKind == LayerKind::kEntry ? kTileParents : 1;
+  static constexpr int kCopySlots = kKind == LayerKind::kEntry ? kTileBlocks : 1;
   static constexpr int kCopyBytes = kCopySlots * (kScaleBytes + kKeyBytes + kValueBytes);
   static constexpr int kKeyOffset = kKind == LayerKind::kEntry ? 1024 : 256;
   static constexpr int kPanelBytes = kCopySlots * kSiblings * 128;  // used in entry layers
@@ -106,8 +106,8 @@ struct Traits {
   static constexpr uint32_t kWholeStage =
       0x03020100u + 0x01010101u * kTaken;  // every slot, with no gap between two of them
   static_assert(kKind != LayerKind::kHalfSelected || (kStageSlots == 4 && kSlotMask + kGapMask < kTaken));
-  static constexpr int kParentOffset = kNextMaskOffset + 4 * kConsumers;
-  static_assert(kParentOffset + 4 * kStageSlots <= kScaleOffset);
+  static constexpr int kNodeOffset = kNextMaskOffset + 4 * kConsumers;
+  static_assert(kNodeOffset + 4 * kStageSlots <= kScaleOffset);
   // Attend passes and kSwapAB keep their queries in shared memory. Entry layer: the rotated queries, for each warpgroup panels of
   // 64 rows. Selected layer: the unrotated queries in fragments, behind them for each query the rotations from which it
   // restarts, and zeros, which three quarters of the lanes have of such a rotation matrix.
@@ -166,9 +166,9 @@ struct Traits {
   // In an entry layer blocks pass by all queries alike, and rows differ in their first position alone: two numbers of
   // 16 bits.
   static constexpr bool kPacksPositions = kSharesWarp && !kIsSelected;
-  // Entry layer: 32-bit words of a group of four blocks, and how many groups' expanded candidates a warp reads at once.
-  static constexpr int kMaskWords = kTileParents / 2;
-  static constexpr int kGroupsFetched = kOwnLanes / kMaskWords;
+  // Entry layer: 32-bit words of a stage of four blocks, and how many stages' expanded candidates a warp reads at once.
+  static constexpr int kMaskWords = kTileBlocks / 2;
+  static constexpr int kStagesFetched = kOwnLanes / kMaskWords;
   // kSwapAB: the bits of one slot in a query mask, those of a unit side by side.
   static constexpr uint32_t kOfSlot = kQueriesPerWarp == 4 ? 0x01010101u : 0x0101u;
   // fp16 queries restart at every rank (dispatch.h). The score passes serve both dtypes.

@@ -32,9 +32,9 @@ inline std::int64_t chunk_bytes(ForwardParams const& p, PartParams const& part) 
 
 // A layer's KV blocks, packed for one layer kind; without nodes where no query needs them.
 struct Packed {
-  char* blocks = nullptr;  // [B, H_kv, parents, block_bytes]
+  char* blocks = nullptr;  // [B, H_kv, blocks_per_head, block_bytes]
   std::int64_t nodes = 0;
-  std::int64_t parents = 0;
+  std::int64_t blocks_per_head = 0;
 };
 
 // Tiles of 12 queries of the call, begin .. begin + count - 1, that are computed together, in a lane of the workspace.
@@ -167,7 +167,7 @@ struct Workspace {
         has_sequences(p) ? std::numeric_limits<std::int64_t>::max() : tiles_per_head * list_room;
     for (int l = 0; l <= last_entry_layer; ++l) {
       if (has_kind(p, LayerKind::kEntry, l)) {
-        take_packed(of(l, LayerKind::kEntry), p, l, std::min(N[l], p.top_k * kSiblings), kTileParents, heads, base);
+        take_packed(of(l, LayerKind::kEntry), p, l, std::min(N[l], p.top_k * kSiblings), kTileBlocks, heads, base);
       }
       if (has_kind(p, LayerKind::kHalfSelected, l)) {
         std::int64_t const nodes = std::min<std::int64_t>(N[l], (max_half_selected_parents(p) + 1) * kSiblings);
@@ -251,14 +251,14 @@ private:
   void take_packed(Packed& packed, ForwardParams const& p, int layer, std::int64_t nodes, int together,
                    std::int64_t heads, char* base) {
     packed.nodes = nodes;
-    packed.parents = ceil_div(nodes, kSiblings * together) * together;
+    packed.blocks_per_head = ceil_div(nodes, kSiblings * together) * together;
     if (has_sequences(p)) {
       // Where a sequence behind the last one would begin.
-      int const from = log2_room_from(together == kTileParents ? layer : layer + 1, static_cast<int>(p.top_k));
-      packed.parents = sequence_blocks(p.sequences.total_k, p.sequences.count, layer, together, from);
-      packed.parents = std::max<std::int64_t>(packed.parents, together);
+      int const from = log2_room_from(together == kTileBlocks ? layer : layer + 1, static_cast<int>(p.top_k));
+      packed.blocks_per_head = sequence_blocks(p.sequences.total_k, p.sequences.count, layer, together, from);
+      packed.blocks_per_head = std::max<std::int64_t>(packed.blocks_per_head, together);
     }
-    take(packed.blocks, base, heads * packed.parents * block_bytes);
+    take(packed.blocks, base, heads * packed.blocks_per_head * block_bytes);
     // Where blocks are copied one by one, their keys begin a line, behind the scales.
     if (base != nullptr && together == 1) packed.blocks += kLineBytes - kSiblings * 4;
   }

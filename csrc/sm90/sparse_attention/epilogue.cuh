@@ -9,6 +9,7 @@
 #include "device/gather.cuh"
 #include "device/pairs.cuh"
 #include "device/ptx.cuh"
+#include "host/math.h"
 #include "config.cuh"
 #include "softmax.cuh"
 #include "work.cuh"
@@ -88,7 +89,7 @@ public:
   }
 
 private:
-  static constexpr float kLog2E = 1.4426950408889634f;
+  static constexpr float kLog2E = static_cast<float>(host::kLog2E);
 
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
 

@@ -50,7 +50,7 @@ void launch_chunk(SparseAttentionParams const& p, bool one_start, int processors
   kernel.h_q = static_cast<int>(p.h_q);
   kernel.groups = static_cast<int>(ceil_div(p.h_q, kGroupHeads));
   kernel.rows = static_cast<int>(p.B * p.s_q);
-  kernel.scale_log2 = static_cast<float>(p.sm_scale * host::list_args::kLog2E);
+  kernel.scale_log2 = static_cast<float>(p.sm_scale * host::kLog2E);
   kernel.lse_scale = static_cast<float>(1.0 / std::log2(p.lse_base));
   CUtensorMap const map = host::list_args::encode_q(p, kernel);
   int const grid = static_cast<int>(std::min<std::int64_t>(processors, p.B * p.s_q * kernel.groups));

@@ -161,7 +161,7 @@ void launch_chunk(SparseAttentionBackwardParams const& params, KernelParams kern
   kernel.groups = static_cast<int>(ceil_div(p.h_q, kGroupHeads * ctas));
   kernel.rows = static_cast<int>(batches * p.s_q);
   kernel.scale = static_cast<float>(p.sm_scale);
-  kernel.scale_log2 = static_cast<float>(p.sm_scale * host::list_args::kLog2E);
+  kernel.scale_log2 = static_cast<float>(p.sm_scale * host::kLog2E);
   kernel.lse_scale = static_cast<float>(std::log2(p.lse_base));
   kernel.dlse_scale = static_cast<float>(1.0 / std::log(p.lse_base));
   CUtensorMap const q_map = host::list_args::encode_q(p, kernel);

@@ -11,6 +11,7 @@
 
 #include "device/pairs.cuh"
 #include "device/query_groups.cuh"
+#include "host/math.h"
 #include "config.cuh"
 
 namespace htree_cuda::sm90::sparse_attention_bwd {
@@ -61,7 +62,7 @@ __device__ __forceinline__ uint4 load_16B(char const* at) { return __ldg(reinter
 template <class Element, int kHeadDim, bool kBounds>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(__grid_constant__ KernelParams const p) {
   constexpr int kWarps = kPrepareThreads / 32;
-  constexpr float kLog2E = 1.4426950408889634f;
+  constexpr float kLog2E = static_cast<float>(host::kLog2E);
   int const lane = threadIdx.x % 32;
   int const row = blockIdx.x;
   int const b = row / p.s_q;

@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   int const lane = threadIdx.x % 32;
   std::int64_t block = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (block >= args.blocks) return;
-  std::int64_t parent = block % args.parents_per_head;
+  std::int64_t parent = block % args.blocks_per_head;
   if (args.lists.nodes != nullptr) {
     std::int64_t list = block / args.lists.per_block;
     std::int64_t entry = block % args.lists.per_block;
@@ -138,14 +138,14 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
     parent = args.lists.nodes[list * args.lists.stride + entry];
     block += args.lists.tiles.begin * args.lists.per_block;
     if (lane == 0) {
-      args.lists.places[list * args.lists.stride + entry] = static_cast<std::int32_t>(block % args.parents_per_head);
+      args.lists.places[list * args.lists.stride + entry] = static_cast<std::int32_t>(block % args.blocks_per_head);
     }
   }
-  std::int64_t const bh = block / args.parents_per_head;
+  std::int64_t const bh = block / args.blocks_per_head;
   std::int64_t b = bh / args.H_kv;
   std::int64_t h = bh % args.H_kv;
   // Where the block lies in its tile, and how its rows are spread there.
-  int const together = args.tiles ? kTileParents : 1;
+  int const together = args.tiles ? kTileBlocks : 1;
   std::int64_t N = args.N;
   std::int64_t k_row = 0;
   std::int64_t v_row = 0;
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   char* const keys = tile + together * kSiblings * 4;
   char* const values = keys + together * kSiblings * kK * 2;
   auto const chunk_of = [&](char* panels, int c, int chunk) {
-    constexpr int kPanelBytes = kTileParents * kSiblings * 128;
+    constexpr int kPanelBytes = kTileBlocks * kSiblings * 128;
     char* const row = panels + chunk / 8 * kPanelBytes + (slot * kSiblings + c) * 128;
     return reinterpret_cast<uint4*>(row) + (chunk % 8 ^ c % 8);
   };

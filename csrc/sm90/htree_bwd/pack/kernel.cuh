@@ -11,6 +11,7 @@
 #include "device/pairs.cuh"
 #include "device/sm90.cuh"
 #include "host/launch_overlapped.cuh"
+#include "host/math.h"
 #include "pack.h"
 #include "tree/row_chunk.cuh"
 #include "tree/row_scale.cuh"
@@ -280,7 +281,7 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
     std::int64_t const H = static_cast<std::int64_t>(args.H_kv) * args.G;
     bool const nonfinite = nonfinite_dout != 0.0f || nonfinite_q != 0.0f;
     lse2 = nonfinite ? __int_as_float(0x7fffffff)
-                     : args.lse[(b * args.T_q + query) * H + first + lane] * 1.44269504088896341f;
+                     : args.lse[(b * args.T_q + query) * H + first + lane] * static_cast<float>(kLog2E);
     delta -= args.dlse[b * args.dlse_stride_b + query * args.dlse_stride_t + (first + lane) * args.dlse_stride_h];
   }
   float* const header = reinterpret_cast<float*>(packed) + lane;

@@ -47,7 +47,7 @@ struct Expanded {
     return __byte_perm(first, second, 0x5540);
   }
 
-  // The same of the nodes 8 word .. 8 word + 7 of the layer; bits from 8 on mean nothing.
+  // The entry of the nodes 8 word .. 8 word + 7 of the layer; bits from 8 on mean nothing.
   __device__ __forceinline__ uint32_t of_word(Args const& args, int word, int row) const {
     if (words == nullptr) return 0;
     return __ldg(words + (min(word, last) * static_cast<uint32_t>(args.chunk.rows) + row));

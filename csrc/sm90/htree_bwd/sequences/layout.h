@@ -110,6 +110,6 @@ __host__ __device__ inline std::int64_t first_block(std::int64_t key, std::int64
 __host__ __device__ inline std::int64_t first_tile(std::int64_t key, std::int64_t sequence, int layer, int top_k) {
   return sequence_blocks(key, sequence, layer, kTileBlocks, log2_room_from(layer, top_k)) / kTileBlocks;
 }
-static_assert(kTileBlocks == kTileParents);
+static_assert(kTileBlocks == tree::kTileBlocks);
 
 }  // namespace htree_cuda::sm90::htree_bwd::sequences

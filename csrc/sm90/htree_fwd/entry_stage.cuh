@@ -1,23 +1,24 @@
-// Entry layers work on groups of four KV blocks: what a warpgroup multiplies of a group, and which of its blocks a
-// query takes.
+// A stage of an entry layer holds four KV blocks: what a warpgroup multiplies of a stage, and which of its blocks a query
+// takes.
 #pragma once
 
 #include <type_traits>
 
 #include "device/barriers.cuh"
 #include "device/wgmma.cuh"
+#include "fragments.cuh"
 #include "load_query.cuh"
 #include "smem.cuh"
 
 namespace htree_cuda::sm90::htree_fwd {
 
-// The scores of a group, 64 keys by the 16 rows of a warp.
-struct GroupScores {
-  float raw[2 * kTileParents][4];
+// The scores of a stage, 64 keys by the 16 rows of a warp.
+struct StageScores {
+  float raw[2 * kTileBlocks][4];
   uint32_t stage;
 };
 
-static_assert(kTileParents * kSiblings == 64 && wgmma::kAccumulators == 8 * kTileParents && wgmma::kDepth == kSiblings);
+static_assert(kTileBlocks * kSiblings == 64 && wgmma::kAccumulators == 8 * kTileBlocks && wgmma::kDepth == kSiblings);
 
 template <class Cfg>
 __device__ __forceinline__ auto& output(State<Cfg>& s) { return reinterpret_cast<float(&)[4 * Cfg::kValueTiles]>(s.o); }
@@ -28,12 +29,12 @@ __device__ __forceinline__ auto& products(float (&raw)[2 * Cfg::kStageSlots][4])
 }
 
 template <class Cfg>
-__device__ __forceinline__ auto& of_parent(float (&raw)[2 * Cfg::kStageSlots][4], int slot) {
+__device__ __forceinline__ auto& of_block(float (&raw)[2 * Cfg::kStageSlots][4], int slot) {
   return reinterpret_cast<float(&)[2][4]>(raw[2 * slot]);
 }
 
 template <class Cfg>
-__device__ __forceinline__ uint32_t group_scales(uint32_t stage, int slot) {
+__device__ __forceinline__ uint32_t stage_scales(uint32_t stage, int slot) {
   return stage + Cfg::kScaleOffset + slot * Cfg::kScaleBytes;
 }
 
@@ -41,18 +42,13 @@ template <class Cfg>
 __device__ __forceinline__ void load_scales(float (&scales)[Cfg::kStageSlots], uint32_t stage) {
 #pragma unroll
   for (int slot = 0; slot < Cfg::kStageSlots; ++slot) {
-    scales[slot] = ptx::load_shared_float(group_scales<Cfg>(stage, slot));
+    scales[slot] = ptx::load_shared_float(stage_scales<Cfg>(stage, slot));
   }
 }
 
+// Waits for the next stage.
 template <class Cfg>
-__device__ __forceinline__ void release_group(State<Cfg> const& s, uint32_t stage) {
-  barriers::release(stage + Cfg::kEmptyOffset);
-}
-
-// Waits for the next group.
-template <class Cfg>
-__device__ __forceinline__ void wait_for_group(State<Cfg> const& s, GroupScores& scores, Ring<Cfg> const& ring,
+__device__ __forceinline__ void wait_for_stage(State<Cfg> const& s, StageScores& scores, Ring<Cfg> const& ring,
                                                RingPosition<Cfg::kStages>& at) {
   ring.barriers.wait_full(at, "htree_fwd consumer: full");
   // A shuffle tells the compiler that the stage is uniform: descriptors live in uniform registers.
@@ -60,16 +56,16 @@ __device__ __forceinline__ void wait_for_group(State<Cfg> const& s, GroupScores&
   at = at.ahead(1);
 }
 
-// Whether the query of row i takes a block of the group at hand: it takes all blocks up to its own, unless it is split.
+// Whether the query of row i takes a block of the stage at hand: it takes all blocks up to its own, unless it is split.
 template <class Cfg>
-__device__ __forceinline__ bool takes_parent(State<Cfg> const& s, uint32_t stage, int slot, int i = 0) {
+__device__ __forceinline__ bool takes_block(State<Cfg> const& s, uint32_t stage, int slot, int i = 0) {
   if (!Cfg::kSharesWarp && split(s)) return ptx::load_shared_4B(Ring<Cfg>::mask(stage, s.warp)) >> slot & 1u;
   return row_position(s, i) >= slot * kSiblings;
 }
 
-// Whether the query takes all of the group and has blocks behind it.
+// Whether the query takes all of the stage and has blocks behind it.
 template <class Cfg>
-__device__ __forceinline__ bool takes_whole_group(State<Cfg> const& s, int i = 0) {
+__device__ __forceinline__ bool takes_whole_stage(State<Cfg> const& s, int i = 0) {
   return (Cfg::kSharesWarp || !split(s)) && row_position(s, i) >= Cfg::kStageSlots * kSiblings;
 }
 
@@ -79,23 +75,23 @@ __device__ __forceinline__ bool any_own(State<Cfg> const& s, bool says) {
   return Cfg::kPerUnit == 1 ? __any_sync(kFullWarp, says) : (__ballot_sync(kFullWarp, says) & own_lanes(s)) != 0;
 }
 
-// Whether all queries of the warp take all of the group and have blocks behind it.
+// Whether all queries of the warp take all of the stage and have blocks behind it.
 template <class Cfg>
-__device__ __forceinline__ bool all_take_whole_group(State<Cfg> const& s) {
-  bool const both = takes_whole_group(s, 0) && takes_whole_group(s, 1);
+__device__ __forceinline__ bool all_take_whole_stage(State<Cfg> const& s) {
+  bool const both = takes_whole_stage(s, 0) && takes_whole_stage(s, 1);
   return Cfg::kPerUnit == 1 ? both : __all_sync(kFullWarp, both);
 }
 
-// Reads the expanded candidates of kGroupsFetched groups, from the block so many further on up to the own block of row
+// Reads the expanded candidates of kStagesFetched stages, from the block so many further on up to the own block of row
 // i's query; past it they are not written. The n-th of the query's lanes gets those of blocks 2 n and 2 n + 1.
 template <class Cfg>
-__device__ __forceinline__ uint32_t fetch_expanded(State<Cfg> const& s, int i, int parents) {
+__device__ __forceinline__ uint32_t fetch_expanded(State<Cfg> const& s, int i, int blocks) {
   if ((!Cfg::kSharesWarp && !s.active) || s.args.layer == 0) return 0;
-  int const parent = parents + 2 * (s.lane % Cfg::kOwnLanes);
+  int const block = blocks + 2 * (s.lane % Cfg::kOwnLanes);
   int const position = row_position(s, i);
-  std::uint16_t const* const expanded = s.args.expanded + row_cursor(s, i) + parent;
-  if (position >= (parent + 1) * kSiblings) return *reinterpret_cast<uint32_t const*>(expanded);
-  return position >= parent * kSiblings ? *expanded : 0u;
+  std::uint16_t const* const expanded = s.args.expanded + row_cursor(s, i) + block;
+  if (position >= (block + 1) * kSiblings) return *reinterpret_cast<uint32_t const*>(expanded);
+  return position >= block * kSiblings ? *expanded : 0u;
 }
 
 // From the expanded candidates of row i's query to all candidates that take no part in P, in the order of this thread's
@@ -103,11 +99,11 @@ __device__ __forceinline__ uint32_t fetch_expanded(State<Cfg> const& s, int i, i
 template <class Cfg>
 __device__ __forceinline__ void find_masked(State<Cfg> const& s, int i, uint32_t stage,
                                             uint32_t (&masked)[Cfg::kMaskWords]) {
-  if (!takes_whole_group(s, i)) {
+  if (!takes_whole_stage(s, i)) {
 #pragma unroll
     for (int slot = 0; slot < Cfg::kStageSlots; ++slot) {
       bool const last = s.args.layer == 0 && row_position(s, i) < (slot + 1) * kSiblings;
-      uint32_t const more = !takes_parent(s, stage, slot, i) ? 0xffffu : last ? causal_mask(rightmost(s, i)) : 0u;
+      uint32_t const more = !takes_block(s, stage, slot, i) ? 0xffffu : last ? causal_mask(rightmost(s, i)) : 0u;
       masked[slot / 2] |= more << (slot % 2 * kSiblings);
     }
   }
@@ -126,7 +122,7 @@ __device__ __forceinline__ void mask_columns(float (&raw)[2][4], uint32_t masked
   }
 }
 
-// The same for row i alone.
+// Takes the columns whose bits are set in `masked` (bit 8 tile + e) out of the scores of row i.
 __device__ __forceinline__ void mask_row(int i, float (&raw)[2][4], uint32_t masked) {
 #pragma unroll
   for (int tile = 0; tile < 2; ++tile) {
@@ -137,9 +133,9 @@ __device__ __forceinline__ void mask_row(int i, float (&raw)[2][4], uint32_t mas
   }
 }
 
-// Starts the products of a group's keys with the queries of the warpgroup in shared memory.
+// Starts the products of a stage's keys with the queries of the warpgroup in shared memory.
 template <class Cfg>
-__device__ __forceinline__ void multiply_group_keys(State<Cfg> const& s, GroupScores& scores,
+__device__ __forceinline__ void multiply_stage_keys(State<Cfg> const& s, StageScores& scores,
                                                     wgmma::Descriptor const& queries) {
   wgmma::Descriptor const keys(scores.stage + Cfg::kKeyOffset);
   wgmma::fence();
@@ -151,9 +147,9 @@ __device__ __forceinline__ void multiply_group_keys(State<Cfg> const& s, GroupSc
   wgmma::commit();
 }
 
-// The same with this warp's queries in registers.
+// Starts the products of a stage's keys with the queries of this warp in registers.
 template <class Cfg>
-__device__ __forceinline__ void multiply_group_keys(State<Cfg> const& s, GroupScores& scores) {
+__device__ __forceinline__ void multiply_stage_keys(State<Cfg> const& s, StageScores& scores) {
   wgmma::Descriptor const keys(scores.stage + Cfg::kKeyOffset);
   wgmma::fence();
 #pragma unroll
@@ -166,7 +162,7 @@ __device__ __forceinline__ void multiply_group_keys(State<Cfg> const& s, GroupSc
 
 // Starts O += P V.
 template <class Cfg>
-__device__ __forceinline__ void multiply_group_values(State<Cfg>& s, uint32_t const (&p)[Cfg::kStageSlots][4],
+__device__ __forceinline__ void multiply_stage_values(State<Cfg>& s, uint32_t const (&p)[Cfg::kStageSlots][4],
                                                       uint32_t stage) {
   using Element =
       std::conditional_t<std::is_same_v<typename Cfg::Element, __half>, cutlass::half_t, cutlass::bfloat16_t>;
@@ -209,18 +205,18 @@ __device__ __forceinline__ void exponentials(State<Cfg> const& s, float const (&
   }
 }
 
-// The sum that the exponentials of a group may have in a thread, 2^kSlack, before the maximum is updated: then no
+// The sum that the exponentials of a stage may have in a thread, 2^kSlack, before the maximum is updated: then no
 // exponential is larger. A NaN overflows, too.
-inline constexpr float kMaxGroupSum = 256.0f;
+inline constexpr float kMaxStageSum = 256.0f;
 
 __device__ __forceinline__ bool sum_overflows(float const (&sum)[2]) {
-  return !(sum[0] <= kMaxGroupSum && sum[1] <= kMaxGroupSum);
+  return !(sum[0] <= kMaxStageSum && sum[1] <= kMaxStageSum);
 }
 
-__device__ __forceinline__ bool sum_overflows(float sum) { return !(sum <= kMaxGroupSum); }
+__device__ __forceinline__ bool sum_overflows(float sum) { return !(sum <= kMaxStageSum); }
 
 template <class Cfg, class Exponent>
-__device__ __forceinline__ float sum_group_row(float const (&raw)[2 * Cfg::kStageSlots][4], int i,
+__device__ __forceinline__ float sum_stage_row(float const (&raw)[2 * Cfg::kStageSlots][4], int i,
                                                Exponent const& exponent) {
   float sum = 0.0f;
 #pragma unroll
@@ -232,10 +228,10 @@ __device__ __forceinline__ float sum_group_row(float const (&raw)[2 * Cfg::kStag
 
 // Sums of exponentials with exponents exponent(row, raw score).
 template <class Cfg, class Exponent>
-__device__ __forceinline__ void sum_group(float const (&raw)[2 * Cfg::kStageSlots][4], float (&sum)[2],
+__device__ __forceinline__ void sum_stage(float const (&raw)[2 * Cfg::kStageSlots][4], float (&sum)[2],
                                                 Exponent const& exponent) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) sum[i] = sum_group_row<Cfg>(raw, i, [&](float x) { return exponent(i, x); });
+  for (int i = 0; i < 2; ++i) sum[i] = sum_stage_row<Cfg>(raw, i, [&](float x) { return exponent(i, x); });
 }
 
 }  // namespace htree_cuda::sm90::htree_fwd
