@@ -1,6 +1,11 @@
 // The data contracts between the Python bindings, the C++ benchmarks and the kernel launchers: one plain struct per
 // op, shapes in the comments, no CUDA and no torch types, so that bindings.cpp compiles without a CUDA toolkit.
 // Strides count elements. A stream is a cudaStream_t passed as void* (null: the default stream).
+//
+// Where each function is: forward and explain_forward in sm90/htree_fwd/{forward,explain}.cu, backward and explain_backward
+// in sm90/htree_bwd/{backward,explain}.cu, tree_decode in sm90/htree_decode/decode.cu, tree_pool and tree_append in
+// tree/{pool,append}/launch.cu, indexer_topk in sm90/indexer/indexer_topk.cu, every other op in launch.cu of its folder below
+// sm90/. A build without a family has host/absent_families.cu in the place of its functions.
 #pragma once
 
 #include <cstdint>

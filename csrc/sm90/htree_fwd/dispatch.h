@@ -1,5 +1,5 @@
-// Which forward kernel serves which queries: data, and the one place that knows of group sizes, dtypes and layer kinds.
-// forward.cu launches by it, explain.cu prints it, docs/architecture.md shows it.
+// Which forward kernel serves which queries, by group size, dtype and layer kind: data. forward.cu launches by it, explain.cu
+// prints it, docs/architecture.md shows it.
 #pragma once
 
 #include <algorithm>
@@ -84,7 +84,8 @@ inline int queries_of_entry(ForwardParams const& p) {
 
 // Ranks that a query rotates through, or blocks that it leaves out, before it restarts from its unrotated self.
 // Rounding adds up to 0.53 of the error that rounding bf16 operands makes, 0.83 where keys are rounded to bf16 too (the
-// bottom), and of that of fp16 operands 1.22, or 1.30 with packed rotations (tests/unit/test_rotation.py).
+// bottom), or 0.87 with packed rotations, and of that of fp16 operands 1.22, or 1.30 with packed rotations
+// (tests/unit/test_rotation.py).
 constexpr int kRestartPeriod = 16;
 constexpr int kRestartPeriodFp16 = 1;
 static_assert(kMinTopK % kRestartPeriod == 0, "swapab.cuh counts on whole periods in top_k ranks");
