@@ -33,7 +33,7 @@ class LayerTrace:
 
 @dataclass
 class Trace:
-    """The walk of one query: ``(b, t, h_kv)`` and its layers, top-down."""
+    """The descent of one query: ``(b, t, h_kv)`` and its layers, top-down."""
 
     b: int
     t: int
@@ -156,7 +156,7 @@ def _margin(log_imp: Tensor, selected: Tensor) -> float:
     return float((log_imp[chosen].min() - log_imp[~chosen].max()).nan_to_num(nan=0.0))  # inf - inf: a tie
 
 
-def walk(
+def descend(
     q: Tensor,
     tree_k: list[Tensor],
     t: int,
@@ -169,7 +169,7 @@ def walk(
     selection: list[Tensor] | None = None,
     **rotation,
 ) -> list[tuple[LayerTrace, Tensor]]:
-    """Top-down walk of one query. q: [G, K]; tree_k[l]: [N_l, K], both in the compute dtype.
+    """Top-down descent of one query. q: [G, K]; tree_k[l]: [N_l, K], both in the compute dtype.
 
     Returns, top-down, each layer's trace and its selected nodes (ascending; empty at the bottom). ``selection[l-1]``,
     where given, replaces the selection of layer l: the oracle then answers for somebody else's selection.
@@ -218,8 +218,8 @@ def forward(
 ) -> Result:
     """htree attention. q: [B, T_q, H, K], k: [B, T, H_kv, K], v: [B, T, H_kv, V]; results in ``compute_dtype``.
 
-    ``selection`` (in the form of ``Result.selection``) replaces the walk's own selection; ``traces=True`` keeps every
-    query's candidates, scores, importance and margins. ``attn_sink`` [H] joins the denominator of out alone;
+    ``selection`` (in the form of ``Result.selection``) replaces the descent's own; ``traces=True`` keeps every query's
+    candidates, scores, importance and margins. ``attn_sink`` [H] joins the denominator of out alone;
     ``rotation``: the options of `rope`.
     """
     B, T_q, H, K = q.shape
@@ -238,7 +238,7 @@ def forward(
     for b in range(B):
         for i in range(T_q):
             for h_kv in range(H_kv):
-                steps = walk(
+                steps = descend(
                     q[b, i, h_kv * G : (h_kv + 1) * G],
                     [x[b, :, h_kv] for x in tree_k],
                     q_start + i,
@@ -308,7 +308,7 @@ def backward(
             for h_kv in range(H_kv):
                 heads = slice(h_kv * G, (h_kv + 1) * G)
                 q_row, do = q[b, i, heads], dout[b, i, heads]
-                steps = walk(
+                steps = descend(
                     q_row,
                     [x[b, :, h_kv] for x in tree_k],
                     q_start + i,

@@ -189,8 +189,8 @@ def backward(
     dout, dlse, q, k, v, out, lse, selection, attn_sink=None, rope_inv_freq=None, *, backend: str,
     deterministic: bool = False, **tree,
 ):  # fmt: skip
-    """(dq, dk, dv) of `forward`, walked again from the selection chunk by chunk: nothing is taped. The gradient of
-    attn_sink is `sink_gradient`."""
+    """(dq, dk, dv) of `forward`: the descent is repeated from the selection, chunk by chunk, and nothing is taped. The
+    gradient of attn_sink is `sink_gradient`."""
     tree = {**tree, "attn_sink": attn_sink, "rope_inv_freq": rope_inv_freq}
     params = checks.tree.forward(q, k, v, backend=backend, op="backward", **tree)
     checks.tree.backward(dout, dlse, q, k, v, out, lse, selection, params)

@@ -36,11 +36,11 @@ def _rotation(options: dict) -> dict:
 class Baseline:
     out: Tensor  # [B, T_q, H, V] in the dtype
     lse: Tensor  # [B, T_q, H] float32
-    score_error: Tensor  # [B, T_q, H_kv] float64, largest |score - definition's score| of the query's walk
+    score_error: Tensor  # [B, T_q, H_kv] float64, largest |score - definition's score| of the query's descent
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, selection: Tensor, **options) -> Baseline:
-    """The baseline for bf16/fp16 q, k, v, walking by the given selection; options as `definition.forward`."""
+    """The baseline for bf16/fp16 q, k, v, descending by the given selection; options as `definition.forward`."""
     q_start = options.get("q_start")
     r = options.get("compression_rate", 16)
     top_k = options.get("top_k_per_layer", 512)

@@ -11,7 +11,10 @@ import re
 from pathlib import Path
 
 SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".py", ".md"}
-FOLDERS = ("csrc", "htree_cuda", "docs", "benchmarks/cpp", "tests", "tools", "examples", "README.md", "CONTRIBUTING.md")
+FOLDERS = (
+    "csrc", "htree_cuda", "docs", "benchmarks/cpp", "benchmarks/README.md", "tests", "tools", "examples", "README.md",
+    "CHANGELOG.md", "CONTRIBUTING.md",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,32 +30,38 @@ RETIRED = (
     Retired(r"(un)?turn(s|ed|ing)?", "rotate, rotation, RoPE, cos/sin; interleaved for timings"),
     Retired(r"anew", "re-rotate, restart"),
     Retired(r"first layers?", "entry layer"),
-    Retired(r"walk(s|ed|ing)?", "selected layer; step through, visit", only=("csrc", "docs")),
+    Retired(
+        r"walk(s|ed|ing)?", "sweep, selected layer; descent, step through, visit", only=("csrc", "docs", "htree_cuda")
+    ),
     Retired(r"choices?|choose|chosen", "score pass, selection", only=("csrc",)),
     Retired(r"normali[sz]ers?", "score pass, lse, softmax denominator; row scale for a power of two"),
     Retired(r"values pass", "attend pass"),
     Retired(r"(name )?takers?", "query mask, write_query_masks"),
     Retired(r"mine", "own, query mask", only=("csrc",)),
     Retired(r"closed|dead|beyond", "expanded, masked, causal mask, past", only=("csrc",)),
+    Retired(r"(nothing|nodes?|children|keys?|tokens?|positions?) beyond", "after, past", only=("docs", "htree_cuda")),
     Retired(r"spoil(s|ed|t|ing)?", "has non-finite V, propagate NaN"),
     Retired(
-        r"refers?( to)?|raises?|raised|asks?|asked|settles?d?|considers?(ed)?|weigh(s|ed)?",
+        r"refers?( to)?|raises?|asks?|asked|settles?d?|considers?(ed)?|weigh(s|ed)?",
         "max, rescale, overflow, recompute; needs, reads, multiplies",
         only=("csrc",),
     ),
+    Retired(r"raised", "updated (a maximum)", only=("csrc", "docs")),
     Retired(r"unite[sd]?|uniting", "union of a query tile's blocks, build_union"),
     Retired(r"children as rows", "swap A/B"),
     Retired(r"k (least|most)|(least|most) k", "Min, Max", only=("csrc",)),
     Retired(r"to the bit", "bitwise identical"),
     Retired(r"clocks", "cycles", only=("csrc",)),
     Retired(r"multiprocessors?", "SM"),
-    Retired(r"beginning", "prologue, start", only=("csrc",)),
+    Retired(r"beginning", "prologue, start", only=("csrc", "docs", "benchmarks")),
+    Retired(r"(queries|nodes) kernels?", "dq_selected, dkdv_selected", only=("docs",)),  # csrc has pack_queries_kernel
 )
 
 # What is no use of a retired word: other meanings, and names that others gave.
 OTHER_MEANINGS = re.compile(
     r"\bturn(s|ed|ing)? (on|off|out)\b"
     r"|\braise registers\b"  # setmaxnreg.inc
+    r"|\bos\.walk\b"
     r"|\bat (least|most)\b"
 )
 # Files that hold retired words because these are their subject: names in results of earlier builds among them.

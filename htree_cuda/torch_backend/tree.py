@@ -1,15 +1,15 @@
 """htree attention, its backward and tree pooling in PyTorch operations. What is computed is `definition.py`; how:
 
-* Everything runs on rows ``(b, h_kv, query)``. A chunk of queries walks the tree top-down once; the number of
+* Everything runs on rows ``(b, h_kv, query)``. A chunk of queries descends the tree top-down once; the number of
   candidates of a query depends on its position alone, so no shape depends on data.
 * At the top layer, candidates are the first nodes for every query: keys are rotated once, and all queries share one
   matrix product. Lower layers gather each query's parents with all their children (`layers.py`).
-* Rows that a query must not see (nodes beyond it, its rightmost node above the bottom, expanded nodes, padding) are
+* Rows that a query must not see (nodes after it, its rightmost node above the bottom, expanded nodes, padding) are
   zeroed in the gathered keys and values where some are not finite, not just given probability zero: 0 * NaN is NaN. The
   products of the top layer share their rows; where one is not finite, the product runs without it and NaN is put back
   where it is attended. That changes no bit of any other number. What is not finite is looked up once a call, which is
   the only synchronisation.
-* The backward keeps nothing but the selection and walks again, chunk by chunk.
+* The backward keeps nothing but the selection and descends again, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _unpool(grad: Tensor, below: int, r: int) -> Tensor:
     return (grad / count).repeat_interleave(r, dim=1)[:, :below]
 
 
-# --------------------------------------------------------------------------------------------------------------- walk
+# ------------------------------------------------------------------------------------------------------------ descent
 
 
 def _all_finite(*tensors: Tensor) -> list[bool]:
@@ -88,7 +88,7 @@ def _by_parent(x: Tensor, r: int) -> Tensor:
     return (F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(1, (-1, r))
 
 
-class _Walk:
+class _Descent:
     """What every chunk of one call shares: the tree, the tables, the rotated keys of the top layer."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, params: TreeParams, *, deterministic: bool = False):
@@ -264,32 +264,34 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [B,T_q,H,K], k [B,T,H_kv,K], v [B,T,H_kv,V] -> out [B,T_q,H,V] (their dtype), lse [B,T_q,H] (accumulation
     dtype), selection [L-1,B,T_q,H_kv,top_k] int32 (first dimension 0 unless needed). given: a selection to replay."""
-    walk = _Walk(q, k, v, params)
-    out = q.new_empty(walk.B, walk.T_q, walk.H, walk.V)
-    lse = torch.empty(walk.B, walk.T_q, walk.H, dtype=walk.acc, device=q.device)
-    kept = walk.L - 1 if need_selection else 0
-    selection = torch.full((kept, walk.B, walk.T_q, walk.H_kv, params.top_k), -1, dtype=torch.int32, device=q.device)
-    for bh, queries in walk.chunks():
-        t = walk.positions(bh, queries)
-        q_rows = walk.rows(q, bh, queries)
+    descent = _Descent(q, k, v, params)
+    out = q.new_empty(descent.B, descent.T_q, descent.H, descent.V)
+    lse = torch.empty(descent.B, descent.T_q, descent.H, dtype=descent.acc, device=q.device)
+    kept = descent.L - 1 if need_selection else 0
+    selection = torch.full(
+        (kept, descent.B, descent.T_q, descent.H_kv, params.top_k), -1, dtype=torch.int32, device=q.device
+    )
+    for bh, queries in descent.chunks():
+        t = descent.positions(bh, queries)
+        q_rows = descent.rows(q, bh, queries)
         row_max = q_rows.new_full(q_rows.shape[:2], -math.inf)
         row_sum = q_rows.new_zeros(q_rows.shape[:2])
-        acc = q_rows.new_zeros(*q_rows.shape[:2], walk.V)
-        layer: Layer = walk.top_layer(t, bh, queries)
+        acc = q_rows.new_zeros(*q_rows.shape[:2], descent.V)
+        layer: Layer = descent.top_layer(t, bh, queries)
         while True:
             s = layer.scores(q_rows).mul_(params.scale)
             s.masked_fill_(~layer.valid[:, None], -math.inf)
             leaves, parents = layer.valid, None
             if layer.layer > 0:
                 if given is not None:
-                    marks, parents = walk.given(given, layer, bh, queries)
+                    marks, parents = descent.given(given, layer, bh, queries)
                 else:
                     marks, parents = _select(_log_importance(s, layer, params.strict_causal), layer, params.top_k)
                 leaves = layer.valid & ~marks
                 s.masked_fill_(~leaves[:, None], -math.inf)
                 if need_selection:
                     for i in range(bh.start, bh.stop):
-                        b, h_kv = divmod(i, walk.H_kv)
+                        b, h_kv = divmod(i, descent.H_kv)
                         rows = parents.reshape(bh.stop - bh.start, -1, parents.shape[1])[i - bh.start]
                         selection[layer.layer - 1, b, queries, h_kv, : rows.shape[1]] = rows.to(torch.int32)
             new_max = torch.maximum(row_max, s.amax(2))
@@ -301,13 +303,14 @@ def forward(
             row_max = new_max
             if parents is None:
                 break
-            layer = walk.lower_layer(layer, t, parents, bh)
+            layer = descent.lower_layer(layer, t, parents, bh)
         lse_rows = infinite_to_nan(row_max + row_sum.log())
         out_rows = infinite_to_nan(acc / row_sum[:, :, None])
         if params.attn_sink is not None:
-            out_rows *= sinks.share(lse_rows, walk.heads(params.attn_sink, bh, queries.stop - queries.start))[..., None]
-        walk.put_rows(out, bh, queries, out_rows)
-        walk.put_rows(lse, bh, queries, lse_rows)
+            sink_rows = descent.heads(params.attn_sink, bh, queries.stop - queries.start)
+            out_rows *= sinks.share(lse_rows, sink_rows)[..., None]
+        descent.put_rows(out, bh, queries, out_rows)
+        descent.put_rows(lse, bh, queries, lse_rows)
     return out, lse, selection
 
 
@@ -331,25 +334,25 @@ def backward(
     deterministic: no atomic additions, on a device that has them. add_to: dk and dv are added to these tensors, of the
     accumulation dtype, which are then returned.
     """
-    walk = _Walk(q, k, v, params, deterministic=deterministic)
+    descent = _Descent(q, k, v, params, deterministic=deterministic)
     finite = all(_all_finite(q, dout))
     if params.attn_sink is not None:
         lse, dlse = sinks.folded(lse, dlse, params.attn_sink)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    dtree_k, dtree_v = walk.empty_gradients(walk.tree_k), walk.empty_gradients(walk.tree_v)
-    for bh, queries in walk.chunks():
-        t = walk.positions(bh, queries)
-        q_rows = walk.rows(q, bh, queries)
-        do = walk.rows(dout, bh, queries)
-        lse_rows = walk.rows(lse[..., None], bh, queries)
-        offset = walk.rows(dlse[..., None], bh, queries)
-        offset = offset - (do * walk.rows(out, bh, queries)).sum(2, keepdim=True)
+    dtree_k, dtree_v = descent.empty_gradients(descent.tree_k), descent.empty_gradients(descent.tree_v)
+    for bh, queries in descent.chunks():
+        t = descent.positions(bh, queries)
+        q_rows = descent.rows(q, bh, queries)
+        do = descent.rows(dout, bh, queries)
+        lse_rows = descent.rows(lse[..., None], bh, queries)
+        offset = descent.rows(dlse[..., None], bh, queries)
+        offset = offset - (do * descent.rows(out, bh, queries)).sum(2, keepdim=True)
         dq_rows = torch.zeros_like(q_rows)
-        layer: Layer = walk.top_layer(t, bh, queries)
+        layer: Layer = descent.top_layer(t, bh, queries)
         while True:
             leaves, parents = layer.valid, None
             if layer.layer > 0:
-                marks, parents = walk.given(selection, layer, bh, queries)
+                marks, parents = descent.given(selection, layer, bh, queries)
                 leaves = layer.valid & ~marks
             not_leaf = ~leaves[:, None]
             P = layer.scores(q_rows).mul_(params.scale).sub_(lse_rows).masked_fill_(not_leaf, -math.inf).exp_()
@@ -358,16 +361,16 @@ def backward(
             layer.add_gradients(dtree_k[layer.layer][bh], dtree_v[layer.layer][bh], dS, P, do, leaves, finite)
             if parents is None:
                 break
-            layer = walk.lower_layer(layer, t, parents, bh)
-        walk.put_rows(dq, bh, queries, dq_rows)
-    r = walk.params.compression_rate
-    for i, x in enumerate(walk.tree_k[:-1]):
-        dtree_k[i] = walk.rotations.at(slice(r), dtree_k[i], -1).flatten(1, 2)[:, : x.shape[1]]
+            layer = descent.lower_layer(layer, t, parents, bh)
+        descent.put_rows(dq, bh, queries, dq_rows)
+    r = descent.params.compression_rate
+    for i, x in enumerate(descent.tree_k[:-1]):
+        dtree_k[i] = descent.rotations.at(slice(r), dtree_k[i], -1).flatten(1, 2)[:, : x.shape[1]]
         dtree_v[i] = dtree_v[i].flatten(1, 2)[:, : x.shape[1]]
     for dtree in (dtree_k, dtree_v):
-        for i in reversed(range(1, walk.L)):
+        for i in reversed(range(1, descent.L)):
             dtree[i - 1] += _unpool(dtree[i], dtree[i - 1].shape[1], r)
-    sums = [dtree[0].unflatten(0, (walk.B, walk.H_kv)).transpose(1, 2) for dtree in (dtree_k, dtree_v)]
+    sums = [dtree[0].unflatten(0, (descent.B, descent.H_kv)).transpose(1, 2) for dtree in (dtree_k, dtree_v)]
     if add_to is not None:
         return dq, *(x.add_(own) for x, own in zip(add_to, sums, strict=True))
     return dq, *(own.to(q.dtype).contiguous() for own in sums)

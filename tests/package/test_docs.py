@@ -33,7 +33,11 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./{{}},*-]*)(?::(\w+))?`")
 SOURCE = re.compile(r"`(\w+\.(?:cuh|cu|h))`")
 COMMIT = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
-HISTORY = re.compile(r"\b(tried|no longer|used to be|this session)\b", re.IGNORECASE)
+HISTORY = re.compile(
+    r"\b(tried|no longer|used to be|this session|this round|(was|were) still|earlier (kernels|ones|days))\b"
+    r"|\bin the place of \d",
+    re.IGNORECASE,
+)
 KERNEL_PAGE_WORDS = 2500
 
 

@@ -115,10 +115,10 @@ def test_chunks_hold_bounded_memory(T, r, monkeypatch):
     top_k = 4
     config = Config(1, T, 64 if T > 64 else T, 0, 4, 2, 16, 16, r, top_k, top_k if T < 1000 else top_k * r, True, 0)
     q, k, v = config.tensors(torch.float32)
-    walk = torch_tree._Walk(q, k, v, config.params)
-    width = walk.widest
+    descent = torch_tree._Descent(q, k, v, config.params)
+    width = descent.widest
     assert width <= max(top_k * min(r, 2 * T), 64)
-    largest = max((bh.stop - bh.start) * (queries.stop - queries.start) for bh, queries in walk.chunks())
+    largest = max((bh.stop - bh.start) * (queries.stop - queries.start) for bh, queries in descent.chunks())
     temporaries = 4 * width * (2 * (16 + 16) + 4 * 4)  # gathered and rotated keys, values, scores and their copies
     assert largest == 1 or largest * temporaries <= 4 << 20
     out = torch_tree.forward(q, k, v, config.params)[0]

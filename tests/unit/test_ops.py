@@ -188,7 +188,7 @@ def test_a_selection_found_again_gives_the_same_bits(monkeypatch, dtype, strict_
 
 
 def test_ties_are_found_again():
-    """All scores equal: nothing but positions decides, in both walks."""
+    """All scores equal: nothing but positions decides, in both sweeps."""
     q, k, v = qkv(T=300, T_q=90)
     q, k, v = q.zero_().requires_grad_(), k.requires_grad_(), v.requires_grad_()
     kept, again = (

@@ -24,6 +24,12 @@ import retired_words  # noqa: E402
         ("csrc/sm90/htree_fwd/softmax.cuh", "bool const raised = softmax.raised();", "raised"),
         ("csrc/tree/select.h", "std::uint16_t* closed;", "closed"),
         ("htree_cuda/ops.py", "equal to the bit", "to the bit"),
+        ("htree_cuda/torch_backend/tree.py", "class _Walk:", "walk"),
+        ("docs/algorithm.md", "Ascending, nothing beyond the rightmost.", "nothing beyond"),
+        ("docs/numerics.md", "The maximum is raised only then.", "raised"),
+        ("docs/kernels/tree.md", "Mostly its own beginning.", "beginning"),
+        ("docs/sanitizers.md", "Each warp of its nodes kernel.", "nodes kernel"),
+        ("benchmarks/README.md", "Timed in turn with its peer.", "turn"),
     ],
 )
 def test_retired_words_are_named(path, line, word):
@@ -41,6 +47,9 @@ def test_retired_words_are_named(path, line, word):
         ("htree_cuda/bench/runner.py", '"clocks": read_clocks(),'),
         ("docs/numerics.md", "At most two rows, the first of the layer, saturate."),
         ("docs/guides/install.md", "Turn off the check."),
+        ("docs/guides/dsa.md", "Second derivatives raise."),
+        ("docs/guides/demo.md", "Memory is the peak beyond the inputs."),
+        ("htree_cuda/demo/text.py", "for folder, folders, files in os.walk(root):"),
         ("docs/architecture.md", "| rotate | turn, turned |"),
     ],
 )

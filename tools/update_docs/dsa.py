@@ -34,9 +34,12 @@ def dsa_step() -> str:
     )
 
 
+INDEXER_REPORTS = ("indexer_gpu", "indexer_topk_gpu", "indexer_prefill_gpu")
+
+
 def indexer() -> str:
     """The indexer, its selector, and both in one call."""
-    reports = [report for name in ("indexer_gpu", "indexer_prefill_gpu") if (report := load(name)) is not None]
+    reports = [report for name in INDEXER_REPORTS if (report := load(name)) is not None]
     if not reports:
         return "Not measured yet: `python tools/gpu_bench.py --only indexer` on a Hopper machine."
     rows = [
@@ -55,7 +58,8 @@ def indexer() -> str:
         for f in report["figures"]
     ]
     header = ["op", "dtype", "heads", "s_q", "s_kv", "topk", "ms", "TFLOP/s", "torch.topk, ms"]
-    return f"Random inputs ({on_gpu(reports[-1])}):\n\n" + markdown(header, rows)
+    days = " and ".join(sorted({report["date"] for report in reports}))
+    return f"Random inputs ({on_gpu({**reports[-1], 'date': days})}):\n\n" + markdown(header, rows)
 
 
 BLOCKS = {"dsa_step": dsa_step, "indexer": indexer}
