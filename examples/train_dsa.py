@@ -80,7 +80,7 @@ PRESETS = {
         steps={"dense": 400, "warmup": 120, "sparse": 240}, eval_every=40, eval_batches=8, autocast=False,
         attention={
             "n_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
-            "v_head_dim": 16, "index_n_heads": 4, "index_head_dim": 32, "index_topk": 64,
+            "v_head_dim": 16, "index_n_heads": 4, "index_head_dim": 32, "index_topk": 96,
         },
     ),
     "gpu": Preset(
