@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +21,17 @@ WHOLE_TABLE = 16384
 
 
 def _checks_always() -> bool:
-    return not torch.compiler.is_compiling() and os.environ.get("HTREE_CUDA_CHECK") == "1"
+    return not torch.compiler.is_compiling() and checks.common.checks_values()
+
+
+def _identity(inv_freq: Tensor | None) -> object:
+    """What tells one tensor of frequencies from another: on the CPU its numbers. A GPU's are not read, which would wait
+    for it: there the tensor itself, which is another one once it was written to."""
+    if inv_freq is None:
+        return None
+    if inv_freq.device.type == "cpu" and not torch.compiler.is_compiling():
+        return (inv_freq.dtype, *inv_freq.tolist())
+    return id(inv_freq), 0 if inv_freq.is_inference() else inv_freq._version
 
 
 class TreeCache:
@@ -195,6 +204,10 @@ class TreeCache:
             f"dtype={self.dtype}, device='{self.device}', num_layers={self.num_layers}{pages}, nbytes={self.nbytes})"
         )
 
+    def __getstate__(self) -> dict:
+        """Without the tables of rotations, which belong to tensors of this process."""
+        return {**self.__dict__, "_rope_tables": {}}
+
     def _tensors(self) -> CacheTensors:
         return CacheTensors(
             self.lengths, self.overflowed, self._k, self._v, self._k_upper, self._v_upper, self.block_table,
@@ -218,9 +231,7 @@ class TreeCache:
             sizes = layer_sizes(self.max_tokens, r, positions if max_top_nodes is None else max_top_nodes)
             lists = (min(top_k, n) * min(r, 2 * self.max_tokens) for n in sizes[1:])
             positions = min(positions, max(sizes[-1], *lists, 1))
-        # A tensor that was written to is another one; a tensor of inference mode does not count its writes.
-        version = 0 if inv_freq is None or inv_freq.is_inference() else inv_freq._version
-        key = (positions, rope_base, rope_dim, None if inv_freq is None else id(inv_freq), version)
+        key = (positions, rope_base, rope_dim, _identity(inv_freq))
         table, _ = self._rope_tables.get(key, (None, None))
         if table is None:
             table = torch.ops.htree_cuda.rope_table(
@@ -252,8 +263,11 @@ class TreeCache:
             checks.common.tensor("append", name, x)
         if seqused is not None:
             checks.common.tensor("append", "seqused", seqused)
+        checks.common.backend_name("append", backend)
         if torch.is_autocast_enabled(self.device.type):
             k, v = k.to(self.dtype), v.to(self.dtype)
+        if _checks_always():
+            checks.cache.seqused_values("append", "seqused", seqused, "T_new of k", k)
         t = self._tensors()
         torch.ops.htree_cuda.tree_append(
             k.detach(), v.detach(), seqused, t.lengths, t.overflowed, t.k, t.v, t.k_upper, t.v_upper, t.block_table,
@@ -273,8 +287,11 @@ class TreeCache:
             Truncating and appending gives the bits of never having appended. A tensor or one int can be captured in a
             CUDA graph. Pages stay reserved.
         """
-        checks.cache.lengths("truncate", lengths, self.batch_size)
-        if not isinstance(lengths, Tensor):
+        checks.cache.lengths("truncate", "lengths", lengths, self.batch_size, self.device)
+        if isinstance(lengths, Tensor):
+            if _checks_always():
+                checks.cache.values("truncate", "lengths", lengths, 0, self.max_tokens)
+        else:
             if isinstance(lengths, Sequence):
                 lengths = torch.tensor(lengths, dtype=torch.int32, device=self.device)
             else:
@@ -317,7 +334,9 @@ class TreeCache:
             its last page copied. Where the caller keeps the block_table, the caller reorders its rows.
         """
         if isinstance(indices, Tensor):
-            checks.cache.lengths("reorder", indices, self.batch_size)
+            checks.cache.lengths("reorder", "indices", indices, self.batch_size, self.device)
+            if _checks_always():
+                checks.cache.values("reorder", "indices", indices, 0, self.batch_size - 1)
         else:
             indices = checks.cache.rows("reorder", "indices", indices, self.batch_size)
             checks.common.equal("reorder", "the number of indices", len(indices), "batch_size", self.batch_size)
@@ -344,7 +363,11 @@ class TreeCache:
         """
         if self.layout.page_size:
             checks.common.fail("select", "the cache must have no pages", f"page_size {self.page_size}")
-        if not isinstance(indices, Tensor):
+        if isinstance(indices, Tensor):
+            checks.cache.lengths("select", "indices", indices, None, self.device)
+            if _checks_always():
+                checks.cache.values("select", "indices", indices, 0, self.batch_size - 1)
+        else:
             indices = checks.cache.rows("select", "indices", indices, self.batch_size)
         source = torch.as_tensor(indices, device=self.device).long().clamp(0, max(0, self.batch_size - 1))
         new = copy.copy(self)
@@ -469,6 +492,8 @@ class TreeCache:
         """
         self._counts_pages("attach")
         (row,) = checks.cache.rows("attach", "row", row, self.batch_size)
+        if not isinstance(pages, Sequence):
+            raise TypeError(f"attach: pages must be a sequence of ints, got {type(pages).__name__}")
         pages = [checks.common.integer("attach", "pages", page) for page in pages]
         for page in pages:
             if not 0 <= page < self.num_pages or not self._pool.holders[page]:
@@ -476,6 +501,7 @@ class TreeCache:
         if len(set(pages)) != len(pages):
             checks.common.fail("attach", "pages must differ from each other", pages)
         length = checks.common.integer("attach", "length", length)
+        checks.common.size("attach", "length", length, 0)
         size = self.layout.page_size
         if -(-length // size) != len(pages) or length > self.max_tokens:
             rule = f"length must lie in the last of the {len(pages)} pages of {size} tokens and in max_tokens"
@@ -608,6 +634,7 @@ def forward_cached(
     """
     op = "forward_cached"
     checks.common.tensor(op, "q", q)
+    checks.common.backend_name(op, backend)
     if not isinstance(cache, TreeCache):
         raise TypeError(f"{op}: cache must be a htree_cuda.TreeCache, got {type(cache).__name__}")
     if seqused_q is not None:
@@ -624,7 +651,12 @@ def forward_cached(
         rope_base=rope_base,
     )  # fmt: skip
     rope_dim = checks.rotation.rotation(op, cache.head_dim, None, rope_base, rope_inv_freq, tree["rope_dim"])
-    checks.cache.no_gradient(op, q)
+    if rope_inv_freq is not None and rope_inv_freq.is_meta:
+        checks.common.fail(op, f"rope_inv_freq must be on the device of the cache ({cache.device}) or the CPU", "meta")
+    checks.common.same_device(op, "the cache", cache._k, q=q)
+    checks.cache.no_gradient(op, q, attn_sink)
+    if _checks_always():
+        checks.cache.seqused_values(op, "seqused_q", seqused_q, "T_q of q", q)
     if torch.is_autocast_enabled(q.device.type) and q.is_floating_point():
         q = q.to(cache.dtype)
     t = cache._tensors()

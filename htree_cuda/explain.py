@@ -162,6 +162,16 @@ def render(call: dict) -> str:
     return "\n".join(lines)
 
 
+SIZES = ("T", "H", "H_kv", "top_k", "T_q", "B", "K", "V", "sms")
+# Options that only some operations have.
+ONLY_OF = {
+    "H_kv": ("forward", "forward_cached"),
+    "V": ("forward",),
+    "backward": ("forward", *explain_dsa.BACKWARDS),
+    "deterministic": ("sparse_attention",),
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m htree_cuda explain", description=__doc__.splitlines()[0].split(": ", 1)[1],
@@ -192,7 +202,13 @@ def _sms() -> int:
 
 
 def _call(args: argparse.Namespace) -> dict:
-    dtype, sms = DSA_DTYPES[args.dtype], args.sms or _sms()
+    dtype, sms = DSA_DTYPES[args.dtype], _sms() if args.sms is None else args.sms
+    for name, ops in ONLY_OF.items():
+        if getattr(args, name) not in (None, False) and args.op not in ops:
+            raise ExplainError(f"--{name.replace('_', '-')} is of {', '.join(ops)}, not of {args.op}")
+    for name in SIZES:
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ExplainError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if args.op not in ("forward", "forward_cached"):
         K = args.K or (576 if args.op in ("attn_dist", "sparse_attention") else 128)
         return explain_dsa.explain(

@@ -20,6 +20,14 @@ def default_layers(max_tokens: int, compression_rate: int) -> int:
     return layers
 
 
+def layers_for(max_tokens: int, compression_rate: int, max_top_nodes: int) -> int:
+    """How many layers a cache needs so that the highest has at most max_top_nodes nodes: the default, or more."""
+    layers = default_layers(max_tokens, compression_rate)
+    while -(-max_tokens // compression_rate ** (layers - 1)) > max_top_nodes:
+        layers += 1
+    return layers
+
+
 @dataclass(frozen=True)
 class TreeLayout:
     """The rows of a cached tree of at most ``max_tokens`` tokens in ``num_layers`` layers, the tokens being layer 0.

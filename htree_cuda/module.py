@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from . import checks
 from .api import forward
 from .cache import TreeCache, forward_cached
+from .layout import layers_for
 from .varlen import forward_varlen
 
 # The options of `forward` that decide what a query attends to: weights belong to them.
@@ -25,7 +26,6 @@ class _Sequence:
     """Whose ranks share a sequence, and how. A copy of a module, which copies all that it holds, keeps the group."""
 
     def __init__(self, group, layout: str):
-        checks.distributed.layout("HTreeAttention", layout)
         self.options = {"group": checks.distributed.group("HTreeAttention", group), "layout": layout}
 
     def __deepcopy__(self, memo) -> _Sequence:
@@ -146,6 +146,7 @@ class HTreeAttention(nn.Module):
         )  # fmt: skip
         self.d_model, self.n_heads, self.n_kv_heads = (sizes[name] for name in ("d_model", "n_heads", "n_kv_heads"))
         self.head_dim, self.v_head_dim = sizes["head_dim"], sizes["v_head_dim"]
+        checks.distributed.layout("HTreeAttention", context_parallel_layout, "context_parallel_layout")
         self._sequence = None
         if context_parallel_group is not None:
             self._sequence = _Sequence(context_parallel_group, context_parallel_layout)
@@ -178,7 +179,10 @@ class HTreeAttention(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         """Raises ValueError where the weights come from a module with another tree; changes nothing."""
         mine = self._tree_numbers()
-        for (name, value), theirs in zip(mine.items(), state.tolist(), strict=True):
+        if not isinstance(state, Tensor) or state.numel() != len(mine):
+            found = f"{state.numel()} numbers" if isinstance(state, Tensor) else type(state).__name__
+            checks.common.fail("HTreeAttention", f"_extra_state must be a tensor of {len(mine)} numbers", found)
+        for (name, value), theirs in zip(mine.items(), state.flatten().tolist(), strict=True):
             if value != theirs:
                 checks.common.fail(
                     "HTreeAttention",
@@ -231,16 +235,21 @@ class HTreeAttention(nn.Module):
         return None if self._sequence is None else self._sequence.options["group"]
 
     def new_cache(self, batch_size: int, max_tokens: int, **options) -> TreeCache:
-        """An empty `TreeCache` for calls with ``cache``. Shapes, dtype and device are the module's; options are those
-        of `TreeCache`, page_size for example."""
+        """An empty `TreeCache` for calls with ``cache``. Shapes, dtype, device and as many layers as max_top_nodes asks
+        for are the module's; options are those of `TreeCache`, page_size for example."""
         weight = self.k_proj.weight
+        if isinstance(max_tokens, int) and max_tokens >= 1 and "num_layers" not in options:
+            rate, most = self.options["compression_rate"], int(self._tree_numbers()["max_top_nodes"])
+            options["num_layers"] = layers_for(max_tokens, options.get("compression_rate", rate), most)
         place = {"dtype": weight.dtype, "device": weight.device, "compression_rate": self.options["compression_rate"]}
         shape = (batch_size, max_tokens, self.n_kv_heads, self.head_dim, self.v_head_dim)
         return TreeCache(*shape, **{**place, **options})
 
     def attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, seqused: Tensor | None) -> Tensor:
         """Appends k, v to the cache and attends from q, of the shapes of `attend`, of which the first seqused exist."""
-        checks.cache.no_gradient("HTreeAttention", q)  # before the cache is changed
+        # Before the cache is changed.
+        checks.cache.no_gradient("HTreeAttention", q, k, v)
+        checks.cache.top_layer("HTreeAttention", cache.layout, int(self._tree_numbers()["max_top_nodes"]))
         backend = self.options["backend"]
         cache.append(k, v, seqused=seqused, backend=backend)
         tree = {name: self.options[name] for name in ("top_k_per_layer", "max_top_nodes", "scale", "rope_base")}
@@ -260,7 +269,7 @@ class HTreeAttention(nn.Module):
         """See the class."""
         checks.tree.attention_module_input(
             x, past, d_model=self.d_model, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim, packed=cu_seqlens is not None,
+            v_head_dim=self.v_head_dim, weight=self.q_proj.weight, packed=cu_seqlens is not None,
         )  # fmt: skip
         checks.varlen.module_lengths(cu_seqlens, max_seqlen, seqused, past, cache)
         checks.common.boolean("HTreeAttention", "return_kv", return_kv)
@@ -273,6 +282,8 @@ class HTreeAttention(nn.Module):
         if cache is not None:
             return self.o_proj(self.attend_cached(q, k, v, cache, seqused).flatten(2))
         if past is not None:
+            if not torch.is_autocast_enabled(x.device.type):
+                checks.common.same_dtype("HTreeAttention", "x", k, **{"k of past": past[0], "v of past": past[1]})
             k, v = (torch.cat((old, new), dim=1) for old, new in zip(past, (k, v)))
         if cu_seqlens is not None:
             out = self.attend_varlen(q, k, v, cu_seqlens, max_seqlen)

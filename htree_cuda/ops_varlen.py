@@ -124,7 +124,7 @@ def forward_varlen(
     params = checks.varlen.forward(q, k, v, *lengths, backend=backend, **tree)
     checks.rotation.finite("forward_varlen", rope_inv_freq)
     op = "forward_varlen" if params.packed else "forward"
-    if checks.varlen.checks_lengths():
+    if checks.common.checks_values():
         checks.varlen.read_lengths(op, q, k, *lengths[:4], params)
     need_selection = _returns_selection(q, k, v, given, params, save_selection, need_selection)
     if ops._use_torch("forward_varlen", q, backend):

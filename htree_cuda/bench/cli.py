@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,10 @@ COMMANDS = {
 
 
 def _ints(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"every number must be at least 1, got {text}")
+    return numbers
 
 
 def _kinds(text: str) -> list[str]:
@@ -248,7 +252,11 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     command = COMMANDS[args.command]
     args.keep = Keep(args.command, args.device, args.out)
-    figures = command.run(args)
+    try:
+        figures = command.run(args)
+    except (ValueError, checks.UnsupportedError) as error:  # a shape that the operation refuses
+        print(f"htree_cuda bench {args.command}: {error}", file=sys.stderr)
+        return 2
     if figures is None:  # a rank that leaves the report to the first one
         return 0
     print(table(figures, command.COLUMNS))

@@ -202,16 +202,21 @@ def forward_cached(
     same_device(op, "q", q, rope_table=rope_table)
     equal(op, "dimension 1 of rope_table", rope_table.shape[1], "K / 2", K // 2)
     rotation.sink(op, q, attn_sink)
+    top_layer(op, layout, max_top_nodes)
+    return CachedParams(
+        layout.compression_rate, top_k_per_layer, max_top_nodes, scale, rope_base, rope_dim, rope_interleaved,
+        rope_inv_freq, attn_sink,
+    )  # fmt: skip
+
+
+def top_layer(op: str, layout: TreeLayout, max_top_nodes: int) -> None:
+    """A query sees the highest layer whole."""
     top = -(-layout.max_tokens // layout.compression_rate ** (layout.num_layers - 1))
     if top > max_top_nodes:
         fail(
             op, f"max_top_nodes must be at least {top}, the nodes of the highest of the {layout.num_layers} layers "
             f"that the cache stores of {layout.max_tokens} tokens (more num_layers need fewer)", max_top_nodes,
         )  # fmt: skip
-    return CachedParams(
-        layout.compression_rate, top_k_per_layer, max_top_nodes, scale, rope_base, rope_dim, rope_interleaved,
-        rope_inv_freq, attn_sink,
-    )  # fmt: skip
 
 
 def forward_cached_kernel(q: Tensor, cache, params: CachedParams) -> None:
@@ -247,24 +252,42 @@ def option_types(op: str, *, return_lse: bool, return_selection: bool, **tree: A
     }
 
 
-def no_gradient(op: str, q: Tensor) -> None:
+def no_gradient(op: str, *inputs: Tensor | None) -> None:
     """A cached call is no part of a graph of gradients; nothing in silence is cut out of one."""
-    if torch.is_grad_enabled() and q.requires_grad:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         raise RuntimeError(
             f"{op}: a cached call has no gradient; run it under torch.no_grad() or torch.inference_mode(), or train "
             "with htree_cuda.forward"
         )
 
 
-def lengths(op: str, value: Any, batch_size: int) -> None:
-    """One int, B ints or a tensor [B]."""
+def lengths(op: str, name: str, value: Any, batch_size: int | None, device: torch.device) -> None:
+    """One int, B ints or a tensor [B], which has its values; without a batch_size of any length."""
     if isinstance(value, Tensor):
-        dimensions(op, "lengths", value, ("B",))
+        dimensions(op, name, value, ("B",))
         if value.dtype not in (torch.int32, torch.int64):
-            fail(op, "lengths must be int32 or int64", value.dtype)
-        equal(op, "dimension 0 of lengths", value.shape[0], "batch_size of the cache", batch_size)
+            fail(op, f"{name} must be int32 or int64", value.dtype)
+        if batch_size is not None:
+            equal(op, f"dimension 0 of {name}", value.shape[0], "batch_size of the cache", batch_size)
+        if value.is_meta and device.type != "meta":
+            fail(op, f"{name} must be on the device of the cache ({device})", value.device)
         return
-    numbers(op, "lengths", value, batch_size)
+    numbers(op, name, value, batch_size)
+
+
+def values(op: str, name: str, x: Tensor, first: int, last: int) -> None:
+    """HTREE_CUDA_CHECK=1: reads the numbers, which waits for the device, and checks them."""
+    for value in x.tolist():
+        if not first <= value <= last:
+            fail(op, f"{name} must lie in {first} .. {last}", value)
+
+
+def seqused_values(op: str, name: str, seqused: Tensor | None, rows: str, x: Tensor) -> None:
+    """`values` of the numbers of rows that exist; what else is wrong with the tensors their op says."""
+    if seqused is not None and seqused.dtype == torch.int32 and seqused.dim() == 1 and x.dim() > 1:
+        for b, value in enumerate(seqused.tolist()):
+            if not 0 <= value <= x.shape[1]:
+                fail(op, f"{name}[{b}] must lie in 0 .. {rows} ({x.shape[1]})", value)
 
 
 def numbers(op: str, name: str, value: Any, batch_size: int) -> list[int]:

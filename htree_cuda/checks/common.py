@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -31,6 +32,14 @@ class UnsupportedError(RuntimeError):
 
 def fail(op: str, rule: str, value: Any) -> NoReturn:
     raise ValueError(f"{op}: {rule}, got {value}")
+
+
+def checks_values() -> bool:
+    """HTREE_CUDA_CHECK of the environment: whether every call reads lengths and indices on the host and checks them."""
+    value = os.environ.get("HTREE_CUDA_CHECK", "0")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"HTREE_CUDA_CHECK in the environment must be 0 or 1, got {value!r}")
+    return value == "1"
 
 
 # ------------------------------------------------------------------------------------------------ Python-level types

@@ -27,9 +27,9 @@ def group(op: str, value: Any) -> dist.ProcessGroup:
     return value
 
 
-def layout(op: str, value: Any) -> None:
+def layout(op: str, value: Any, name: str = "layout") -> None:
     if not isinstance(value, str) or value not in LAYOUTS:
-        raise ValueError(f"{op}: layout must be one of {', '.join(map(repr, LAYOUTS))}, got {value!r}")
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, LAYOUTS))}, got {value!r}")
 
 
 def length(op: str, what: str, T: int, ranks: int, name: str) -> None:

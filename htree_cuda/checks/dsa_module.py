@@ -131,4 +131,12 @@ def module_input(x: Tensor, past: Any, return_kv: Any, weight: Tensor, widths: t
         equal(OP, f"dimension 2 of {name}", part.shape[2], "the width of the module's", width)
         same_device(OP, "x", x, **{name: part})
     same_dtype(OP, names[0], past[0], **{names[1]: past[1]})
+    if past[0].dtype not in FLOAT_DTYPES:
+        fail(OP, f"{names[0]} must be float16, bfloat16, float32 or float64", past[0].dtype)
+    if past[0].dtype != x.dtype and past[0].dtype != weight.dtype and autocast(x)[0].dtype == x.dtype:
+        fail(
+            OP,
+            f"{names[0]} must have the dtype of the parameters ({weight.dtype}), or autocast be enabled",
+            past[0].dtype,
+        )
     equal(OP, f"dimension 1 of {names[1]}", past[1].shape[1], f"T_past of {names[0]}", past[0].shape[1])

@@ -172,13 +172,17 @@ def attention_module(
 
 def attention_module_input(
     x: Tensor, past: tuple[Tensor, Tensor] | None, *, d_model: int, n_kv_heads: int, head_dim: int, v_head_dim: int,
-    packed: bool = False,
+    weight: Tensor, packed: bool = False,
 ) -> None:  # fmt: skip
     """Rules of what ``HTreeAttention`` is called with; the rest is found by ``htree_cuda::forward``."""
     op = "HTreeAttention"
     tensor(op, "x", x)
     dimensions(op, "x", x, ("total", "d_model") if packed else ("B", "T_q", "d_model"))
     equal(op, f"dimension {1 if packed else 2} of x", x.shape[-1], "d_model", d_model)
+    float_dtype(op, "x", x)
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        fail(op, f"x must have the dtype of the parameters ({weight.dtype}), or autocast be enabled", x.dtype)
+    same_device(op, "the parameters", weight, x=x)
     if past is None:
         return
     if not isinstance(past, (tuple, list)) or len(past) != 2:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,11 +30,6 @@ from .common import (
 from .tree import even, tree_options
 
 MAX_SEQUENCES = 2**27 - 1
-
-
-def checks_lengths() -> bool:
-    """Whether every call reads its lengths on the host and checks them."""
-    return os.environ.get("HTREE_CUDA_CHECK") == "1"
 
 
 def _lengths(

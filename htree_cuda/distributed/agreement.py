@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import weakref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checks.common import checks_values
 from .exchange import all_gather
 
 _BYTES = 4096
@@ -21,7 +21,7 @@ _agreed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def is_due(group: dist.ProcessGroup) -> bool:
-    return group not in _agreed or os.environ.get("HTREE_CUDA_CHECK") == "1"
+    return group not in _agreed or checks_values()
 
 
 def _encode(text: str) -> bytes:

@@ -287,7 +287,7 @@ def _checked(
         packed = checks.varlen.forward(q, k, v, *lengths, **maxima, op=op, **tree, **tensors)
         if not ops._use_torch("forward_varlen", q, options["backend"]):
             checks.varlen.kernel(q, k, v, packed, op=op)
-        if checks.varlen.checks_lengths():
+        if checks.common.checks_values():
             total = place.ranks * k.shape[0]
             values = cu_seqlens.tolist()
             checks.varlen.cumulative(op, "cu_seqlens", values, total, max_seqlen, "total", "max_seqlen")

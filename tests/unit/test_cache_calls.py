@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -203,6 +206,14 @@ def test_bad_calls():
         (lambda: run(q[:, :, :3], cache), r"forward_cached: H .* must be a positive multiple of n_kv_heads"),
         (lambda: run(q.float(), cache), "forward_cached: the cache must have the dtype of q"),
         (lambda: run(q, cache, top_k_per_layer=3), "forward_cached: top_k_per_layer must be a power of two"),
+        (lambda: run(q, cache, backend=1), "forward_cached: backend must be one of 'auto', 'torch', got 1"),
+        (lambda: run(q.to("meta"), cache), "forward_cached: q must be on the device of the cache"),
+        (lambda: run(q, cache, rope_inv_freq=torch.ones(4, device="meta")), r"on the device of the cache \(cpu\)"),
+        (lambda: cache.truncate(int32(1, 1).to("meta")), "truncate: lengths must be on the device of the cache"),
+        (lambda: cache.reorder(int32(1, 1).to("meta")), "reorder: indices must be on the device of the cache"),
+        (lambda: cache.select(torch.tensor([True, False])), "select: indices must be int32 or int64, got torch.bool"),
+        (lambda: cache.select(int32(0, 1)[None]), "select: indices must have 1 dimensions"),
+        (lambda: new_cache(2, page_size=256).attach(0, [], -5), "attach: length must be at least 0, got -5"),
         (lambda: run(q, cache, rope_base=-1.0), "forward_cached: rope_base must be finite and greater than 0"),
         (
             lambda: run(q, small),
@@ -215,11 +226,63 @@ def test_bad_calls():
         (lambda: run(q, k), "forward_cached: cache must be a htree_cuda.TreeCache, got Tensor"),
         (lambda: run([1], cache), "forward_cached: q must be a torch.Tensor, got list"),
         (lambda: cache.append(k, None), "append: v must be a torch.Tensor, got NoneType"),
+        (lambda: new_cache(2, page_size=256).attach(0, None, 0), "attach: pages must be a sequence of ints"),
         (lambda: run(q, cache, top_k_per_layer=4.0), "forward_cached: top_k_per_layer must be an int, got 4.0"),
     ):
         with pytest.raises(TypeError, match=message):
             call()
     assert not cache.lengths.any() and not cache._k.any()
+
+
+def test_values_are_checked_where_that_is_asked_for(monkeypatch):
+    k, v = tokens(2, 10)
+    cache = new_cache(2)
+    cache.append(k, v)
+    q = queries(2, 2)
+    monkeypatch.setenv("HTREE_CUDA_CHECK", "1")
+    for call, message in (
+        (lambda: cache.append(k, v, seqused=int32(1, 11)), r"append: seqused\[1\] must lie in 0 .. T_new of k \(10\)"),
+        (lambda: run(q, cache, seqused_q=int32(-1, 2)), r"forward_cached: seqused_q\[0\] must lie in 0 .. T_q of q"),
+        (lambda: cache.reorder(int32(0, 2)), r"reorder: indices must lie in 0 .. 1, got 2"),
+        (lambda: cache.select(int32(0, -1)), r"select: indices must lie in 0 .. 1, got -1"),
+        (lambda: cache.truncate(int32(0, -1)), r"truncate: lengths must lie in 0 .. 310, got -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert cache.lengths.tolist() == [10, 10]
+    cache.append(k, v, seqused=int32(0, 10))
+    run(q, cache, seqused_q=int32(0, 2))
+    monkeypatch.setenv("HTREE_CUDA_CHECK", "yes")
+    with pytest.raises(ValueError, match="HTREE_CUDA_CHECK in the environment must be 0 or 1, got 'yes'"):
+        run(q, cache)
+
+
+def test_tables_of_rotations_belong_to_their_numbers():
+    """Neither a copy of a cache nor a write that no tensor counts leaves a table of other frequencies behind."""
+    k, v = tokens(1, 40)
+    q, other = queries(1, 2), new_cache(1)
+    other.append(k, v)
+    wanted = {}
+    for seed in range(12):
+        table = torch.rand(4, generator=torch.Generator().manual_seed(seed))
+        wanted[seed] = run(q, other.clone(), rope_inv_freq=table)[0]
+    for copied in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+        cache = new_cache(1)
+        cache.append(k, v)
+        for seed in range(12):
+            table = torch.rand(4, generator=torch.Generator().manual_seed(seed))
+            assert torch.equal(run(q, cache, rope_inv_freq=table)[0], wanted[seed])
+            del table
+            cache = copied(cache)
+    table = torch.rand(4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(run(q, cache, rope_inv_freq=table)[0], wanted[0])
+    table.data.copy_(torch.rand(4, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(run(q, cache, rope_inv_freq=table)[0], wanted[1])
+    with torch.inference_mode():
+        table = torch.rand(4, generator=torch.Generator().manual_seed(2))
+        assert torch.equal(run(q, cache, rope_inv_freq=table)[0], wanted[2])
+        table.copy_(torch.rand(4, generator=torch.Generator().manual_seed(3)))
+        assert torch.equal(run(q, cache, rope_inv_freq=table)[0], wanted[3])
 
 
 def test_no_gradient():
@@ -229,6 +292,8 @@ def test_no_gradient():
     cache.append(k.requires_grad_(), v)  # constants
     with pytest.raises(RuntimeError, match="forward_cached: a cached call has no gradient"):
         run(q, cache)
+    with pytest.raises(RuntimeError, match="forward_cached: a cached call has no gradient"):
+        run(q.detach(), cache, attn_sink=torch.zeros(4, dtype=F64, requires_grad=True))
     with torch.no_grad():
         assert not run(q, cache)[0].requires_grad
     with torch.inference_mode():

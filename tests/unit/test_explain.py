@@ -140,6 +140,17 @@ def test_what_is_wrong_is_one_line(library, monkeypatch, capsys):
     assert main([*COMMAND[:-1], "100"]) == 2
     error = capsys.readouterr().err
     assert error == "htree_cuda explain: top_k_per_layer must be a power of two, at least 1, got 100\n"
+    for more, message in (
+        (["--K", "0"], "--K must be at least 1, got 0"),
+        (["--sms", "0"], "--sms must be at least 1, got 0"),
+        (["--T-q", "-3"], "--T-q must be at least 1, got -3"),
+        (["--deterministic"], "--deterministic is of sparse_attention, not of forward"),
+        (["--op", "forward_cached", "--V", "64"], "--V is of forward, not of forward_cached"),
+        (["--op", "forward_cached", "--backward"], "--backward is of forward, sparse_attention, indexer_logits_listed"),
+        (["--op", "topk_indices"], "--H-kv is of forward, forward_cached, not of topk_indices"),
+    ):
+        assert main([*COMMAND, *more]) == 2
+        assert capsys.readouterr().err.startswith(f"htree_cuda explain: {message}")
     monkeypatch.setattr(kernels, "built", lambda: False)
     monkeypatch.setattr(kernels, "why_not_built", lambda: "built without kernels")
     assert main(COMMAND) == 2

@@ -122,6 +122,13 @@ def test_weights_of_another_tree_are_refused(tmp_path, name, change, mine, their
     assert torch.equal(module.q_proj.weight, state["0.q_proj.weight"])
 
 
+@pytest.mark.parametrize("state, found", [(None, "NoneType"), (torch.zeros(3), "3 numbers")])
+def test_numbers_of_a_tree_that_are_none_are_refused(state, found):
+    module = attention()
+    with pytest.raises(ValueError, match=f"HTreeAttention: _extra_state must be a tensor of 6 numbers, got {found}"):
+        module.load_state_dict({**module.state_dict(), "_extra_state": state})
+
+
 def test_defaults_spelled_out_are_the_same_tree():
     spelled = attention(max_top_nodes=8, scale=6**-0.5, backend="torch", save_selection=False)
     spelled.load_state_dict(attention().state_dict())
@@ -182,6 +189,29 @@ def test_a_cache_can_be_cut():
     whole, past = module(x, return_kv=True)
     again = module(x[:, 35:], past=tuple(part[:, :35] for part in past))
     torch.testing.assert_close(again, whole[:, 35:], rtol=1e-11, atol=1e-12)
+
+
+def test_a_cache_has_the_layers_that_the_module_needs():
+    """With max_top_nodes below what the default's highest layer has: one layer more, or an error before an append."""
+    module = attention(compression_rate=16, top_k_per_layer=8, max_top_nodes=8)
+    x = torch.randn(1, 30, 12, dtype=torch.float64)
+    with torch.no_grad():
+        cache = module.new_cache(1, 200)
+        assert cache.num_layers == 3
+        torch.testing.assert_close(module(x, cache=cache), module(x), rtol=1e-11, atol=1e-12)
+        small = module.new_cache(1, 200, num_layers=2)
+        with pytest.raises(ValueError, match="HTreeAttention: max_top_nodes must be at least 13, the nodes of"):
+            module(x, cache=small)
+    assert small.lengths.tolist() == [0]
+
+
+def test_a_cached_call_cuts_no_gradient():
+    module = attention()
+    module.q_proj.requires_grad_(False)
+    cache = module.new_cache(1, 100)
+    with pytest.raises(RuntimeError, match="HTreeAttention: a cached call has no gradient"):
+        module(torch.randn(1, 5, 12, dtype=torch.float64), cache=cache)
+    assert cache.lengths.tolist() == [0]
 
 
 def test_gradients_flow_through_the_cache():
@@ -411,6 +441,12 @@ def f64(*shape):
          {"past": (f64(1, 3, 2, 6), f64(1, 4, 2, 5))}),
         (r"HTreeAttention: k of past must be on the device of x \(cpu\), got meta", ValueError, f64(1, 5, 12),
          {"past": (f64(1, 3, 2, 6).to("meta"), f64(1, 3, 2, 5))}),
+        (r"HTreeAttention: k of past must have the dtype of x and v of past \(torch.float64\), got .*int32", ValueError,
+         f64(1, 5, 12), {"past": (f64(1, 3, 2, 6).int(), f64(1, 3, 2, 5))}),
+        (r"HTreeAttention: x must have the dtype of the parameters \(torch.float64\), or autocast be enabled, got .*32",
+         ValueError, f64(1, 5, 12).float(), {}),
+        (r"HTreeAttention: x must be on the device of the parameters \(cpu\), got meta", ValueError,
+         f64(1, 5, 12).to("meta"), {}),
     ],
 )  # fmt: skip
 def test_call_errors(match, error, x, call):

@@ -330,6 +330,53 @@ def test_autocast(llama):
     assert (found - whole).norm() < 0.25 * whole.norm()
 
 
+def test_what_is_said_of_documents_is_heard_or_refused(llama):
+    """The lengths of packed documents beside a cache or a mask, other lengths of keys, and masks of other numbers."""
+    _, _, sparse = llama
+    ids, lengths = tokens(1, 40), [25, 15]
+    cu = torch.tensor([0, 25, 40], dtype=torch.int32)
+    said = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 25, "max_length_k": 25}
+    assert sparse.config.use_cache
+    with torch.no_grad():
+        alone = torch.cat([sparse(part).logits for part in ids.split(lengths, dim=1)], dim=1)
+        packed = sparse(ids, **said)  # a configuration that asks for caches means no packed documents
+        close(packed.logits, alone)
+        assert packed.past_key_values is None
+        ones = torch.ones_like(ids)
+        for more, message in (
+            ({**said, "use_cache": True}, "needs use_cache=False and no attention_mask, got a cache"),
+            ({**said, "attention_mask": ones, "use_cache": False}, "no attention_mask, got an attention_mask"),
+            ({**said, "cu_seq_lens_k": cu.flip(0)}, "cu_seq_lens_k must be cu_seq_lens_q, got another"),
+            ({"attention_mask": (1.0 - ones) * -1e9 - 1e9}, "attention_mask must be 1 for each token that exists"),
+            ({"attention_mask": ones * float("nan")}, "attention_mask must be 1 for each token that exists"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                sparse(ids, **more)
+        close(sparse(ids, attention_mask=ones.double()).logits, sparse(ids).logits)
+
+
+def test_a_cache_of_another_rate_is_refused():
+    model = convert(dense_model("llama"), **SPARSE).eval()
+    cache = new_cache(model)
+    revert(model)
+    convert(model, top_k_per_layer=4, compression_rate=8)
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"compression_rate of the cache must equal the model's \(8\)"),
+    ):
+        model(tokens(1, 20), past_key_values=cache)
+
+
+def test_a_second_chunk_cuts_no_gradient():
+    """Where values alone are trained, keys and queries require no gradient, and the cached call has none to give."""
+    frozen = convert(dense_model("llama"), **SPARSE)
+    for name, p in frozen.named_parameters():
+        p.requires_grad_("v_proj" in name)
+    first = frozen(tokens(1, 20), use_cache=True)
+    with pytest.raises(RuntimeError, match="a cached call has no gradient"):
+        frozen(tokens(1, 20), past_key_values=first.past_key_values)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_compile(kind):
     """One graph, with and without a padding mask, and for packed documents whose lengths are said."""

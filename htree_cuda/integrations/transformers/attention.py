@@ -166,7 +166,7 @@ def before_model(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, di
     name = next((name for name in CACHE_NAMES if name in model.htree_arguments), CACHE_NAMES[0])
     cache = next((kwargs[other] for other in CACHE_NAMES if kwargs.get(other) is not None), None)
     learns = model.training and torch.is_grad_enabled()
-    if cache is None and kwargs.get("use_cache") is None and learns:
+    if cache is None and kwargs.get("use_cache") is None and (learns or kwargs.get("cu_seq_lens_q") is not None):
         kwargs["use_cache"] = False
     wanted = kwargs.get("use_cache")
     if wanted is None:

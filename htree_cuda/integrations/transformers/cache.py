@@ -82,6 +82,8 @@ class HTreeCacheLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Appends [B, H_kv, T, D] (of which the call's mask may say that some do not exist) and returns everything."""
+        if self.seen:  # the first tokens are attended as they are
+            checks.cache.no_gradient("htree attention", key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         T, call = key_states.shape[2], self.call.on(key_states.device)
@@ -163,6 +165,10 @@ class HTreeCacheLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Nothing is ever elsewhere."""
 
+    def __getstate__(self) -> dict:
+        """Without the tables of rotations, which belong to tensors of this process."""
+        return {**self.__dict__, "tables": {}}
+
     def __deepcopy__(self, memo: dict) -> HTreeCacheLayer:
         new = copy.copy(self)
         memo[id(self)] = new
@@ -194,6 +200,10 @@ def htree_layers(cache: Cache, wanted: dict[int, dict], capacity: int | None = N
     for index, options in wanted.items():
         layer = cache.layers[index]
         if isinstance(layer, HTreeCacheLayer):
+            mine = layer.compression_rate
+            checks.common.equal(
+                "htree attention", "compression_rate of the cache", mine, "the model's", options["compression_rate"]
+            )
             continue
         if layer.get_seq_length() > 0:
             raise ValueError(

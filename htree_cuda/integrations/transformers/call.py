@@ -69,6 +69,9 @@ def make_call(
     B, T = shape
     if attention_mask is None and cached is None:
         return _packed(B, T, position_ids, kwargs)
+    if kwargs.get("cu_seq_lens_q") is not None:
+        found = "a cache" if attention_mask is None else "an attention_mask"
+        _fail("cu_seq_lens_q (packed sequences) needs use_cache=False and no attention_mask", found)
     past = cached or 0
     valid = None
     if attention_mask is None:
@@ -79,6 +82,9 @@ def make_call(
         if attention_mask.shape != (B, past + T):
             rule = f"attention_mask must be [batch, cached + new tokens] = [{B}, {past + T}]"
             _fail(rule, list(attention_mask.shape))
+        reads = not torch.compiler.is_compiling() and (T > 1 or attention_mask.device.type == "cpu")
+        if reads and attention_mask.dtype != torch.bool and ((attention_mask != 0) & (attention_mask != 1)).any():
+            _fail("attention_mask must be 1 for each token that exists and 0 for the others", "other numbers")
         call = _masked(attention_mask.bool(), T, known)
     if position_ids is not None and T > 1 and not torch.compiler.is_compiling():
         _check_positions(position_ids.expand(B, T), call)
@@ -129,7 +135,9 @@ def _packed(B: int, T: int, position_ids: Tensor | None, kwargs: dict) -> Call:
         other, longest = kwargs.get("cu_seq_lens_k"), kwargs.get("max_length_q")
         if longest is None:
             _fail("cu_seq_lens_q needs max_length_q", "none")
-        if other is not None and other is not cu_seqlens and other.shape != cu_seqlens.shape:
+        if other is None or other is cu_seqlens or torch.compiler.is_compiling():
+            pass
+        elif other.shape != cu_seqlens.shape or not other.to(cu_seqlens.device).eq(cu_seqlens).all():
             _fail("cu_seq_lens_k must be cu_seq_lens_q", "another")
         return Call(cu_seqlens=cu_seqlens.to(torch.int32), max_seqlen=int(longest))
     if position_ids is None or T == 1:
