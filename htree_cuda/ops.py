@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import checks, pairs
 from .definition import accumulation_dtype, layer_sizes
-from .params import ListParams
+from .params import IndexerParams, ListParams
 from .torch_backend import lists as torch_lists
 from .torch_backend import sinks
 from .torch_backend import tree as torch_tree
@@ -275,7 +275,7 @@ torch.library.register_autograd("htree_cuda::backward", _no_double_backward("for
 _LIST_SCHEMA = "float? sm_scale, SymInt[]? q_start, SymInt k_stride, float lse_base, str backend"
 
 
-def _with_batch(params: ListParams, *tensors: Tensor | None) -> list[Tensor | None]:
+def _with_batch(params: ListParams | IndexerParams, *tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors with a batch dimension, which a call without one gets here."""
     return [x if x is None or params.batched else x[None] for x in tensors]
 

@@ -7,15 +7,9 @@ from torch import Tensor
 
 from . import checks, ops
 from .definition import accumulation_dtype
-from .params import IndexerParams
 from .torch_backend import indexer as torch_indexer
 
 _WINDOW_SCHEMA = "SymInt[]? q_start, SymInt k_stride, str backend"
-
-
-def _with_batch(params: IndexerParams, *tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors with a batch dimension, which a call without one gets here."""
-    return [x if x is None or params.batched else x[None] for x in tensors]
 
 
 def _contiguous(x: Tensor) -> Tensor:
@@ -36,7 +30,7 @@ def indexer_logits(q, k, weights, q_scale, k_scale, indices, topk_length, k_star
     """[s_q, s_kv], or [s_q, topk] where indices are given (batched: a leading B). Contract: `dsa.indexer_logits`."""
     tensors = (q, k, weights, q_scale, k_scale, indices, topk_length, k_start, k_end)
     params = checks.dsa.indexer_logits(*tensors, **options)
-    tensors = _with_batch(params, *tensors)
+    tensors = ops._with_batch(params, *tensors)
     if ops._use_torch("indexer_logits", q, options["backend"]):
         out = torch_indexer.indexer_logits(*tensors, params)
     else:
@@ -72,7 +66,7 @@ def indexer_logits_backward(dlogits, q, k, weights, indices, topk_length, k_star
     op = "indexer_logits_backward"
     tensors = (dlogits, q, k, weights, indices, topk_length, k_start, k_end)
     params = checks.dsa.indexer_logits_backward(*tensors, **options)
-    tensors = _with_batch(params, *tensors)
+    tensors = ops._with_batch(params, *tensors)
     deterministic = options.get("deterministic", False)
     if ops._use_torch(op, q, options["backend"]):
         grads = torch_indexer.indexer_logits_backward(*tensors, params, deterministic=deterministic)
@@ -124,7 +118,7 @@ def topk_indices(logits, k_start, k_end, **options):
     be returned. Contract: `dsa.topk_indices`."""
     params = checks.dsa.topk_indices(logits, k_start, k_end, **options)
     numbers = {name: options[name] for name in ("topk", "sorted", "return_values")}
-    tensors = _with_batch(params, logits, k_start, k_end)
+    tensors = ops._with_batch(params, logits, k_start, k_end)
     if ops._use_torch("topk_indices", logits, options["backend"]):
         indices, values = torch_indexer.topk_indices(*tensors, params, **numbers)
     else:
@@ -162,7 +156,7 @@ def indexer_topk(q, k, weights, q_scale, k_scale, k_start, k_end, *, topk, sorte
     """(logits [s_q, topk], indices [s_q, 1, topk] int32) (batched: a leading B). Contract: `dsa.indexer_topk`."""
     tensors = (q, k, weights, q_scale, k_scale, k_start, k_end)
     params = checks.dsa.indexer_topk(*tensors, topk=topk, sorted=sorted, **options)
-    tensors = _with_batch(params, *tensors)
+    tensors = ops._with_batch(params, *tensors)
     if ops._use_torch("indexer_topk", q, options["backend"]):
         results = torch_indexer.indexer_topk(*tensors, params, topk=topk, sorted=sorted)
     else:

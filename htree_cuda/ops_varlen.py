@@ -16,6 +16,7 @@ from .ops import (
     _TREE_TENSORS,
     _empty_gradients,
     _no_double_backward,
+    _save_for_backward,
     _without_autocast,
 )
 from .params import VarlenParams
@@ -183,14 +184,6 @@ def _(
     tree = {**tree, "attn_sink": attn_sink, "rope_inv_freq": rope_inv_freq}
     checks.varlen.forward(q, k, v, *lengths, backend=backend, op="backward_varlen", **tree)
     return _empty_gradients(q, k, v)
-
-
-def _save_for_backward(ctx, inputs, keyword_only_inputs, output):
-    ctx.save_for_backward(*inputs, *output)
-    others = ("need_selection", "save_selection")
-    ctx.options = {name: x for name, x in keyword_only_inputs.items() if name not in others}
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)  # or autograd makes zeros as large as the selection
 
 
 def _run_backward(ctx, dout, dlse, _dselection):

@@ -103,8 +103,12 @@ def content(family: Family) -> str:
         if family.folders and source.startswith(family.folders):
             parts |= {name: words(text) for name, (text, _) in store.reachable(ROOT, source, folders).items()}
     emulator = sorted(path for path in (ROOT / EMULATOR).iterdir() if path.suffix in (".py", ".cpp", ".h"))
-    shared = [ROOT / "tests" / name for name in ("conftest.py", "baseline.py")]
-    for path in [*emulator, *shared, *(ROOT / name for name in test_files(family))]:
+    tests = test_files(family)
+    helpers = ["conftest.py", "baseline.py"]
+    if any(name.startswith("tests/kernels/") for name in tests):
+        helpers += ["kernels/conftest.py", "bits.py"]
+    shared = [ROOT / "tests" / name for name in helpers]
+    for path in [*emulator, *shared, *(ROOT / name for name in tests)]:
         text = path.read_text()
         parts[path.relative_to(ROOT).as_posix()] = text if path.suffix == ".py" else words(text)
     return store.key(f"{name} {value}" for name, value in sorted(parts.items()))

@@ -20,12 +20,11 @@ from pathlib import Path
 
 from content_hash import ROOT, content_hash
 
+sys.path.insert(0, str(ROOT))
+
+from htree_cuda.bench.protocol import cpu_name
+
 RESULT = ROOT / "benchmarks" / "results" / "first_run.json"
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def timed(target: str) -> dict:

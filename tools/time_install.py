@@ -22,7 +22,10 @@ import time
 from pathlib import Path
 
 from content_hash import ROOT, content_hash
-from first_run import cpu_name
+
+sys.path.insert(0, str(ROOT))
+
+from htree_cuda.bench.protocol import cpu_name
 
 RESULT = ROOT / "benchmarks" / "results" / "install.json"
 CALL = """

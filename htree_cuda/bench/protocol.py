@@ -49,7 +49,7 @@ def identity(device: str) -> dict:
         driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", _this_gpu()])
         about |= {"gpu": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda}
     else:
-        about |= {"cpu": _cpu_name(), "threads": torch.get_num_threads(), "cores": os.cpu_count()}
+        about |= {"cpu": cpu_name(), "threads": torch.get_num_threads(), "cores": os.cpu_count()}
     return about
 
 
@@ -67,7 +67,7 @@ def _this_gpu() -> str:
     return "--id=0" if uuid is None else f"--id=GPU-{uuid}"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -54,13 +54,6 @@ def check(host, device, top_k, picks=None, share=0.99, selection_rules=True, **o
     return out, lse, selection
 
 
-def same_bits(a, b):
-    for x, y in zip(a, b, strict=True):
-        assert x.shape == y.shape
-        integer = {2: torch.int16, 4: torch.int32}[x.element_size()]
-        assert torch.equal(x.contiguous().view(integer), y.contiguous().view(integer))
-
-
 def check_one_query(one, whole, host, device, top_k, G, **options):
     """A call with one query equals it in a longer one up to rounding. With more than 8 heads scores are the same to the
     bit; with fewer, queries of a longer call rotate by other instructions: both selections obey the rules, which may

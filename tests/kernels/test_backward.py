@@ -14,18 +14,13 @@ import htree_cuda
 from htree_cuda import UnsupportedError, checks, definition, kernels
 
 from .. import baseline
+from ..bits import same_bits
 from ..inputs import skip_what_is_not_built
 
 pytestmark = pytest.mark.gpu
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DEVICE = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def _kernels_are_built():
-    """A Hopper GPU without kernels is a failure, not a skip."""
-    kernels.load()
 
 
 def inputs(T, T_q, *, B=1, H_kv=1, G=16, K=64, V=64, dtype=BF16, seed=0):
@@ -72,11 +67,6 @@ def check(q, k, v, dout, dlse, **options):
         assert x.dtype == q.dtype and x.is_contiguous()
         baseline.assert_within(name, x, base, truth)
     return grads, results
-
-
-def same_bits(a, b):
-    for x, y in zip(a, b, strict=True):
-        assert x.shape == y.shape and torch.equal(x.view(torch.int16), y.view(torch.int16))
 
 
 # ---- shapes -----------------------------------------------------------------------------------------------------

@@ -13,23 +13,17 @@ import pytest
 import torch
 
 import htree_cuda
-from htree_cuda import TreeCache, UnsupportedError, definition, forward_cached, kernels
+from htree_cuda import TreeCache, UnsupportedError, definition, forward_cached
 
 from .. import baseline
+from ..bits import same_bits
 from ..cached import nodes, same_nodes
 from ..unit.test_guides import DECODING, blocks
-from .test_forward import same_bits
 
 pytestmark = pytest.mark.gpu
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DEVICE = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def _kernels_are_built():
-    """A Hopper GPU without kernels is a failure, not a skip."""
-    kernels.load()
 
 
 def inputs(B, T, T_q, *, H_kv=1, G=4, D=64, dtype=BF16, seed=0):

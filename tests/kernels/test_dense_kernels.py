@@ -7,19 +7,13 @@ import math
 import pytest
 import torch
 
-from htree_cuda import dense_kernels, kernels
+from htree_cuda import dense_kernels
 from htree_cuda.params import IndexerParams
 from htree_cuda.torch_backend import dense_loss
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def _kernels_are_built():
-    """A Hopper GPU without kernels is a failure, not a skip."""
-    kernels.load()
 
 
 @pytest.mark.parametrize("poison", [False, True])

@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from htree_cuda import UnsupportedError, kernels
+from htree_cuda import UnsupportedError
 from htree_cuda.explain_decode import explain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.emulated]
-
-
-@pytest.fixture(autouse=True)
-def _kernels_are_built():
-    kernels.load()
 
 
 def told(**call):

@@ -13,11 +13,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.emulated, pytest.mark.sample]
 FP8 = torch.float8_e4m3fn
 
 
-@pytest.fixture(autouse=True)
-def _kernels_are_built():
-    kernels.load()
-
-
 def names(call):
     return [row["kernel"] for row in call["rows"]]
 

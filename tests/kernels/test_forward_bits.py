@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from htree_cuda import kernels
-
-from .forward_checks import inputs, run, same_bits
+from ..bits import same_bits
+from .forward_checks import inputs, run
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def _kernels_are_built():
-    """A Hopper GPU without kernels is a failure, not a skip."""
-    kernels.load()
 
 
 @pytest.mark.parametrize("strict_causal", [True, False])

@@ -7,20 +7,15 @@ import math
 import pytest
 import torch
 
-from htree_cuda import definition, kernels
+from htree_cuda import definition
 
 from .. import baseline
-from .forward_checks import BF16, EITHER_WAY, FP16, check, inputs, run, same_bits
+from ..bits import same_bits
+from .forward_checks import BF16, EITHER_WAY, FP16, check, inputs, run
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def _kernels_are_built():
-    """A Hopper GPU without kernels is a failure, not a skip."""
-    kernels.load()
 
 
 @pytest.mark.emulated

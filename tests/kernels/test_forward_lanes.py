@@ -14,18 +14,14 @@ import torch
 import htree_cuda
 from htree_cuda import kernels
 
-from .forward_checks import BF16, FP16, inputs, run, same_bits
+from ..bits import same_bits
+from .forward_checks import BF16, FP16, inputs, run
 from .test_varlen import a_pack, check_against_loop
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hardware]
 
 DEVICE = "cuda"
 OPTIONS = {"top_k_per_layer": 16}
-
-
-@pytest.fixture(autouse=True)
-def _kernels_are_built():
-    kernels.load()
 
 
 def several(T=2500, *, G=4, seed=0, **options):

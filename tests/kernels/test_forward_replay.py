@@ -8,20 +8,15 @@ import pytest
 import torch
 
 import htree_cuda
-from htree_cuda import definition, kernels
+from htree_cuda import definition
 
 from .. import baseline
-from .forward_checks import BF16, FP16, inputs, run, same_bits
+from ..bits import same_bits
+from .forward_checks import BF16, FP16, inputs, run
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def _kernels_are_built():
-    """A Hopper GPU without kernels is a failure, not a skip."""
-    kernels.load()
 
 
 def check_bits(T, T_q, top_k, **shape):

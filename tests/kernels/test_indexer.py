@@ -13,6 +13,7 @@ from htree_cuda import UnsupportedError, kernels
 from htree_cuda.params import IndexerParams
 
 from .. import baseline
+from ..bits import same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -20,12 +21,6 @@ DEVICE = "cuda"
 INF, NAN = math.inf, math.nan
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 DTYPES = [BF16, FP16, FP8]
-
-
-@pytest.fixture(autouse=True)
-def _kernels_are_built():
-    """A Hopper GPU without kernels is a failure, not a skip."""
-    kernels.load()
 
 
 def problem(s_q=9, h_i=64, s_kv=200, d_i=128, dtype=BF16, batch=(), seed=0):
@@ -64,12 +59,6 @@ def poisoned(q, k, weights, q_scale=None, k_scale=None, k_start=None, k_end=None
     out = torch.full((*tensors[0].shape[:2], tensors[1].shape[1]), 12345.0, device=q.device)
     kernels.indexer_logits(*tensors, out, params=IndexerParams(True, starts, k_stride))
     return out if batched else out[0]
-
-
-def same_bits(x, y):
-    assert x.shape == y.shape
-    different = x.contiguous().view(torch.int32) != y.contiguous().view(torch.int32)
-    assert not different.any(), f"{int(different.sum())} of {different.numel()} elements differ"
 
 
 def check(q, k, weights, scales, **window):

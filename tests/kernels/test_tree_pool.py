@@ -17,16 +17,12 @@ import htree_cuda  # noqa: F401  (registers the ops)
 from htree_cuda import kernels
 from htree_cuda.definition import layer_sizes
 
+from ..bits import same_bits
+
 pytestmark = pytest.mark.gpu
 
 BF16, FP16 = torch.bfloat16, torch.float16
 POISON = -1  # every bit set: NaN in both dtypes
-
-
-@pytest.fixture(autouse=True)
-def _kernels_are_built():
-    """A Hopper GPU without kernels is a failure, not a skip."""
-    kernels.load()
 
 
 def pool(k, v, r, top, backend="auto"):
@@ -66,17 +62,6 @@ def spelled_out(x, r, top):
         below = mean.to(x.dtype)
         layers.append(below)
     return torch.cat(layers, 2) if layers else x.new_empty(x.shape[0], x.shape[2], 0, x.shape[3])
-
-
-def same_bits(got, expected, nan=False):
-    """Equal shapes and bits; with `nan`, any NaN equals any NaN."""
-    assert got.shape == expected.shape and got.dtype == expected.dtype
-    integer = torch.int16 if got.element_size() == 2 else torch.int32
-    expected = expected.to(got.device)
-    differ = got.contiguous().view(integer) != expected.contiguous().view(integer)
-    if nan:
-        differ &= ~(got.isnan() & expected.isnan())
-    assert not differ.any(), f"{int(differ.sum())} of {differ.numel()} elements differ in bits"
 
 
 def check(k, v, r, top, nan=False):

@@ -12,16 +12,12 @@ import torch
 import htree_cuda
 from htree_cuda import kernels
 
-from .forward_checks import BF16, FP16, same_bits
+from ..bits import same_bits
+from .forward_checks import BF16, FP16
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-
-
-@pytest.fixture(autouse=True)
-def _kernels_are_built():
-    kernels.load()
 
 
 def cu_of(lengths) -> torch.Tensor:
