@@ -76,6 +76,7 @@ def shuffled(B, pages, seed=0):
     return {"block_table": order.to(torch.int32).view(B, pages).to(DEVICE), "num_pages": B * pages + 3}
 
 
+@torch.no_grad()
 def run(q, cache, top_k, **options):
     return forward_cached(q.to(DEVICE), cache, top_k_per_layer=top_k, return_lse=True, return_selection=True, **options)
 
