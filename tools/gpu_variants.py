@@ -53,7 +53,7 @@ def copies_of(layers: str, is_one: str) -> list[tuple[str, str, str]]:
 PARTS = {
     "entry-copies": copies_of("entry", "!Cfg::kIsSelected"),
     "selected-copies": copies_of("selected", "Cfg::kIsSelected"),
-    # Fragments of two of eight steps serve all of a parent in attend passes, those of one in score passes.
+    # Fragments of two of eight steps serve all of a block in attend passes, those of one in score passes.
     "selected-reads": [
         (
             f"{FWD}/attend_selected.cuh",
@@ -75,13 +75,13 @@ PARTS = {
         ),
         (
             f"{FWD}/score_selected.cuh",
-            "      load_keys(s, keys, slots[parent], i);\n",
-            "      load_keys(s, keys, slots[parent], 0);\n",
+            "      load_keys(s, keys, slots[block], i);\n",
+            "      load_keys(s, keys, slots[block], 0);\n",
         ),
         (
             f"{FWD}/score_selected.cuh",
-            "        load_keys(s, keys, stage + parent * Cfg::kSlotBytes, i);\n",
-            "        load_keys(s, keys, stage + parent * Cfg::kSlotBytes, 0);\n",
+            "        load_keys(s, keys, stage + block * Cfg::kSlotBytes, i);\n",
+            "        load_keys(s, keys, stage + block * Cfg::kSlotBytes, 0);\n",
         ),
     ],
     # From rank to rank; queries restart as often.
