@@ -238,9 +238,11 @@ class HTreeAttention(nn.Module):
         """An empty `TreeCache` for calls with ``cache``. Shapes, dtype, device and as many layers as max_top_nodes asks
         for are the module's; options are those of `TreeCache`, page_size for example."""
         weight = self.k_proj.weight
-        if isinstance(max_tokens, int) and max_tokens >= 1 and "num_layers" not in options:
-            rate, most = self.options["compression_rate"], int(self._tree_numbers()["max_top_nodes"])
-            options["num_layers"] = layers_for(max_tokens, options.get("compression_rate", rate), most)
+        max_tokens = checks.common.integer("TreeCache", "max_tokens", max_tokens)
+        checks.common.size("TreeCache", "max_tokens", max_tokens)
+        if "num_layers" not in options and "compression_rate" not in options:  # of another rate: `TreeCache` judges it
+            most = int(self._tree_numbers()["max_top_nodes"])
+            options["num_layers"] = layers_for(max_tokens, self.options["compression_rate"], most)
         place = {"dtype": weight.dtype, "device": weight.device, "compression_rate": self.options["compression_rate"]}
         shape = (batch_size, max_tokens, self.n_kv_heads, self.head_dim, self.v_head_dim)
         return TreeCache(*shape, **{**place, **options})

@@ -203,6 +203,14 @@ def test_a_cache_has_the_layers_that_the_module_needs():
         with pytest.raises(ValueError, match="HTreeAttention: max_top_nodes must be at least 13, the nodes of"):
             module(x, cache=small)
     assert small.lengths.tolist() == [0]
+    for change, error, message in (
+        ({"compression_rate": 1}, ValueError, "TreeCache: compression_rate must be a power of two, at least 2, got 1"),
+        ({"compression_rate": 0}, ValueError, "TreeCache: compression_rate must be a power of two, at least 2, got 0"),
+        ({"max_tokens": 0}, ValueError, "TreeCache: max_tokens must be at least 1, got 0"),
+        ({"max_tokens": 2.5}, TypeError, r"TreeCache: max_tokens must be an int, got 2\.5"),
+    ):
+        with pytest.raises(error, match=message):
+            module.new_cache(**{"batch_size": 1, "max_tokens": 200, **change})
 
 
 def test_a_cached_call_cuts_no_gradient():
