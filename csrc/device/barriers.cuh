@@ -63,9 +63,11 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t count
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// One arrival at a barrier of any CTA of the cluster: `barrier` is an address of the cluster's shared memory.
+// One arrival at a barrier of any CTA of the cluster: `barrier` is an address of the cluster's shared memory. It says that what
+// this warp has read may be overwritten; it makes nothing visible that the warp wrote. A release for the whole cluster
+// would wait until all earlier reductions to global memory have ended, some 900 cycles.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // One arrival of a warp, by lane 0. Whatever the other lanes read must already be in their registers.

@@ -32,11 +32,11 @@ public:
         int const index = slot < u.length ? __ldg(slots::list(p_, u.b, u.s) + slot * p_.indices_stride_t) : -1;
         // TMA fills a row before the first with zeros.
         int const row = static_cast<unsigned>(index) < static_cast<unsigned>(u.visible) ? index : -1;
-        keys_round_ ^= 1;
-        barriers::mbarrier_wait(barriers_.keys_empty, keys_round_, "sparse_attention_bwd: room for keys");
+        rounds_ ^= 1;
+        barriers::mbarrier_wait(barriers_.keys_empty, rounds_ & 1, "sparse_attention_bwd: room for keys");
         if (threadIdx.x % 2 == 0) shared_.rows[key()] = row;
         __syncwarp();
-        gather(u, row);
+        gather(u);
         if (t == 0 && warp_ == 0) load_q(u);
       }
     }
@@ -60,6 +60,7 @@ private:
   }
   static constexpr int kTries = 200;
   static constexpr int kBoxHeads = 64;
+  static constexpr int kWarpKeys = C::kTileKeys / C::kWarps;
 
   // Two threads share a row.
   __device__ __forceinline__ static int key() { return threadIdx.x % 128 / 2; }
@@ -67,29 +68,36 @@ private:
   // The rank of this CTA among the CTAs that share a unit.
   __device__ __forceinline__ static int rank() { return C::kCtas > 1 ? static_cast<int>(ptx::cluster_rank()) : 0; }
 
-  __device__ __forceinline__ void gather(Unit const& u, int row) const {
-    int const y = row < 0 ? -1 : row * p_.kv_coord_s;
-    uint32_t const to = ptx::shared_address(&shared_.keys[0]) + key() * gather::kPanelBytesPerRow;
-#pragma unroll 1
-    for (int part = 0; part < C::kParts; ++part) {
-      uint32_t const full = barriers_.keys_full(part);
-      if (threadIdx.x % 32 == 0) {
+  // The warp's rows, whose numbers lie in shared memory. One lane starts all boxes, so that what TMA is told lies in uniform
+  // registers without a loop over lanes, which took 55 cycles a box.
+  __device__ __forceinline__ void gather(Unit const& u) const {
+    if (ptx::elect()) {
+      uint32_t const rows = ptx::shared_address(&shared_.rows[0]) + 4 * kWarpKeys * warp_;
+      uint32_t const to = ptx::shared_address(&shared_.keys[0]) + kWarpKeys * warp_ * gather::kPanelBytesPerRow;
+      int const z = u.b * p_.kv_coord_b;
+#pragma unroll
+      for (int part = 0; part < C::kParts; ++part) {
+        uint32_t const full = barriers_.keys_full(part);
         barriers::mbarrier_arrive_expect_bytes(full, C::part_panels(part) * C::kPanelBytes / C::kWarps);
-      }
-      __syncwarp();
-#pragma unroll 1
-      for (int i = threadIdx.x % 2; i < C::part_panels(part); i += 2) {
-        int const panel = part * C::kPartPanels + i;
-        ptx::tma_load_4d(to + panel * C::kPanelBytes, &kv_map_, full, ptx::kEvictNormal, C::column(panel, rank()), 0, y,
-                         u.b * p_.kv_coord_b);
+#pragma unroll 4  // more rows at once do not fit the uniform registers
+        for (int i = 0; i < kWarpKeys; ++i) {
+          int const row = ptx::load_shared_4B(rows + 4 * i);
+          int const y = min(row, row * p_.kv_coord_s);  // -1 stays -1
+#pragma unroll
+          for (int panel = part * C::kPartPanels; panel < part * C::kPartPanels + C::part_panels(part); ++panel) {
+            ptx::tma_load_4d(to + panel * C::kPanelBytes + i * gather::kPanelBytesPerRow, &kv_map_, full, ptx::kEvictNormal,
+                             C::column(panel, rank()), 0, y, z);
+          }
+        }
       }
     }
+    __syncwarp();
   }
 
   __device__ __forceinline__ void load_q(Unit const& u) {
-    q_round_ ^= 1;
-    barriers::mbarrier_wait(barriers_.q_empty, q_round_, "sparse_attention_bwd: room for Q");
-    if (threadIdx.x % 32 == 0) {
+    rounds_ ^= 2;
+    barriers::mbarrier_wait(barriers_.q_empty, rounds_ >> 1, "sparse_attention_bwd: room for Q");
+    if (ptx::elect()) {
       barriers::mbarrier_arrive_expect_bytes(barriers_.q_full, (C::kPanels + C::kValuePanels) * C::kHeadPanelBytes);
       // A box has 64 heads.
 #pragma unroll 1
@@ -121,8 +129,7 @@ private:
   Barriers<C> const barriers_;
   int const warp_;
   int units_ = 0;
-  uint32_t keys_round_ = 0;
-  uint32_t q_round_ = 0;
+  uint32_t rounds_ = 0;  // bit 0: parity of the tile; bit 1: of the unit
 };
 
 }  // namespace htree_cuda::sm90::sparse_attention_bwd
