@@ -7,7 +7,7 @@
 //                 its size, messages and the rounds of a selection, is then shared by more blocks
 //   stream        every eighth block of a part, scored by one warp; 16 rows of keys go from global memory to registers,
 //                 16 bytes a lane
-//   slot          every second block of a part, attended by four warps, a quarter of the dimensions each
+//   slot          every second block of a part, attended by four warps: half of the dimensions of every second of them, each
 //   products      mma.sync m16n8k8 in tf32: bf16 and fp16 are exact in it, and rotated operands keep 11 bits without a
 //                 scale. S^T = K q^T and O^T = V^T P^T with heads as columns
 //   rotation      <R(q, n-1), R(k, 16 j + c)> = <R(q, n-1-16 j), R(k, c)>: a lane's two rows of keys always have the same
@@ -49,7 +49,7 @@ struct Config {
   static constexpr int kTileHeads = 8 * kHeadTiles;
   static constexpr int kPairs = kK / 8;                 // rotated pairs of a row that a lane holds
   static constexpr int kKeyChunks = kK / 32;            // 16-byte chunks of a row of keys that a lane holds
-  static constexpr int kQuarterTiles = kV / 64;         // tiles of 16 dimensions in a quarter of O^T
+  static constexpr int kSideTiles = kV / 32;            // tiles of 16 dimensions in a half of O^T
   static constexpr bool kLarge = kLarge_;               // a CTA that has its SM alone
   static constexpr int kWarps = kLarge ? 16 : 8;
   static constexpr int kThreads = 32 * kWarps;
@@ -62,6 +62,11 @@ struct Config {
 };
 
 inline constexpr int kBins = 256;  // of a histogram of importances
+inline constexpr int kBinWarps = 4;  // that look for the threshold's
+
+// Barriers of the CTA beside __syncthreads': of the warps that look for a bin, and of each pair of warps.
+inline constexpr int kBinBarrier = 1;
+inline constexpr int kFirstPairBarrier = 2;
 // What a round of the selection has found: the bin that holds the threshold.
 struct Digit {
   uint32_t bin;
@@ -98,10 +103,13 @@ struct Smem {
   uint32_t equal[Cfg::kMaxWords];              // likewise, its importance is the threshold
   std::uint16_t attended[Cfg::kMaxBlocks];     // bit c: candidate c of a block of the CTA is attended
   std::int32_t nodes[2 * Cfg::kMaxBlocks];     // parents of the CTA's blocks, in this layer and in the next, alternating
-  uint4 rows[Cfg::kMaxBlocks * kSiblings / 4]; // where the CTA's candidates lie: rows of the cache's tensors, of which no GPU holds 2^32
+  // Where the CTA's candidates lie, in this layer and in the next, alternating: rows of the cache's tensors, of which no GPU
+  // holds 2^32.
+  uint4 rows[2 * Cfg::kMaxBlocks * kSiblings / 4];
   Digit threshold;
+  uint32_t counted[kBinWarps];  // candidates of a warp's bins; 16 bits up, of those before this CTA
   Unit unit;
-  Layer layer;
+  Layer layers[2];  // this one and the next, alternating
   // As much as the call needs:
   //   outputs of parts   [parts][heads][dimensions that this CTA adds], from all CTAs at the end
   //   states             [parts of the CTA][slots][heads][kOutputStride], what was attended so far

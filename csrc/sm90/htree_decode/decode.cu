@@ -22,7 +22,6 @@ void dispatch(Args const& args, DType dtype, int K, unsigned units, cudaStream_t
                            : dispatch_dim<__nv_bfloat16>(args, K, units, stream);
 }
 
-
 }  // namespace
 }  // namespace htree_cuda::sm90::htree_decode
 

@@ -2,8 +2,7 @@
 //
 // A lane is lane = 4 g + t. Keys: it holds chunks t, t + 4, ... of the rows g and g + 8 of a block, so that both elements
 // of a rotated pair (m, m + K / 2) are its own; products contract pair s of all lanes at step s. Queries: head g (and
-// g + 8), as keys. Values: of a quarter of the dimensions it holds the g-th part of the rows 4 t .. 4 t + 3; a tile of O^T has
-// the low half of a word of the lane's in row g, and the high half in row g + 8.
+// g + 8), as keys. Values: of a half of the dimensions it holds chunks as of keys, which are transposed when they are used.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -199,44 +198,45 @@ struct Keys {
   }
 };
 
-// What a lane holds of a quarter of the 16 values of a block: of each of its rows kV / 32 elements.
+// What a lane holds of a half of the 16 values of a block: of its rows g and g + 8 chunks t, t + 4, ... of the half. Eight lanes
+// that the SM serves at once meet in two lines. Lanes that read what they multiply would meet in four.
 template <class Cfg>
 struct Values {
-  static constexpr int kWords = Cfg::kQuarterTiles;
-  uint32_t rows[4][kWords] = {};  // a value of nobody would stay alive wherever loops lead
+  static constexpr int kChunks = Cfg::kV / 64;
+  uint4 rows[2][kChunks] = {};  // a value of nobody would stay alive wherever loops lead
 
-  // Rows that are not `attended` (bit c: the lane's row c) are zeros and are not read: what they hold may not be finite.
-  // `values`: the lane's elements of row 0 of the cache's tensor.
-  __device__ __forceinline__ void load(uint32_t attended, char const* values, uint4 const& place) {
-    uint32_t const row[4] = {place.x, place.y, place.z, place.w};
+  // Rows that are not `attended` (bit c: candidate c) are zeros and are not read: what they hold may not be finite.
+  // `values`: the lane's first chunk of row 0 of the cache's tensor. `places`: of the block's candidates, from the lane's on.
+  __device__ __forceinline__ void load(uint32_t attended, char const* values, uint32_t const* places) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      bool const wanted = attended >> i & 1u;
-      char const* const address = values + static_cast<std::int64_t>(row[i]) * (2 * Cfg::kV);
-      if constexpr (kWords == 2) {
-        uint2 const x = wanted ? __ldcg(reinterpret_cast<uint2 const*>(address)) : uint2{0, 0};
-        rows[i][0] = x.x, rows[i][1] = x.y;
-      } else {
-        rows[i][0] = wanted ? __ldcg(reinterpret_cast<uint32_t const*>(address)) : 0u;
-      }
+    for (int i = 0; i < 2; ++i) {
+      bool const wanted = attended >> (lane_of_warp() / 4 + 8 * i) & 1u;
+      auto const* const from = reinterpret_cast<uint4 const*>(values + static_cast<std::int64_t>(places[8 * i]) * (2 * Cfg::kV));
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) rows[i][c] = wanted ? __ldcg(from + 4 * c) : uint4{0, 0, 0, 0};
     }
   }
 
-  // Adds P of the block: p[i] of candidates 4 t .. 4 t + 3 and head g + 8 i.
+  // Adds P of the block: p[i] of candidates 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, and head g + 8 i. Transposed, a word of the lane's
+  // has two candidates of a dimension: tile 2 c + w / 2 has words w and w + 1 of chunks c in rows g and g + 8.
   __device__ __forceinline__ void add(float4 const (&p)[Cfg::kHeadTiles],
-                                      float (&o)[Cfg::kHeadTiles][Cfg::kQuarterTiles][4]) const {
+                                      float (&o)[Cfg::kHeadTiles][Cfg::kSideTiles][4]) const {
     using Element = typename Cfg::Element;
 #pragma unroll
-    for (int c = 0; c < 4; c += 2) {
+    for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int tile = 0; tile < kWords; ++tile) {
-        float2 const first = unpack(rows[c][tile], Element{});
-        float2 const second = unpack(rows[c + 1][tile], Element{});
-        uint32_t const a[4] = {__float_as_uint(first.x), __float_as_uint(first.y), __float_as_uint(second.x),
-                               __float_as_uint(second.y)};
+      for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
-        for (int i = 0; i < Cfg::kHeadTiles; ++i) {
-          ptx::mma_tf32(o[i][tile], a, __float_as_uint(c == 0 ? p[i].x : p[i].z), __float_as_uint(c == 0 ? p[i].y : p[i].w));
+        for (int w = 0; w < 4; w += 2) {
+          float2 const first = unpack(ptx::transpose_matrix(word_of(rows[i][c], w)), Element{});
+          float2 const second = unpack(ptx::transpose_matrix(word_of(rows[i][c], w + 1)), Element{});
+          uint32_t const a[4] = {__float_as_uint(first.x), __float_as_uint(second.x), __float_as_uint(first.y),
+                                 __float_as_uint(second.y)};
+#pragma unroll
+          for (int n = 0; n < Cfg::kHeadTiles; ++n) {
+            ptx::mma_tf32(o[n][2 * c + w / 2], a, __float_as_uint(i == 0 ? p[n].x : p[n].z),
+                          __float_as_uint(i == 0 ? p[n].y : p[n].w));
+          }
         }
       }
     }

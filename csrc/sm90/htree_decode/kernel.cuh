@@ -152,38 +152,51 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
       write_whole_layer<Cfg>(args, smem, layer, static_cast<int>(smem.unit.t >> (kLog2Siblings * layer)) + 1);
     }
   }
+  // Before a layer is attended, the next one's nodes are known and its keys prefetched: they come while values are multiplied.
+  // Where there are many queries they would push each other out of L2, and wait. The first time there is no layer yet but the next.
+  bool const early = args.log2_parts_of_cta <= (Cfg::kLarge ? 1 : 0);
 #pragma unroll 1
-  for (int l = tree::entry_layer(smem.unit.t, args.top_k); l >= 0; --l) {
-    __syncthreads();  // who attended the layer above reads what it was
-    if (thread_of_cta(warp) == 0) {
-      smem.layer = Layer(args.cache, smem.unit, l, args.top_k, smem.nodes + (l + 1) % 2 * Cfg::kMaxBlocks, Split(args),
-                         cta_index());
+  for (int l = tree::entry_layer(smem.unit.t, args.top_k) + 1; l >= 0; --l) {
+    Layer const& layer = smem.layers[l & 1];
+    Layer& next = smem.layers[l & 1 ^ 1];
+    bool const exists = l <= tree::entry_layer(smem.unit.t, args.top_k);
+    if (exists) {
+      if (!early) prefetch_keys<Cfg>(args, smem, layer, warp);
+      if (l == 0) prefetch_values<Cfg>(args, smem, layer, warp);
+      score<Cfg>(args, layer, smem, warp);
+      if (layer.parents == nullptr) barriers::cluster_wait();  // in the entry layer
+      __syncthreads();
+      exponentiate<Cfg>(args, layer, smem, warp);
+      if (l > 0) {
+        share_sums<Cfg>(args, smem, warp);
+        prefetch_values<Cfg>(args, smem, layer, warp);
+      }
     }
-    __syncthreads();
-    Layer const& layer = smem.layer;
-    auto const index = [&] { return layer.index; };  // it lies in shared memory, and takes no register meanwhile
-    find_rows<Cfg>(args, smem, layer, warp);
-    __syncthreads();
-    prefetch_keys<Cfg>(args, smem, layer, warp);
-    if (index() == 0) prefetch_values<Cfg>(args, smem, layer, warp);
-    score<Cfg>(args, layer, smem, warp);
-    if (layer.parents == nullptr) barriers::cluster_wait();  // in the entry layer
-    __syncthreads();
-    exponentiate<Cfg>(args, layer, smem, warp);
-    if (index() > 0) {
-      share_sums<Cfg>(args, smem, warp);
-      prefetch_values<Cfg>(args, smem, layer, warp);
-      receive<Cfg>(args, smem, Message::kSums, warp);
-      score_importance<Cfg>(args, layer, smem, warp);
-      select_layer<Cfg>(args, layer, smem, warp, smem.nodes + index() % 2 * Cfg::kMaxBlocks);
-      write_nodes<Cfg>(args, smem, index(), smem.nodes + index() % 2 * Cfg::kMaxBlocks, warp);
+    if (l > 0) {
+      if (thread_of_cta(warp) == Cfg::kThreads - 1) {
+        next = Layer(args.cache, smem.unit, l - 1, args.top_k, smem.nodes + (l & 1) * Cfg::kMaxBlocks,
+                     (l & 1 ^ 1) * (Cfg::kMaxBlocks * kSiblings / 4), Split(args), cta_index());
+        next.fine = Range::fine_of(static_cast<float>(args.G) / static_cast<float>(next.n));
+      }
+      if (exists) {
+        receive<Cfg>(args, smem, Message::kSums, warp);
+        score_importance<Cfg>(args, layer, smem, warp);
+        select_layer<Cfg>(args, layer, smem, warp, smem.nodes + (l & 1) * Cfg::kMaxBlocks);
+        write_nodes<Cfg>(args, smem, l, smem.nodes + (l & 1) * Cfg::kMaxBlocks, warp);
+      } else {
+        __syncthreads();
+      }
+      prefetch_rotations<Cfg>(args, next, warp);
+      find_rows<Cfg>(args, smem, next, warp);
+      __syncthreads();
+      if (early) prefetch_keys<Cfg>(args, smem, next, warp);
     } else {
       __syncthreads();  // what is attended
     }
+    if (!exists) continue;
     attend<Cfg>(args, layer, smem, warp);
-    l = index();
+    __syncthreads();  // scores take the place of what was attended
   }
-  __syncthreads();
   share_outputs<Cfg>(args, smem, warp);
   receive<Cfg>(args, smem, Message::kOutputs, warp);
   write_output<Cfg>(args, smem, smem.unit.first_head(args), warp);

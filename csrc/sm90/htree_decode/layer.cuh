@@ -49,14 +49,16 @@ struct Layer {
   int first;                    // blocks first .. last - 1 are the CTA's
   int last;
   int first_part;               // of all parts, the CTA's first
+  int fine;                     // where the first round of a selection counts closely: softmax.cuh, Range
+  int rows_begin;               // of the CTA's blocks in Smem::rows, 16 rows a block: 4 elements
 
   Layer() = default;
 
   // `selecting`: every layer but the tokens'. Its rightmost candidate may be incomplete, is expanded whatever its
   // importance, and is not read.
   __device__ Layer(tree::CacheView const& cache, Unit const& unit, int layer, int top_k,
-                   std::int32_t const* parents_of_cta, Split const& split, int cta)
-      : rows(cache, unit.b, unit.h, layer), parents(nullptr), index(layer) {
+                   std::int32_t const* parents_of_cta, int rows_begin_, Split const& split, int cta)
+      : rows(cache, unit.b, unit.h, layer), parents(nullptr), index(layer), rows_begin(rows_begin_) {
     std::int64_t const t = unit.t;
     bool const entry = layer == tree::entry_layer(t, top_k);
     if (!entry) parents = parents_of_cta;

@@ -57,6 +57,22 @@ __device__ __forceinline__ float sink_weight(Args const& args, std::int64_t head
   return ptx::exp2_movable(fmaf(sink, static_cast<float>(kLog2E), -most));
 }
 
+// The largest reference of a head's parts, and their sums relative to it.
+template <class Cfg>
+__device__ __forceinline__ float2 add_sums(Args const& args, Smem<Cfg> const& smem, int head) {
+  int const parts = Split(args).parts();
+  float most = kNoScore;
+#pragma unroll 4
+  for (int p = 0; p < parts; ++p) most = fmaxf(most, smem.part_sums[p * kHeads + head].x);
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int p = 0; p < parts; ++p) {
+    float2 const of_part = smem.part_sums[p * kHeads + head];
+    sum = fmaf(of_part.y, ptx::exp2_movable(of_part.x - most), sum);
+  }
+  return {most, sum};
+}
+
 // out and lse of the query, each CTA its share of the dimensions, once it has the outputs of all parts.
 template <class Cfg>
 __device__ __forceinline__ void write_output(Args const& args, Smem<Cfg>& smem, std::int64_t first_head, int warp) {
@@ -86,9 +102,12 @@ __device__ __forceinline__ void write_output(Args const& args, Smem<Cfg>& smem, 
     x /= sum + sink_weight(args, static_cast<std::int64_t>(smem.unit.h) * args.G + head, most);
     if (fabsf(x) == __builtin_huge_valf()) x = __int_as_float(0x7fffffff);  // an attended value that is not finite: NaN
     out[(first_head + head) * Cfg::kV + d] = static_cast<typename Cfg::Element>(x);
-    if (cta == 0 && i % share == 0) {
-      args.lse[first_head + head] = static_cast<float>((static_cast<double>(most) + log2(static_cast<double>(sum))) * kLn2);
-    }
+  }
+  if (cta == 0 && warp == Cfg::kWarps - 1 && lane_of_warp() < args.G) {
+    int const head = lane_of_warp();
+    float2 const total = add_sums(args, smem, head);
+    args.lse[first_head + head] =
+        static_cast<float>((static_cast<double>(total.x) + log2(static_cast<double>(total.y))) * kLn2);
   }
 }
 

@@ -41,7 +41,7 @@ __device__ __forceinline__ void find_rows(Args const& args, Smem<Cfg>& smem, Lay
       if (n == 2) row[2] = next;
       if (n == 3) row[3] = next;
     }
-    smem.rows[i] = {row[0], row[1], row[2], row[3]};
+    smem.rows[layer.rows_begin + i] = {row[0], row[1], row[2], row[3]};
   }
 }
 
@@ -61,7 +61,7 @@ inline constexpr int kPrefetched = 64;  // blocks of a CTA that have room in L2 
 template <class Cfg, int kBytes>
 __device__ __forceinline__ void prefetch(Smem<Cfg> const& smem, Layer const& layer, int warp, char const* from) {
   int const blocks = min(layer.last - layer.first, kPrefetched);
-  auto const* const rows = reinterpret_cast<uint32_t const*>(smem.rows);
+  auto const* const rows = reinterpret_cast<uint32_t const*>(smem.rows + layer.rows_begin);
   if (layer.rows.whole_blocks()) {
 #pragma unroll 1
     for (int block = warp; block < blocks; block += Cfg::kWarps) {
@@ -117,6 +117,26 @@ __device__ __forceinline__ void store_scores(Args const& args, float* to, int re
   }
 }
 
+// By what the query rotates at the first block of a stream.
+template <class Cfg>
+__device__ __forceinline__ float2 const* first_rotation(Args const& args, Layer const& layer, int block) {
+  return args.rotations + static_cast<std::int64_t>(layer.n - 1 - kSiblings * block) * (Cfg::kK / 2);
+}
+
+// Brings to L2 what score() reads of the table of rotations.
+template <class Cfg>
+__device__ __forceinline__ void prefetch_rotations(Args const& args, Layer const& layer, int warp) {
+  Split const split(args);
+  constexpr int kLines = Cfg::kK / 2 * sizeof(float2) / 128;  // of a row
+#pragma unroll 1
+  for (int i = thread_of_cta(warp); i < kLines * split.streams_of_cta(); i += Cfg::kThreads) {
+    int const stream = i / kLines;
+    int const block = layer.first_of(split, stream / kStreams) + stream % kStreams;
+    if (block >= layer.first_of(split, stream / kStreams + 1)) continue;
+    ptx::prefetch_l2(reinterpret_cast<char const*>(first_rotation<Cfg>(args, layer, block)) + i % kLines * 128);
+  }
+}
+
 // Stores the scores of the CTA's parts, and the maxima of each stream. The keys of a stream's next block are on their way
 // while those of the one before are multiplied, the first ones while the query rotates. Of two warps that share a stream the
 // second begins in its middle, up to which its query has rotated block by block too.
@@ -138,14 +158,14 @@ __device__ __forceinline__ void score(Args const& args, Layer const& layer, Smem
 #pragma unroll
     for (int tile = 0; tile < Cfg::kHeadTiles; ++tile) most[tile][0] = most[tile][1] = kNoScore;
     if (block + passed * kStreams < end) {
-      auto const* rows = reinterpret_cast<uint32_t const*>(smem.rows) + (block + passed * kStreams - layer.first) * kSiblings;
+      auto const* rows = reinterpret_cast<uint32_t const*>(smem.rows + layer.rows_begin) + (block + passed * kStreams - layer.first) * kSiblings;
       Keys<Cfg> keys;
       {
         typename Keys<Cfg>::Source const first(layer.readable_of(block + passed * kStreams), keys_of<Cfg>(args, layer), rows);
         keys.load(first, 0, args.pairing);
       }
       Query<Cfg> q;
-      q.load(smem.query, args.rotations + static_cast<std::int64_t>(layer.n - 1 - kSiblings * block) * (Cfg::kK / 2));
+      q.load(smem.query, first_rotation<Cfg>(args, layer, block));
 #pragma unroll 1
       for (; passed > 0; --passed, block += kStreams) q.pass(lane_rotations<Cfg>(smem, kSiblings));
       int const lane = lane_of_warp();

@@ -1,7 +1,7 @@
 // Selection of one layer by the whole cluster: the top_k candidates of highest importance, the rightmost among them, ties to the
 // lower position. Importances stay where they were computed. Every round, each CTA counts those of its own that may be the
 // threshold into 256 bins and hands the counts to all others, so that all find the bin that holds it; the first round has
-// an eighth of a power of two a bin, the next ones a 256th of the bin before. Rounds end when a bin is selected whole, which
+// a 64th of a power of two a bin near the mean, the next ones a 256th of the bin before. Rounds end when a bin is selected whole, which
 // takes two or three, or holds equal importances alone.
 #pragma once
 
@@ -22,46 +22,46 @@ __device__ __forceinline__ uint32_t* histograms_of(Smem<Cfg>& smem, int ctas, in
   return smem.histograms + (round % 2 * ctas + cta) * (kBins / 2);
 }
 
-// The bin that holds the k-th largest, from the counts of all CTAs, to smem.threshold. One warp looks for it, eight bins a lane,
+// The bin that holds the k-th largest, from the counts of all CTAs, to smem.threshold. Four warps look for it, two bins a lane,
 // the largest first. What lies in the CTAs before this one is added up beside it, 16 bits up: a layer has at most 8,192
 // candidates.
 template <class Cfg>
 __device__ __forceinline__ void find_bin(Smem<Cfg>& smem, int cta, int ctas, int warp, int round, uint32_t k) {
-  static_assert(kBins == 8 * 32 && tree::kMaxTopK * kSiblings < 1 << 16);
-  if (warp == 0) {
+  static_assert(kBins == 2 * 32 * kBinWarps && kBinWarps <= Cfg::kWarps && tree::kMaxTopK * kSiblings < 1 << 16);
+  if (warp < kBinWarps) {
     int const lane = lane_of_warp();
-    int const eight = 31 - lane;
-    uint32_t counts[4] = {};  // of two bins each
-    uint32_t before[4] = {};  // likewise, in the CTAs before this one
+    int const two = kBins / 2 - 1 - thread_of_cta(warp);
+    uint32_t counts = 0;
+    uint32_t before = 0;  // likewise, in the CTAs before this one
 #pragma unroll 4
     for (int p = 0; p < ctas; ++p) {
-      uint4 const x = reinterpret_cast<uint4 const*>(histograms_of(smem, ctas, round, p))[eight];
-      uint32_t const words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (p < cta) before[i] += words[i];
-        counts[i] += words[i];
-      }
+      uint32_t const x = histograms_of(smem, ctas, round, p)[two];
+      if (p < cta) before += x;
+      counts += x;
     }
-    auto const total = [](uint32_t const(&two)[4]) {
-      uint32_t const sum = two[0] + two[1] + two[2] + two[3];
-      return (sum & 0xffffu) + (sum >> 16);
-    };
+    auto const total = [](uint32_t two_counts) { return (two_counts & 0xffffu) + (two_counts >> 16); };
     uint32_t const own = total(counts) + (total(before) << 16);
-    uint32_t inclusive = own;
+    uint32_t passed = own;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
-      uint32_t const less = __shfl_up_sync(kFullWarp, inclusive, d);
-      if (lane >= d) inclusive += less;
+      uint32_t const less = __shfl_up_sync(kFullWarp, passed, d);
+      if (lane >= d) passed += less;
     }
-    uint32_t passed = inclusive - own & 0xffffu;
-    uint32_t above_before = inclusive - own >> 16;
+    if (lane == 31) smem.counted[warp] = passed;
+    barriers::named_sync(kBinBarrier, 32 * kBinWarps);
+    passed -= own;
 #pragma unroll
-    for (int i = 7; i >= 0; --i) {
-      uint32_t const count = counts[i / 2] >> 16 * (i % 2) & 0xffffu;
-      uint32_t const count_before = before[i / 2] >> 16 * (i % 2) & 0xffffu;
-      if (passed < k && k <= passed + count) smem.threshold = {8u * eight + i, k - passed, count, above_before, count_before};
-      passed += count;
+    for (int w = 0; w < kBinWarps - 1; ++w) {
+      if (w < warp) passed += smem.counted[w];
+    }
+    uint32_t above = passed & 0xffffu;
+    uint32_t above_before = passed >> 16;
+#pragma unroll
+    for (int i = 1; i >= 0; --i) {
+      uint32_t const count = counts >> 16 * i & 0xffffu;
+      uint32_t const count_before = before >> 16 * i & 0xffffu;
+      if (above < k && k <= above + count) smem.threshold = {2u * two + i, k - above, count, above_before, count_before};
+      above += count;
       above_before += count_before;
     }
   }
@@ -114,7 +114,7 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
   int const count = layer.candidates_of_cta();
   int const candidates = kSiblings * (layer.last - layer.first);
   uint32_t k = top_k - 1;
-  Range range;
+  Range range(layer.fine);
   Digit found;
   uint32_t base = 0;  // selected candidates of the CTAs before this one
   int round = 0;
@@ -168,15 +168,14 @@ __device__ __forceinline__ void select_layer(Args const& args, Layer const& laye
     }
     __syncthreads();
   }
-  BitsBefore<Cfg::kMaxWords> const equal_before(smem.equal, ties ? words : 0, lane);
 #pragma unroll 1
   for (int w = warp; w < words; w += Cfg::kWarps) {
     int const i = 32 * w + lane;
     uint32_t const x = i < count ? smem.importance[i] : 0;
     bool selected = i < count && x >= range.begin;
-    uint32_t const first = ties ? equal_before.word(w) : 0;
-    if (ties && selected && x == range.begin) {
-      selected = first + __popc(smem.equal[w] & ((1u << lane) - 1u)) < room;
+    if (ties) {
+      uint32_t const first = BitsBefore<Cfg::kMaxWords>(smem.equal, words, lane).word(w);
+      if (selected && x == range.begin) selected = first + __popc(smem.equal[w] & ((1u << lane) - 1u)) < room;
     }
     selected |= layer.last == layer.blocks && kSiblings * layer.first + i == layer.n - 1;  // the rightmost
     uint32_t const word = __ballot_sync(kFullWarp, selected);

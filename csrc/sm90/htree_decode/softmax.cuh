@@ -112,28 +112,47 @@ __device__ __forceinline__ void share_sums(Args const& args, Smem<Cfg>& smem, in
   }
 }
 
-// Importances begin .. begin + range may be the threshold. In the first round, all: bins are eighths of powers of two from
-// 2^-27 on, and the end bins hold what lies outside.
+// Importances begin .. begin + range may be the threshold. In the first round, all: near the mean, from a half to four times it,
+// bins are 64ths of powers of two, because of log-normal importances the 16th part begins there whatever their spread up to
+// e^3; farther they are powers of two, and the end bins hold what lies outside.
 struct Range {
-  static constexpr uint32_t kFirstBin = (127 - 27) << 3;
-  static constexpr int kFirstShift = 20;
+  static constexpr int kFineShift = 17;
+  static constexpr int kOctave = 1 << 23 - kFineShift;  // fine bins of a power of two
+  static constexpr int kFine = 3 * kOctave;
+  static constexpr int kCoarse = (kBins - kFine) / 2;   // bins on each side
   static constexpr uint32_t kInfinity = 0x7f800000u;
 
+  // The first fine bin where importances have this mean.
+  static __device__ __forceinline__ int fine_of(float mean) {
+    return static_cast<int>(__float_as_uint(mean) >> kFineShift) - kOctave;
+  }
+
+  int fine;
   uint32_t begin = 0;
   uint32_t range = kInfinity;
   bool first = true;
 
+  __device__ __forceinline__ explicit Range(int fine_) : fine(fine_) {}
   __device__ __forceinline__ int shift() const { return max(24 - __clz(range), 0); }
   __device__ __forceinline__ bool holds(uint32_t x) const { return x - begin <= range; }
-  __device__ __forceinline__ uint32_t bin(uint32_t x) const {
-    if (!first) return (x - begin) >> shift();
-    uint32_t const eighth = x >> kFirstShift;
-    return eighth <= kFirstBin ? 0u : min(eighth - kFirstBin, kBins - 1u);
+  // In the first round.
+  __device__ __forceinline__ int bin_of_all(uint32_t x) const {
+    int const place = static_cast<int>(x >> kFineShift) - fine;
+    if (place < 0) return max(kCoarse - 1 - (-1 - place) / kOctave, 0);
+    return place < kFine ? kCoarse + place : min(kCoarse + kFine + (place - kFine) / kOctave, kBins - 1);
   }
+  // In later rounds, of what it holds.
+  __device__ __forceinline__ uint32_t bin(uint32_t x) const { return (x - begin) >> shift(); }
   __device__ __forceinline__ void narrow(uint32_t bin) {
     if (first) {
-      begin = bin == 0 ? 0u : (kFirstBin + bin) << kFirstShift;
-      range = bin == 0 ? ((kFirstBin + 1) << kFirstShift) - 1 : bin == kBins - 1 ? kInfinity - begin : (1u << kFirstShift) - 1;
+      int const b = static_cast<int>(bin);
+      bool const low = b < kCoarse;
+      bool const high = b >= kCoarse + kFine;
+      int const place = low ? (b - kCoarse) * kOctave : high ? kFine + (b - kCoarse - kFine) * kOctave : b - kCoarse;
+      begin = static_cast<uint32_t>(fine + place) << kFineShift;
+      range = ((low || high ? kOctave : 1u) << kFineShift) - 1;
+      if (b == 0) range += begin, begin = 0;
+      if (b == kBins - 1) range = kInfinity - begin;
     } else {
       int const bits = shift();
       begin += bin << bits;
@@ -148,24 +167,27 @@ struct Range {
 template <class Cfg>
 __device__ __forceinline__ void score_importance(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp) {
   Split const split(args);
-#pragma unroll 1
-  for (int i = thread_of_cta(warp); i < split.parts_of_cta() * kHeads; i += Cfg::kThreads) {
-    int const head = i % kHeads;
-    if (head >= args.G) continue;
-    float most = kNoScore;
-#pragma unroll 4
-    for (int p = 0; p < split.parts(); ++p) most = fmaxf(most, smem.part_sums[p * kHeads + head].x);
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int p = 0; p < split.parts(); ++p) {
-      float2 const of_part = smem.part_sums[p * kHeads + head];
-      sum = fmaf(of_part.y, ptx::exp2_movable(of_part.x - most), sum);
+  // Half a warp adds the parts of a head, one a lane.
+  static_assert(kMaxParts == 16 && 2 * Cfg::kWarps >= kHeads);
+  if (int const head = thread_of_cta(warp) / kMaxParts; 2 * warp < args.G) {
+    int const part = thread_of_cta(warp) % kMaxParts;
+    bool const exists = head < args.G && part < split.parts();
+    float2 const of_part = exists ? smem.part_sums[part * kHeads + head] : float2{kNoScore, 0.0f};
+    float most = of_part.x;
+#pragma unroll
+    for (int d = 1; d < kMaxParts; d *= 2) most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, d));
+    float sum = __fmul_rn(of_part.y, ptx::exp2_movable(of_part.x - most));
+#pragma unroll
+    for (int d = 1; d < kMaxParts; d *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, d));
+    if (head < args.G && part < split.parts_of_cta()) {
+      int const i = part * kHeads + head;
+      smem.importance_factors[i] = ptx::exp2_movable(smem.part_maxima[i] - (most + __log2f(sum)));
     }
-    smem.importance_factors[i] = ptx::exp2_movable(smem.part_maxima[i] - (most + __log2f(sum)));
   }
   __syncthreads();
   float const* const scores = smem.scores(args);
   int const count = layer.candidates_of_cta();
+  Range const all(layer.fine);
 #pragma unroll 1
   for (int part = 0; part < split.parts_of_cta(); ++part) {
     float const* const factors = smem.importance_factors + part * kHeads;
@@ -179,7 +201,7 @@ __device__ __forceinline__ void score_importance(Args const& args, Layer const& 
       }
       uint32_t const x = min(__float_as_uint(sum) & 0x7fffffffu, Range::kInfinity);
       smem.importance[i] = x;
-      if (i < count) atomicAdd(reinterpret_cast<uint32_t*>(smem.histogram) + Range{}.bin(x), 1u);
+      if (i < count) atomicAdd(reinterpret_cast<uint32_t*>(smem.histogram) + all.bin_of_all(x), 1u);
     }
   }
 }

@@ -12,8 +12,9 @@ inline constexpr int kMaxParts = 1 << kLog2MaxParts;
 inline constexpr int kLog2Streams = 3;
 inline constexpr int kStreams = 1 << kLog2Streams;  // of a part: stream w scores its blocks w, w + 8, ...
 inline constexpr int kSlots = 2;     // of a part: slot s attends its blocks s, s + 2, ...
-inline constexpr int kQuarters = 4;  // of the dimensions of a value; a slot's quarters are the work of four warps
-static_assert(kSlots * kQuarters == kStreams);
+inline constexpr int kSides = 2;     // of the dimensions of a value
+inline constexpr int kPartners = 2;  // warps that take a slot's blocks alternately, a side each
+static_assert(kSlots * kSides * kPartners == kStreams);
 
 // Parts of a layer. With 4, a warp has two blocks of a layer where top_k is 64: fewer CTAs spend their time on what every
 // CTA does, which costs a call of one sequence little where two CTAs share an SM.
