@@ -10,6 +10,8 @@
 #include <cstdio>
 #endif
 
+#include "sm90.cuh"
+
 namespace htree_cuda::device::barriers {
 
 // All `threads` threads that name barrier `id` (0 .. 15; 0 is __syncthreads') wait for each other, and their earlier
@@ -63,11 +65,17 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier, uint32_t count
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// One arrival at a barrier of any CTA of the cluster: `barrier` is an address of the cluster's shared memory. It says that what
-// this warp has read may be overwritten; it makes nothing visible that the warp wrote. A release for the whole cluster
-// would wait until all earlier reductions to global memory have ended, some 900 cycles.
-__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
+// One arrival at a barrier of any CTA of the cluster: `barrier` is an address of the cluster's shared memory. It says only that
+// this thread has read what may be overwritten and makes nothing visible that it wrote: a release for the whole cluster would
+// wait until all earlier reductions to global memory have ended, some 900 cycles. What was read has to be in registers, or
+// multiplied, for the arrival overtakes loads from shared memory that are under way: once_read makes it wait.
+__device__ __forceinline__ void mbarrier_arrive_cluster_having_read(uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// `barrier`, computed in a way that takes x of all lanes of the warp, which must have their x by then.
+__device__ __forceinline__ uint32_t once_read(uint32_t barrier, uint32_t x) {
+  return barrier + (x ^ __shfl_xor_sync(kFullWarp, x, 0));
 }
 
 // One arrival of a warp, by lane 0. Whatever the other lanes read must already be in their registers.

@@ -105,7 +105,6 @@ struct Side {
 template <class Cfg>
 __device__ __forceinline__ void attend(Args const& args, Layer const& layer, Smem<Cfg>& smem, int warp) {
   Split const split(args);
-  int const barrier = kFirstPairBarrier + warp / kPartners;
   // Number 8 part + 4 slot + 2 side + partner.
 #pragma unroll 1
   for (int i = warp; i < split.streams_of_cta(); i += Cfg::kWarps) {
@@ -115,12 +114,11 @@ __device__ __forceinline__ void attend(Args const& args, Layer const& layer, Sme
     int const begin = layer.first_of(split, part) + slot + i % kPartners * kSlots - layer.first;
     int const end = layer.first_of(split, part + 1) - layer.first;
     if (begin < end) side.attend(values_of<Cfg>(args, layer), smem.rows + layer.rows_begin, begin, end);
-    // Both wait, at one place of the code: a warp that only arrived could do so again, for its next blocks, before the
-    // other one has, and synccheck stops a kernel whose warps meet at one barrier from two places.
+    // Both wait: a warp that only arrived could do so again, for its next blocks, before the other one has.
 #pragma unroll 1
     for (int partner = 0; partner < kPartners; ++partner) {
       if (partner == i % kPartners) side.store(part, slot, partner);
-      if (partner + 1 < kPartners) barriers::named_sync(barrier, 32 * kPartners);
+      if (partner + 1 < kPartners) meet_partner(smem, warp);
     }
   }
 }

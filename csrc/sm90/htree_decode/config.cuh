@@ -64,9 +64,6 @@ struct Config {
 inline constexpr int kBins = 256;  // of a histogram of importances
 inline constexpr int kBinWarps = 4;  // that look for the threshold's
 
-// Barriers of the CTA beside __syncthreads': of the warps that look for a bin, and of each pair of warps.
-inline constexpr int kBinBarrier = 1;
-inline constexpr int kFirstPairBarrier = 2;
 // What a round of the selection has found: the bin that holds the threshold.
 struct Digit {
   uint32_t bin;
@@ -98,7 +95,11 @@ struct Smem {
   float references[kMaxPartsOfCta * kHeads];         // states are relative to exp2 of this
   float slot_sums[kMaxPartsOfCta * kSlots * kHeads];
   std::uint64_t inboxes[kMessages];       // mbarriers
-  uint32_t phases[Cfg::kThreads];         // each thread's own: bit i is the parity of message i that it awaits next
+  // mbarriers at which all lanes of some warps meet: of a pair, and of those that look for a bin.
+  std::uint64_t pairs[Cfg::kWarps / kPartners];
+  std::uint64_t bin_warps;
+  // Each thread's own: the parity that it awaits next, bit i of message i, then of its pair, then of the warps that look for a bin.
+  uint32_t phases[Cfg::kThreads];
   uint32_t expanded[Cfg::kMaxWords];           // bit i % 32 of word i / 32: candidate i of the CTA is expanded
   uint32_t equal[Cfg::kMaxWords];              // likewise, its importance is the threshold
   std::uint16_t attended[Cfg::kMaxBlocks];     // bit c: candidate c of a block of the CTA is attended

@@ -42,7 +42,7 @@ __device__ __forceinline__ uint32_t message_bytes(Args const& args, Message mess
   }
 }
 
-// One thread calls this. Other CTAs may send once the barrier of the cluster has completed.
+// One thread calls this, for the barriers of pairs as well. Other CTAs may send once the barrier of the cluster has completed.
 template <class Cfg>
 __device__ __forceinline__ void open_inboxes(Args const& args, Smem<Cfg>& smem) {
 #pragma unroll
@@ -51,6 +51,9 @@ __device__ __forceinline__ void open_inboxes(Args const& args, Smem<Cfg>& smem) 
     barriers::mbarrier_init(inbox(smem, message), 1);
     barriers::mbarrier_arrive_expect_bytes(inbox(smem, message), message_bytes<Cfg>(args, message));
   }
+#pragma unroll
+  for (std::uint64_t& pair : smem.pairs) barriers::mbarrier_init(ptx::shared_address(&pair), 32 * kPartners);
+  barriers::mbarrier_init(ptx::shared_address(&smem.bin_warps), 32 * kBinWarps);
   barriers::mbarrier_init_fence();
 }
 
@@ -65,6 +68,28 @@ __device__ __forceinline__ void receive(Args const& args, Smem<Cfg>& smem, Messa
   if (thread == 0) {
     barriers::mbarrier_arrive_expect_bytes(inbox(smem, message), message_bytes<Cfg>(args, message));
   }
+}
+
+// Some warps of the CTA meet. Not at a named barrier: beside those racecheck reports accesses that __syncthreads separates
+// (docs/sanitizers.md). `phase` is which bit of a thread's phases is the barrier's.
+template <class Cfg>
+__device__ __forceinline__ void meet(Smem<Cfg>& smem, std::uint64_t const& barrier, int phase, int warp) {
+  uint32_t const thread = 32 * warp + ptx::lane_index();
+  uint32_t const address = ptx::shared_address(&barrier);
+  uint32_t const phases = smem.phases[thread];
+  barriers::mbarrier_arrive(address);
+  barriers::mbarrier_wait(address, phases >> phase & 1u, "other warps");
+  smem.phases[thread] = phases ^ 1u << phase;
+}
+
+template <class Cfg>
+__device__ __forceinline__ void meet_partner(Smem<Cfg>& smem, int warp) {
+  meet(smem, smem.pairs[warp / kPartners], kMessages, warp);
+}
+
+template <class Cfg>
+__device__ __forceinline__ void meet_bin_warps(Smem<Cfg>& smem, int warp) {
+  meet(smem, smem.bin_warps, kMessages + 1, warp);
 }
 
 }  // namespace htree_cuda::sm90::htree_decode

@@ -48,7 +48,7 @@ __device__ __forceinline__ void find_bin(Smem<Cfg>& smem, int cta, int ctas, int
       if (lane >= d) passed += less;
     }
     if (lane == 31) smem.counted[warp] = passed;
-    barriers::named_sync(kBinBarrier, 32 * kBinWarps);
+    meet_bin_warps(smem, warp);
     passed -= own;
 #pragma unroll
     for (int w = 0; w < kBinWarps - 1; ++w) {

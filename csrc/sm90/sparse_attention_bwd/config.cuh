@@ -253,7 +253,6 @@ struct PairConfig {
     alignas(1024) uint8_t p[kHeadPanelBytes];   // heads by keys
     alignas(1024) uint8_t ds[kHeadPanelBytes];  // heads by keys
     alignas(16) int rows[kTileKeys];            // of the tile's slots, -1 for an invalid one
-    HeadTerms terms[kGroupHeads];               // of the unit; a warp has its own heads'
     uint64_t keys_full[kParts];
     uint64_t keys_empty;
     uint64_t q_full;

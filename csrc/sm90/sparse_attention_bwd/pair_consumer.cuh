@@ -34,7 +34,6 @@ public:
       : p_(p), barriers_(shared), warp_(warp), keys_(ptx::shared_address(&shared.keys[0])), q_(ptx::shared_address(&shared.q[0])),
         dout_(ptx::shared_address(&shared.dout[0])), p_operand_(ptx::shared_address(&shared.p[0])),
         ds_operand_(ptx::shared_address(&shared.ds[0])), rows_(ptx::shared_address(&shared.rows[0])),
-        terms_(ptx::shared_address(&shared.terms[kMe * C::kOwnHeads + 16 * warp])),
         partial_full_(ptx::shared_address(&shared.partial_full[kMe * C::kWarps + warp])),
         partial_empty_(ptx::shared_address(&shared.partial_empty[kMe * C::kWarps + warp])) {}
 
@@ -48,7 +47,6 @@ public:
                        kMe * 128 + warp() * 32 + fresh_lane());
         continue;
       }
-      keep_terms(u);
       barriers::mbarrier_wait<kWaiting>(barriers_.q_full, rounds_ >> 1, "sparse_attention_bwd: Q");
       rounds_ ^= 2;
 #pragma unroll
@@ -101,12 +99,12 @@ private:
       // Partial dP, and meanwhile S.
       float all[2 * kOwn];
       multiply_values(all);
-      receive_partial(s, 0);
-      __syncwarp();
-      if (ptx::elect()) barriers::mbarrier_arrive_cluster(ptx::map_to_rank(partial_empty_, peer()));
       float lse2[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) lse2[i] = __uint_as_float(ptx::load_shared_4B(term(i)));
+      load_lse2(p_, u, first_head(u), lse2, fresh_lane());
+      receive_partial(s, 0);
+      uint32_t const read = __float_as_uint(s[0]) | __float_as_uint(s[4]) | __float_as_uint(s[8]) | __float_as_uint(s[12]);
+      uint32_t const empty = barriers::once_read(ptx::map_to_rank(partial_empty_, peer()), read);
+      if (ptx::elect()) barriers::mbarrier_arrive_cluster_having_read(empty);
       exponentiate(p_, lse2, s);
       wgmma::wait<0>();
       wgmma::pin(all);
@@ -116,11 +114,7 @@ private:
       for (int i = 0; i < kOwn; ++i) dp[i] = all[i];
     }
     HeadTerms terms[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint4 const x = ptx::load_shared_16B(term(i));
-      terms[i] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
-    }
+    load_terms(p_, u, first_head(u), terms, fresh_lane());
     uint32_t const valid = valid_keys<C::kOwnKeys>(rows_, fresh_lane());
     receive_partial(dp, 1);
     form_operands(terms, valid, s, dp);
@@ -173,30 +167,12 @@ private:
     multiply_keys(scores, (more ? ~rounds_ : rounds_) & 1);
     wgmma::wait<1>();
     wgmma::pin(narrow[1]);
-    if (ptx::elect()) barriers::mbarrier_arrive_cluster(ptx::map_to_rank(barriers_.ds_empty, peer()));
+    if (ptx::elect()) barriers::mbarrier_arrive_cluster_having_read(ptx::map_to_rank(barriers_.ds_empty, peer()));
     add<C>(p_, u, target, narrow[1], first + C::kSumCols * 3 / 2, fresh_lane());
     wgmma::wait<0>();
     wgmma::pin(scores);
     if (!more) release_keys();
   }
-
-  // The terms of the warp's heads to shared memory: every tile needs them, there are no registers to keep them in, and from
-  // global memory they took 460 cycles a tile. Heads past h_q have S = 0.
-  __device__ __forceinline__ void keep_terms(Unit const& u) const {
-    int const lane = fresh_lane();
-    int const head = first_head(u) + lane;
-    __syncwarp();  // all lanes have read those of the last unit
-    if (lane < 16) {
-      float4 x = __ldg(reinterpret_cast<float4 const*>(p_.terms) + static_cast<int64_t>(u.row) * p_.h_q + min(head, p_.h_q - 1));
-      if (head >= p_.h_q) x.x = INFINITY;
-      ptx::store_shared_16B(terms_ + 16 * lane, make_uint4(__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z),
-                                                          __float_as_uint(x.w)));
-    }
-    __syncwarp();
-  }
-
-  // The shared address of the terms of this thread's i-th head.
-  __device__ __forceinline__ uint32_t term(int i) const { return terms_ + 16 * (fresh_lane() / 4 + 8 * i); }
 
   __device__ __forceinline__ void release_keys() const {
     __syncwarp();  // all lanes have read `rows`
@@ -359,7 +335,7 @@ private:
   KernelParams const& p_;
   Barriers<C> const barriers_;
   int const warp_;
-  uint32_t const keys_, q_, dout_, p_operand_, ds_operand_, rows_, terms_, partial_full_, partial_empty_;
+  uint32_t const keys_, q_, dout_, p_operand_, ds_operand_, rows_, partial_full_, partial_empty_;
   // Bit 0: parity of the tile, of its keys and of its P and dS. Bit 1: of the unit.
   uint32_t rounds_ = 0;
 };
