@@ -13,7 +13,7 @@ from .autocast import autocast as _autocast
 
 def _one_each(q_start: object) -> bool:
     """Whether there is one start for every sequence: a list, or an array of NumPy."""
-    return (isinstance(q_start, Sequence) and not isinstance(q_start, str)) or getattr(q_start, "ndim", 0) == 1
+    return (isinstance(q_start, Sequence) and not isinstance(q_start, (str, bytes))) or getattr(q_start, "ndim", 0) == 1
 
 
 def _starts(op: str, q_start: int | Sequence[int] | None, B: int) -> list[int] | None:

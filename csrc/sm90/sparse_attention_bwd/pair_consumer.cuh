@@ -103,6 +103,7 @@ private:
       load_lse2(p_, u, first_head(u), lse2, fresh_lane());
       receive_partial(s, 0);
       uint32_t const read = __float_as_uint(s[0]) | __float_as_uint(s[4]) | __float_as_uint(s[8]) | __float_as_uint(s[12]);
+      __syncwarp();
       uint32_t const empty = barriers::once_read(ptx::map_to_rank(partial_empty_, peer()), read);
       if (ptx::elect()) barriers::mbarrier_arrive_cluster_having_read(empty);
       exponentiate(p_, lse2, s);

@@ -152,7 +152,9 @@ def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tupl
         kwargs = {**kwargs, "position_embeddings": identity}
     cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
     if cache is not None:
-        kwargs = {**kwargs, "htree_layer": cache.layers[module.layer_idx]}
+        layer = cache.layers[module.layer_idx]
+        layer.awaited = True
+        kwargs = {**kwargs, "htree_layer": layer}
     return args, kwargs
 
 

@@ -56,6 +56,7 @@ class HTreeCacheLayer(CacheLayerMixin):
         self.valid: Tensor | None = None  # [B, seen] bool, which tokens exist; None: all
         self.seen = 0
         self.call = Call()  # of the model call that runs
+        self.awaited = False  # a converted layer is about to add to it
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(seen={self.seen}, tree={self.tree})"
@@ -82,6 +83,12 @@ class HTreeCacheLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Appends [B, H_kv, T, D] (of which the call's mask may say that some do not exist) and returns everything."""
+        if self.seen and not self.awaited:
+            raise ValueError(
+                "htree attention: the cache was filled by a converted model (its keys are not rotated) and a layer "
+                "that is not converted adds to it; give the dense model a cache of its own"
+            )
+        self.awaited = False
         if self.seen:  # the first tokens are attended as they are
             checks.cache.no_gradient("htree attention", key_states, value_states)
         if not self.is_initialized:

@@ -67,6 +67,9 @@ def make_call(
         kwargs: the other arguments of the call, of which those of packed sequences are read.
     """
     B, T = shape
+    unknown = position_ids is None or torch.compiler.is_compiling()
+    if not unknown and position_ids.shape not in ((B, T), (1, T), (T,)):
+        _fail(f"position_ids must be [batch, new tokens] = [{B}, {T}]", list(position_ids.shape))
     if attention_mask is None and cached is None:
         return _packed(B, T, position_ids, kwargs)
     if kwargs.get("cu_seq_lens_q") is not None:

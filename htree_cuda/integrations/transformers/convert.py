@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import MethodType
 
 import torch
@@ -242,6 +242,8 @@ def _wanted(config, layers) -> tuple[list[int], list[int]]:
         if layers != "full_attention":
             checks.common.fail("convert", 'layers must be "full_attention" or indices', repr(layers))
         return full, full
+    if not isinstance(layers, Iterable):
+        raise TypeError(f'convert: layers must be "full_attention" or a sequence of indices, got {layers!r}')
     wanted = sorted({checks.common.integer("convert", "layers", index) for index in layers})
     if not wanted or not set(wanted) <= set(full):
         checks.common.fail("convert", f"layers must be among the full-attention layers {full}", wanted)
