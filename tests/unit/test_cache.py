@@ -529,6 +529,10 @@ def test_state(page_size, tmp_path):
     new.append(k[:, :5], v[:, :5])
     new.check()
     assert new.lengths.tolist() == [305, 22] and cache.lengths.tolist() == [300, 17]
+    with pytest.raises(
+        ValueError, match=r"load_state_dict: the state must be what .* got none of \['settings', 'lengths'"
+    ):
+        new.load_state_dict({})
     with pytest.raises(ValueError, match="load_state_dict: settings must be those of this cache"):
         TreeCache(2, 311, 2, 8, 6, compression_rate=4, dtype=F64, page_size=page_size).load_state_dict(
             cache.state_dict()

@@ -83,6 +83,7 @@ def test_forward_tensor_errors(match, tensors):
          {"max_top_nodes": 3}),
         (r"max_top_nodes must lie in .* \(4 .. 16\), got 17", ValueError, {"max_top_nodes": 17}),
         (r"q_start must be an int or None, got True", TypeError, {"q_start": True}),
+        (r"q_start must be an int or None, got b'.x01'", TypeError, {"q_start": b"\x01"}),
         (r"q_start must fit in 64 bits, got 1180591620717411303424", ValueError, {"q_start": 2**70}),
         (r"compression_rate must be at most 2\^30, got 2147483648", ValueError, {"compression_rate": 2**31}),
         (r"top_k_per_layer must be at most 2\^30, got 4611686018427387904", ValueError, {"top_k_per_layer": 2**62}),

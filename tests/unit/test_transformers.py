@@ -367,6 +367,21 @@ def test_a_cache_of_another_rate_is_refused():
         model(tokens(1, 20), past_key_values=cache)
 
 
+def test_layers_are_indices():
+    with pytest.raises(TypeError, match='convert: layers must be "full_attention" or a sequence of indices, got 1'):
+        convert(dense_model("llama"), **SPARSE, layers=1)
+
+
+@torch.no_grad()
+def test_a_dense_model_is_refused_the_cache_of_a_converted_one():
+    model = convert(dense_model("llama"), **SPARSE).eval()
+    cache = model(tokens(1, 20), use_cache=True).past_key_values
+    revert(model)
+    with pytest.raises(ValueError, match="give the dense model a cache of its own"):
+        model(tokens(1, 1), past_key_values=cache)
+    assert cache.get_seq_length() == 20
+
+
 def test_a_second_chunk_cuts_no_gradient():
     """Where values alone are trained, keys and queries require no gradient, and the cached call has none to give."""
     frozen = convert(dense_model("llama"), **SPARSE)
@@ -603,6 +618,9 @@ def test_cache_layer_without_a_model():
     layer = HTreeCacheLayer(compression_rate=4)
     k, v = torch.randn(2, 1, 2, 30, 8)
     layer.update(k[:, :, :20], v[:, :, :20])
+    with pytest.raises(ValueError, match="a layer that is not converted adds to it"):
+        layer.update(k[:, :, 20:], v[:, :, 20:])
+    layer.awaited = True  # as a converted layer says
     keys, values = layer.update(k[:, :, 20:], v[:, :, 20:])
     assert torch.equal(keys, k) and torch.equal(values, v) and layer.get_seq_length() == 30
 
@@ -752,6 +770,7 @@ def test_calls_that_are_refused(llama):
         ({"attention_mask": torch.ones(2, 19)}, r"must be .* = \[2, 20\], got \[2, 19\]"),
         ({"is_causal": False}, "is_causal must be True"),
         ({"position_ids": 2 * torch.arange(20)[None], "use_cache": True}, "position_ids must ascend by one"),
+        ({"position_ids": torch.arange(20).expand(3, 20)}, r"position_ids must be \[batch, new tokens\]"),
         ({"position_ids": (torch.arange(20) % 10)[None], "use_cache": True}, "use_cache=False"),
         ({"cache": dense(ids).cache}, "filled by the model before convert"),
     ):
