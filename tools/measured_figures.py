@@ -152,10 +152,11 @@ def decode() -> None:
     ]
     copies: Steps = [
         (0, 2, "keys L", MEMORY),
-        (2.4, 5.2, "values L", MEMORY),
-        (5.2, 8, "keys, values of tokens", MEMORY),
+        (5, 6.4, "values L", MEMORY),
+        (6.4, 8, "keys of tokens", MEMORY),
+        (8, 9.2, "values", MEMORY),
     ]
-    roles = {"warps of a CTA": products, "messages of the cluster": cluster, "prefetch to L2": copies}
+    roles = {"warps of a CTA": products, "messages of the cluster": cluster, "from global memory": copies}
     schedule("timeline_htree_decode", "Decoding: one layer above the tokens, then the tokens", roles, 10.4)
 
 

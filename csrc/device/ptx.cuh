@@ -333,11 +333,6 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, void const* global, u
                : "memory");
 }
 
-// Brings `bytes` contiguous bytes of global memory to L2. The address and the count are multiples of 16.
-__device__ __forceinline__ void bulk_prefetch(void const* global, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
-}
-
 // Copies `bytes` contiguous bytes from shared to global memory. Both addresses and the count are multiples of 16.
 __device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes, uint64_t l2_policy) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(global),

@@ -130,8 +130,8 @@ def test_steps_of_the_backward_come_in_the_order_of_a_call():
     told = explain(100000, top_k=64, backward=True)
     names = [row["kernel"].partition("<")[0] for row in told if row["phase"] not in ("pack", "rotations", "pool")]
     assert names == [
-        "reverse_index_kernel", "visit_lists_kernel", "dkdv_entry_kernel", "add_segments_kernel", "dq_entry_kernel",
-        "dq_selected_kernel", "dkdv_selected_kernel", "distribute_kernel",
+        "reverse_index_kernel", "visit_lists_kernel", "dkdv_entry_kernel", "add_segments_kernel",
+        "dkdv_selected_kernel", "dq_entry_kernel", "dq_selected_kernel", "distribute_kernel",
     ]  # fmt: skip
     assert [row["phase"] for row in told[:3]] == ["rotations", "pool", "pack"]
     assert all(row["reason"] and row["launches"] > 0 for row in told)

@@ -1,9 +1,11 @@
 // The backward of htree attention: launches the steps of schedule.h.
 #include <algorithm>
+#include <optional>
 #include <string>
 
 #include "host/cuda_check.h"
 #include "host/recording.h"
+#include "host/side_stream.h"
 #include "host/tree_args.h"
 #include "pack/pack.h"
 #include "params.h"
@@ -30,6 +32,7 @@ struct Launcher {
   ForwardParams const& p;
   Workspace const& w;
   cudaStream_t stream;
+  std::optional<host::SideStream> side = {};
 
   // In a pack no row belongs to a batch.
   std::int64_t batch(std::int64_t stride) const { return is_packed() ? 0 : stride; }
@@ -202,7 +205,14 @@ struct Launcher {
     std::int64_t const rows = std::int64_t(args.chunk.heads) * args.chunk.rows;
     bool const persistent = rule.ctas == Ctas::kPersistent;
     int const ctas = persistent ? sm_count() : static_cast<int>(grid_blocks(kOp, rows, kCtaQueries));
-    variant_of(p).launch(rule.kernel, args, ctas, stream);
+    cudaStream_t const beside = side && rule.order == Order::kBesideSelected ? side->stream() : stream;
+    variant_of(p).launch(rule.kernel, args, ctas, beside);
+  }
+
+  void fork() { side.emplace(stream); }
+  void join() {
+    side->join();
+    side.reset();
   }
 
   void add_segments(Args const& args) {

@@ -18,11 +18,15 @@ enum class Ctas { kPersistent, kQueries, kGather };
 // Which calls a kernel serves: where dkdv_selected hands dS over, the others, or all.
 enum class Calls { kAll, kHandingOver, kOthers };
 
+// When a kernel runs: after the one before and before the next one; likewise, but only where some query of the chunk has
+// selected layers; or beside that one.
+enum class Order { kInTurn, kOnlySelected, kBesideSelected };
+
 struct Rule {
   Kernel kernel;
   char const* name;
   Ctas ctas;
-  bool only_selected;  // runs only where some query of the chunk has selected layers
+  Order order;
   Calls calls;
   char const* tile;
   char const* reason;
@@ -32,21 +36,22 @@ struct Rule {
   }
 };
 
-// The matrix kernels of a chunk in their order. dkdv_entry comes before dq_entry, which overwrites the panels of the
-// query tiles with dq; dq_selected or dq_gather comes after it, adds that dq and writes the result. dq_gather reads dS
-// that dkdv_selected has left.
+// The matrix kernels of a chunk in their order. dkdv_entry comes before dkdv_selected, which adds to the same sums, and before
+// dq_entry, which overwrites the panels of the query tiles with dq; dq_selected or dq_gather comes after it, adds that dq
+// and writes the result. dq_gather reads dS that dkdv_selected has left. What is beside dkdv_selected needs nothing of it and
+// runs at the same time, on a second stream: each fills the SMs that the end of the other leaves idle.
 inline constexpr Rule kRules[] = {
-    {Kernel::kDkDvEntry, "dkdv_entry", Ctas::kPersistent, false, Calls::kAll, "2 x 64 nodes by 64 heads of 4, 8 or 16 queries, WGMMA 64 x 64",
+    {Kernel::kDkDvEntry, "dkdv_entry", Ctas::kPersistent, Order::kInTurn, Calls::kAll, "2 x 64 nodes by 64 heads of 4, 8 or 16 queries, WGMMA 64 x 64",
      "in their entry layer all queries visit the same KV blocks"},
-    {Kernel::kDqEntry, "dq_entry", Ctas::kQueries, false, Calls::kAll, "2 x 64 heads of 4, 8 or 16 queries by 64 nodes, WGMMA 64 x 64",
-     "in their entry layer all queries visit the same KV blocks"},
-    {Kernel::kDqSelected, "dq_selected", Ctas::kQueries, false, Calls::kOthers,
-     "8 queries, a warp each, by one KV block, m16n8k16",
-     "every query visits KV blocks of its own; writes dq of both layer kinds"},
-    {Kernel::kDkDvSelected, "dkdv_selected", Ctas::kPersistent, true, Calls::kAll,
+    {Kernel::kDkDvSelected, "dkdv_selected", Ctas::kPersistent, Order::kOnlySelected, Calls::kAll,
      "8 KV blocks, a warp each, by one query, two or four of groups of 8 and 4 heads, m16n8k16",
      "a KV block is visited by queries of its own, which the reverse index lists"},
-    {Kernel::kDqGather, "dq_gather", Ctas::kGather, false, Calls::kHandingOver,
+    {Kernel::kDqEntry, "dq_entry", Ctas::kQueries, Order::kBesideSelected, Calls::kAll, "2 x 64 heads of 4, 8 or 16 queries by 64 nodes, WGMMA 64 x 64",
+     "in their entry layer all queries visit the same KV blocks"},
+    {Kernel::kDqSelected, "dq_selected", Ctas::kQueries, Order::kBesideSelected, Calls::kOthers,
+     "8 queries, a warp each, by one KV block, m16n8k16",
+     "every query visits KV blocks of its own; writes dq of both layer kinds"},
+    {Kernel::kDqGather, "dq_gather", Ctas::kGather, Order::kInTurn, Calls::kHandingOver,
      "10 warps of 2 or 4 queries by one KV block, m16n8k16",
      "groups of at most 8 heads, bf16: dS comes from dkdv_selected; writes dq of both layer kinds"},
 };

@@ -95,6 +95,9 @@ public:
     row.pairs = sweep.pairs * p_.B * p_.H_kv;
   }
 
+  void fork() {}
+  void join() {}
+
   void add_segments(Args const&) {
     at("sums", -1, "entry", "add_segments_kernel", "", "adds the sums of the segments of the rows, in their order").launches += 1;
   }

@@ -86,8 +86,9 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
 }
 
 // Sink: describe_sequences(), describe_chunk(chunk), make_rotations(), pool(), pack_kv(layer, in_tiles, first_head, heads),
-// clear_sums(heads), pack_queries(chunk), build_index(chunk), list_visits(args), multiply(rule, args),
-// add_segments(args), distribute(first_head, heads).
+// clear_sums(heads), pack_queries(chunk), build_index(chunk), list_visits(args), multiply(rule, args), add_segments(args),
+// distribute(first_head, heads). Between fork() and join() what is beside dkdv_selected runs on a second stream, which begins
+// behind the first and which the first waits for.
 template <class Sink>
 void schedule_chunk(Workspace const& w, Chunk const& chunk, Sink& sink) {
   if (w.sequences_given) sink.describe_chunk(chunk);
@@ -95,14 +96,20 @@ void schedule_chunk(Workspace const& w, Chunk const& chunk, Sink& sink) {
   sink.build_index(chunk);
   Args const args = chunk_args(w, chunk);
   if (args.items > 0) sink.list_visits(args);
+  bool forked = false;
   for (Rule const& rule : kRules) {
-    if (!rule.runs_for(w.hands_over_ds) || (rule.only_selected && args.items == 0)) continue;
+    bool const selected = rule.order == Order::kOnlySelected;
+    if (!rule.runs_for(w.hands_over_ds) || (selected && args.items == 0)) continue;
+    if (selected) sink.fork();
+    if (forked && rule.order == Order::kInTurn) sink.join();
+    forked = selected || (forked && rule.order == Order::kBesideSelected);
     sink.multiply(rule, args);
     auto const apart = [](EntrySegments const& segments) { return segments.sums_apart; };
     if (rule.kernel == Kernel::kDkDvEntry && std::any_of(std::begin(args.entry), std::end(args.entry), apart)) {
       sink.add_segments(args);
     }
   }
+  if (forked) sink.join();
 }
 
 template <class Sink>

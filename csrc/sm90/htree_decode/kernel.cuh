@@ -152,25 +152,18 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
       write_whole_layer<Cfg>(args, smem, layer, static_cast<int>(smem.unit.t >> (kLog2Siblings * layer)) + 1);
     }
   }
-  // Before a layer is attended, the next one's nodes are known and its keys prefetched: they come while values are multiplied.
-  // Where there are many queries they would push each other out of L2, and wait. The first time there is no layer yet but the next.
-  bool const early = args.log2_parts_of_cta <= (Cfg::kLarge ? 1 : 0);
+  // The first time there is no layer yet but the next.
 #pragma unroll 1
   for (int l = tree::entry_layer(smem.unit.t, args.top_k) + 1; l >= 0; --l) {
     Layer const& layer = smem.layers[l & 1];
     Layer& next = smem.layers[l & 1 ^ 1];
     bool const exists = l <= tree::entry_layer(smem.unit.t, args.top_k);
     if (exists) {
-      if (!early) prefetch_keys<Cfg>(args, smem, layer, warp);
-      if (l == 0) prefetch_values<Cfg>(args, smem, layer, warp);
       score<Cfg>(args, layer, smem, warp);
       if (layer.parents == nullptr) barriers::cluster_wait();  // in the entry layer
       __syncthreads();
       exponentiate<Cfg>(args, layer, smem, warp);
-      if (l > 0) {
-        share_sums<Cfg>(args, smem, warp);
-        prefetch_values<Cfg>(args, smem, layer, warp);
-      }
+      if (l > 0) share_sums<Cfg>(args, smem, warp);
     }
     if (l > 0) {
       if (thread_of_cta(warp) == Cfg::kThreads - 1) {
@@ -189,7 +182,6 @@ __global__ void __launch_bounds__(Cfg::kThreads, Cfg::kBlocksPerSM)
       prefetch_rotations<Cfg>(args, next, warp);
       find_rows<Cfg>(args, smem, next, warp);
       __syncthreads();
-      if (early) prefetch_keys<Cfg>(args, smem, next, warp);
     } else {
       __syncthreads();  // what is attended
     }

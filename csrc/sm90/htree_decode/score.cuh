@@ -54,40 +54,6 @@ __device__ __forceinline__ char const* values_of(Args const& args, Layer const& 
   return layer.rows.upper ? args.cache.v_upper : args.cache.v;
 }
 
-inline constexpr int kPrefetched = 64;  // blocks of a CTA that have room in L2 where all CTAs bring theirs
-
-// Brings the CTA's first rows of `kBytes` each, of keys or of values, to L2: where the rows of a block are neighbours by one
-// copy.
-template <class Cfg, int kBytes>
-__device__ __forceinline__ void prefetch(Smem<Cfg> const& smem, Layer const& layer, int warp, char const* from) {
-  int const blocks = min(layer.last - layer.first, kPrefetched);
-  auto const* const rows = reinterpret_cast<uint32_t const*>(smem.rows + layer.rows_begin);
-  if (layer.rows.whole_blocks()) {
-#pragma unroll 1
-    for (int block = warp; block < blocks; block += Cfg::kWarps) {
-      int const readable = layer.readable_of(layer.first + block);
-      if (readable == 0 || lane_of_warp() != 0) continue;
-      ptx::bulk_prefetch(from + static_cast<std::int64_t>(rows[block * kSiblings]) * kBytes, readable * kBytes);
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int i = thread_of_cta(warp); i < blocks * kSiblings; i += Cfg::kThreads) {
-    if (i % kSiblings >= layer.readable_of(layer.first + i / kSiblings)) continue;
-    char const* const row = from + static_cast<std::int64_t>(rows[i]) * kBytes;
-#pragma unroll
-    for (int line = 0; line < kBytes; line += 128) ptx::prefetch_l2(row + line);
-  }
-}
-template <class Cfg>
-__device__ __forceinline__ void prefetch_keys(Args const& args, Smem<Cfg> const& smem, Layer const& layer, int warp) {
-  prefetch<Cfg, 2 * Cfg::kK>(smem, layer, warp, keys_of<Cfg>(args, layer));
-}
-template <class Cfg>
-__device__ __forceinline__ void prefetch_values(Args const& args, Smem<Cfg> const& smem, Layer const& layer, int warp) {
-  prefetch<Cfg, 2 * Cfg::kV>(smem, layer, warp, values_of<Cfg>(args, layer));
-}
-
 // Scores and P of candidates 4 i .. 4 i + 3 of a block and head are a float4. Heads 2 and 3 of every four have the places of
 // theirs shifted by half a row, so that lanes that store a column of scores meet in a bank twice, not four times.
 __device__ __forceinline__ int score_place(Args const& args, int block_of_cta, int head, int four) {
