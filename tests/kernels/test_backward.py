@@ -395,6 +395,16 @@ def test_repeats_of_small_groups_are_bitwise_equal(G):
         same_bits(gradients(*tensors, results=results, top_k_per_layer=32)[0], first)
 
 
+@pytest.mark.hardware
+@pytest.mark.parametrize("G", [4, 16])
+def test_repeats_of_long_calls_are_bitwise_equal(G):
+    """Kernels of two streams run for milliseconds beside each other: what one reads and the other writes would show."""
+    tensors = inputs(16384, 16384, H_kv=2, G=G, K=128, V=128)
+    first, results = gradients(*tensors, top_k_per_layer=64)
+    for _ in range(30):
+        same_bits(gradients(*tensors, results=results, top_k_per_layer=64)[0], first)
+
+
 @pytest.mark.parametrize(
     ("T", "T_q", "parts", "G"),
     [
