@@ -11,9 +11,10 @@ FORWARD = re.compile(
     r"\{(\d), (\d)\},\s*\"([^\"]*)\"\}"
 )
 BACKWARD = re.compile(
-    r"\{Kernel::k\w+,\s*\"(\w+)\",\s*Ctas::k(\w+),\s*(\w+),\s*Calls::k(\w+),\s*"
+    r"\{Kernel::k\w+,\s*\"(\w+)\",\s*Ctas::k(\w+),\s*Order::k(\w+),\s*Calls::k(\w+),\s*"
     r"\"([^\"]*)\",\s*\"([^\"]*)\"\}"
 )
+ORDERS = {"InTurn": "in turn", "OnlySelected": "in turn", "BesideSelected": "beside `dkdv_selected`"}
 CALLS = {"All": "all", "HandingOver": "bf16, groups up to 8", "Others": "others"}
 DTYPES = {"BFloat16": "bfloat16", "Float16": "float16"}
 
@@ -41,10 +42,13 @@ def forward_rules() -> str:
 def backward_rules() -> str:
     """One row a matrix kernel of the backward, in the order in which a chunk runs them."""
     rows = [
-        [f"`{name}`", CALLS[calls], "persistent" if ctas == "Persistent" else "one for its queries", tile, reason]
-        for name, ctas, _, calls, tile, reason in rules("htree_bwd", BACKWARD)
-    ]
-    return markdown(["kernel", "calls", "CTAs", "tile", "why"], rows)
+        [
+            f"`{name}`", ORDERS[order], CALLS[calls], "persistent" if ctas == "Persistent" else "one for its queries",
+            tile, reason,
+        ]
+        for name, ctas, order, calls, tile, reason in rules("htree_bwd", BACKWARD)
+    ]  # fmt: skip
+    return markdown(["kernel", "when", "calls", "CTAs", "tile", "why"], rows)
 
 
 BLOCKS = {"forward_rules": forward_rules, "backward_rules": backward_rules}
