@@ -14,7 +14,6 @@ BACKWARD = re.compile(
     r"\{Kernel::k\w+,\s*\"(\w+)\",\s*Ctas::k(\w+),\s*Order::k(\w+),\s*Calls::k(\w+),\s*"
     r"\"([^\"]*)\",\s*\"([^\"]*)\"\}"
 )
-ORDERS = {"InTurn": "in turn", "OnlySelected": "in turn", "BesideSelected": "beside `dkdv_selected`"}
 CALLS = {"All": "all", "HandingOver": "bf16, groups up to 8", "Others": "others"}
 DTYPES = {"BFloat16": "bfloat16", "Float16": "float16"}
 
@@ -43,7 +42,7 @@ def backward_rules() -> str:
     """One row a matrix kernel of the backward, in the order in which a chunk runs them."""
     rows = [
         [
-            f"`{name}`", ORDERS[order], CALLS[calls], "persistent" if ctas == "Persistent" else "one for its queries",
+            f"`{name}`", "beside `dkdv_selected`" if order == "BesideSelected" else "alone", CALLS[calls], "persistent" if ctas == "Persistent" else "one for its queries",
             tile, reason,
         ]
         for name, ctas, order, calls, tile, reason in rules("htree_bwd", BACKWARD)
