@@ -42,8 +42,8 @@ def backward_rules() -> str:
     """One row a matrix kernel of the backward, in the order in which a chunk runs them."""
     rows = [
         [
-            f"`{name}`", "beside `dkdv_selected`" if order == "BesideSelected" else "alone", CALLS[calls], "persistent" if ctas == "Persistent" else "one for its queries",
-            tile, reason,
+            f"`{name}`", "beside `dkdv_selected`" if order == "BesideSelected" else "alone", CALLS[calls],
+            "persistent" if ctas == "Persistent" else "one for its queries", tile, reason,
         ]
         for name, ctas, order, calls, tile, reason in rules("htree_bwd", BACKWARD)
     ]  # fmt: skip
