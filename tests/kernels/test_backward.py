@@ -371,38 +371,33 @@ def test_gradients_of_neighbours_differ_in_size():
 # ---- bits and surroundings --------------------------------------------------------------------------------------
 
 
+def check_repeats(tensors, times, top_k):
+    first, results = gradients(*tensors, top_k_per_layer=top_k)
+    for _ in range(times):
+        same_bits(gradients(*tensors, results=results, top_k_per_layer=top_k)[0], first)
+
+
 @pytest.mark.hardware
 def test_repeats_are_bitwise_equal():
-    tensors = inputs(5000, 3000, H_kv=2, G=16, K=128, V=128)
-    first, results = gradients(*tensors, top_k_per_layer=32)
-    for _ in range(100):
-        same_bits(gradients(*tensors, results=results, top_k_per_layer=32)[0], first)
+    check_repeats(inputs(5000, 3000, H_kv=2, G=16, K=128, V=128), 100, 32)
 
 
 @pytest.mark.emulated
 def test_repeats_under_another_schedule():
-    tensors = inputs(600, 24, H_kv=2, G=4, seed=2)
-    first, results = gradients(*tensors, top_k_per_layer=16)
-    same_bits(gradients(*tensors, results=results, top_k_per_layer=16)[0], first)
+    check_repeats(inputs(600, 24, H_kv=2, G=4, seed=2), 1, 16)
 
 
 @pytest.mark.hardware
 @pytest.mark.parametrize("G", [4, 8])
 def test_repeats_of_small_groups_are_bitwise_equal(G):
-    tensors = inputs(5000, 3000, H_kv=2, G=G, K=128, V=128)
-    first, results = gradients(*tensors, top_k_per_layer=32)
-    for _ in range(100):
-        same_bits(gradients(*tensors, results=results, top_k_per_layer=32)[0], first)
+    check_repeats(inputs(5000, 3000, H_kv=2, G=G, K=128, V=128), 100, 32)
 
 
 @pytest.mark.hardware
 @pytest.mark.parametrize("G", [4, 16])
 def test_repeats_of_long_calls_are_bitwise_equal(G):
     """Kernels of two streams run for milliseconds beside each other: what one reads and the other writes would show."""
-    tensors = inputs(16384, 16384, H_kv=2, G=G, K=128, V=128)
-    first, results = gradients(*tensors, top_k_per_layer=64)
-    for _ in range(30):
-        same_bits(gradients(*tensors, results=results, top_k_per_layer=64)[0], first)
+    check_repeats(inputs(16384, 16384, H_kv=2, G=G, K=128, V=128), 30, 64)
 
 
 @pytest.mark.parametrize(
