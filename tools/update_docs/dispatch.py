@@ -14,6 +14,7 @@ BACKWARD = re.compile(
     r"\{Kernel::k\w+,\s*\"(\w+)\",\s*Ctas::k(\w+),\s*Order::k(\w+),\s*Calls::k(\w+),\s*"
     r"\"([^\"]*)\",\s*\"([^\"]*)\"\}"
 )
+ORDERS = {"OnlySelected": "where a query has selected layers", "BesideSelected": "beside `dkdv_selected`"}
 CALLS = {"All": "all", "HandingOver": "bf16, groups up to 8", "Others": "others"}
 DTYPES = {"BFloat16": "bfloat16", "Float16": "float16"}
 
@@ -42,7 +43,7 @@ def backward_rules() -> str:
     """One row a matrix kernel of the backward, in the order in which a chunk runs them."""
     rows = [
         [
-            f"`{name}`", "beside `dkdv_selected`" if order == "BesideSelected" else "alone", CALLS[calls],
+            f"`{name}`", ORDERS.get(order, "in this order"), CALLS[calls],
             "persistent" if ctas == "Persistent" else "one for its queries", tile, reason,
         ]
         for name, ctas, order, calls, tile, reason in rules("htree_bwd", BACKWARD)
