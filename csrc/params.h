@@ -70,7 +70,8 @@ struct TreePoolParams {
   DType dtype;
   // Sequences of different lengths, of the forward alone: tree/geometry.h's Sequence, `sequence_count` of them on the
   // device, or null. Then B is 1, T bounds a length, and layer l of the tree has room for (total_k >> 4 l) +
-  // min(sequence_count, total_k / (top_k * 16^l)) nodes, for sequences of top_k * 16^l tokens or more.
+  // total_k / (top_k * 16^l) nodes, of a batch at most sequence_count of the latter, for sequences of top_k * 16^l tokens or
+  // more.
   void const* sequences;
   std::int64_t sequence_count;
   std::int64_t total_k;
@@ -96,9 +97,10 @@ struct SequencesParams {
   bool q_start_64 = false;                     // q_start is int64, else int32
   std::int64_t total_q = 0;                    // rows of q in the pack, or B * T_q
   std::int64_t total_k = 0;
-  // False in a part of a pack where other parts own the rows before its first sequence, or behind its last one.
-  bool first_part = true;
-  bool last_part = true;
+  // Set by the launchers alone, which compute a pack of many sequences in parts (host/tree_args.h): `count` is then what a
+  // part has at most, all_count what the call has.
+  std::int64_t part = 0;
+  std::int64_t all_count = 0;
 };
 
 struct ForwardParams {

@@ -16,47 +16,60 @@ namespace htree_cuda::host {
 // Whether sequences have lengths of their own, which only the device knows.
 inline bool has_sequences(ForwardParams const& p) { return p.sequences.count >= 0; }
 
-// A pack of many sequences is computed in parts, one after the other in the same workspace: at the bottom every sequence
-// has a KV tile of 64 nodes at least, so that a part has as many sequences as all tokens fill tiles. The workspace then
-// does not grow with the number of sequences.
-inline std::int64_t sequences_of_part(ForwardParams const& p) {
-  constexpr std::int64_t kMinSequences = 256;
-  std::int64_t const count = p.sequences.count;
-  if (!has_sequences(p) || p.sequences.cu_seqlens_k == nullptr || count == 0) return count;
-  std::int64_t const tiles = p.sequences.total_k / (tree::kTileBlocks * tree::kSiblings);
-  std::int64_t const parts = ceil_div(count, tiles < kMinSequences ? kMinSequences : tiles);
-  return ceil_div(count, parts);
+// Whether the sequences lie one behind another, so that only their total is known.
+inline bool is_packed(ForwardParams const& p) { return has_sequences(p) && p.sequences.cu_seqlens_k != nullptr; }
+
+// The bottom of the tree has room for its KV tiles of 64 tokens and for so many that sequences do not fill. A pack of more
+// sequences is computed in parts, one after the other in the same workspace, which therefore depends on totals and maxima
+// alone. Which sequences a part has is found on the device (tree/sequences): as many as there is room for.
+inline constexpr std::int64_t kTileTokens = tree::kTileBlocks * tree::kSiblings;
+
+inline std::int64_t bottom_room(ForwardParams const& p) {
+  constexpr std::int64_t kMinRoom = 128;
+  std::int64_t const eighth = p.sequences.total_k / (8 * kTileTokens);
+  return (eighth < kMinRoom ? kMinRoom : eighth) + 1;
 }
 
-inline bool has_parts(ForwardParams const& p) { return sequences_of_part(p) != p.sequences.count; }
+// With how many sequences the room of a layer is counted (tree/geometry.cuh).
+inline std::int64_t sequences_of_room(ForwardParams const& p, int log2_from) {
+  if (!is_packed(p)) return tree::sequences_with_room(p.sequences.total_k, p.sequences.count, log2_from);
+  return log2_from == 0 ? bottom_room(p) : p.sequences.total_k >> log2_from;
+}
 
-// Calls `of(part)` for each part of a call, as params of its own; the call itself where it has one.
+// Parts of a call, at most. A part ends before the sequence that it has no room for. So two parts one behind the other
+// take more tiles together than there are, and one alone takes all but those of a sequence of the maximal length.
+inline std::int64_t parts_of(ForwardParams const& p) {
+  if (!is_packed(p) || p.sequences.count == 0) return 1;
+  std::int64_t const own = p.sequences.total_k / kTileTokens;
+  std::int64_t const room = own + bottom_room(p);
+  std::int64_t const all = own + p.sequences.count;
+  if (all <= room) return 1;
+  std::int64_t const longest = ceil_div(p.T < p.sequences.total_k ? p.T : p.sequences.total_k, kTileTokens);
+  std::int64_t const by_pairs = 2 * (all / room) + 2;
+  std::int64_t const by_longest = all / (room - longest) + 1;
+  return by_pairs < by_longest ? by_pairs : by_longest;
+}
+
+// Calls `of(part)` for each part of a call, as params of its own.
 template <class Of>
 void for_parts(ForwardParams const& p, Of const& of) {
-  if (!has_parts(p)) return of(p);
-  std::int64_t const most = sequences_of_part(p);
-  for (std::int64_t first = 0; first < p.sequences.count; first += most) {
-    ForwardParams part = p;
-    part.sequences.cu_seqlens_q += first;
-    part.sequences.cu_seqlens_k += first;
-    part.sequences.count = p.sequences.count - first < most ? p.sequences.count - first : most;
-    part.sequences.first_part = first == 0;
-    part.sequences.last_part = first + most >= p.sequences.count;
-    of(part);
-  }
+  ForwardParams part = p;
+  SequencesParams& s = part.sequences;
+  s.all_count = p.sequences.count;
+  std::int64_t const parts = parts_of(p);
+  std::int64_t const most = p.sequences.total_k / kTileTokens + bottom_room(p);  // every sequence takes a tile
+  if (parts > 1 && most < s.count) s.count = most;
+  for (s.part = 0; s.part < parts; ++s.part) of(part);
 }
 
-// The largest of the parts' workspaces, where workspace(part) is the bytes of one: of a whole part or of the last.
+// bytes(part) of any part, which all have the same workspace.
 template <class Bytes>
 std::int64_t workspace_of_parts(ForwardParams const& p, Bytes const& bytes) {
-  std::int64_t const most = sequences_of_part(p);
-  ForwardParams part = p;
-  part.sequences.count = most;
-  std::int64_t const whole = bytes(part);
-  if (most == p.sequences.count) return whole;
-  part.sequences.count = (p.sequences.count - 1) % most + 1;
-  std::int64_t const last = bytes(part);
-  return whole < last ? last : whole;
+  std::int64_t result = 0;
+  for_parts(p, [&](ForwardParams const& part) {
+    if (part.sequences.part == 0) result = bytes(part);
+  });
+  return result;
 }
 
 }  // namespace htree_cuda::host

@@ -73,26 +73,38 @@ __host__ __device__ inline int candidates_in_selected(std::int64_t t, int layer,
 // ---- sequences of different lengths ------------------------------------------------------------------------------
 //
 // A packed or ragged call has N sequences whose lengths only the device knows (tree/sequences.h). In memory of the call,
-// the nodes of layer l of sequence i begin at row (key >> 4 l) + min(i, key >> s), where `key` is the number of tokens
-// before the sequence, and likewise its KV blocks. A sequence of 2^s tokens or more, 2^s = top_k * 16^l, has that room for
-// itself; a shorter one has no query whose entry layer is l or above, and no room there. So all have (total >> 4 l) +
-// min(N, total >> s) rows together, which the total bounds above the bottom, and no sums over lengths are needed.
+// the nodes of layer l of sequence i begin at row (before >> 4 l) + min(i, before >> s), where `before` is the number of
+// tokens before the sequence, and likewise its KV blocks. A sequence of 2^s tokens or more, 2^s = top_k * 16^l, has that
+// room for itself; a shorter one has no query whose entry layer is l or above, and no room there. So all have
+// (total >> 4 l) + min(N, total >> s) rows together, which the total bounds above the bottom, and no sums over lengths are
+// needed. A pack of so many sequences that the bottom has no room for all of them is computed in parts
+// (host/tree_args.h): `i` and `before` are then counted from the first sequence of the part.
 
 // What a call knows of one sequence.
 struct Sequence {
-  std::int32_t key;    // tokens before it, in the pack or in the rows of the batch
+  std::int32_t key;     // tokens before it, in the pack or in the rows of the batch
+  std::int32_t before;  // the same, of its part of the pack: where its nodes begin
   std::int32_t keys;
-  std::int32_t row;    // of its first query that has a key: in the pack, or in its row of the batch
-  std::int32_t count;  // queries that have a key
-  std::int32_t t;      // position of the first of them
-  std::int32_t tile;   // the first of its query tiles
+  std::int32_t row;     // of its first query that has a key: in the pack, or in its row of the batch
+  std::int32_t count;   // queries that have a key
+  std::int32_t t;       // position of the first of them
+  std::int32_t tile;    // the first of its query tiles
+};
+
+// The sequences of a part of a pack, and what it writes of rows that no sequence has. A call of one part has all of them.
+struct PackPart {
+  std::int32_t next;     // the first sequence behind the part
+  std::int32_t q_begin;  // rows of q
+  std::int32_t q_end;
+  std::int32_t k_begin;  // tokens
+  std::int32_t k_end;
 };
 
 // What a query tile of such a call is: up to kQueryTile queries of one sequence. A tile without queries is all zeros.
 struct alignas(16) TileEntry {
   std::int32_t t;               // position of the first query
   std::int32_t row;             // its row, as Sequence::row
-  std::int32_t key;             // of the sequence
+  std::int32_t before;          // of the sequence
   std::int32_t sequence_count;  // 16 * sequence + queries
 
   __host__ __device__ std::int32_t sequence() const { return sequence_count >> 4; }
@@ -112,21 +124,21 @@ __host__ __device__ inline int log2_room_from(int layer, int top_k) {
   return layer == 0 ? 0 : kLog2Siblings * layer + log2_top_k;
 }
 
-// How many of the `sequence` sequences before one have such room, at most; the same of all N with the total as `key`.
-__host__ __device__ inline std::int64_t sequences_with_room(std::int64_t key, std::int64_t sequence, int log2_from) {
-  return sequence < key >> log2_from ? sequence : key >> log2_from;
+// How many of the `sequence` sequences before one have such room, at most; the same of all N with the total as `before`.
+__host__ __device__ inline std::int64_t sequences_with_room(std::int64_t before, std::int64_t sequence, int log2_from) {
+  return sequence < before >> log2_from ? sequence : before >> log2_from;
 }
 __host__ __device__ inline bool has_room(Sequence const& sequence, int log2_from) { return sequence.keys >> log2_from != 0; }
 
 // Where the nodes of a layer of a sequence begin, and its KV blocks, of which `together` lie in a tile. Sequences have
 // room from 2^log2_from tokens on.
-__host__ __device__ inline std::int64_t sequence_nodes(std::int64_t key, std::int64_t sequence, int layer, int log2_from) {
-  return (key >> (kLog2Siblings * layer)) + sequences_with_room(key, sequence, log2_from);
+__host__ __device__ inline std::int64_t sequence_nodes(std::int64_t before, std::int64_t sequence, int layer, int log2_from) {
+  return (before >> (kLog2Siblings * layer)) + sequences_with_room(before, sequence, log2_from);
 }
-__host__ __device__ inline std::int64_t sequence_blocks(std::int64_t key, std::int64_t sequence, int layer, int together,
+__host__ __device__ inline std::int64_t sequence_blocks(std::int64_t before, std::int64_t sequence, int layer, int together,
                                                         int log2_from) {
   int const shift = kLog2Siblings * (layer + 1) + (together == kTileBlocks ? 2 : 0);
-  return ((key >> shift) + sequences_with_room(key, sequence, log2_from)) * together;
+  return ((before >> shift) + sequences_with_room(before, sequence, log2_from)) * together;
 }
 static_assert(kTileBlocks == 4);
 

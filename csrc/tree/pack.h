@@ -27,8 +27,8 @@ struct Source {
   int begins = kOwnRows;
   int log2_from = 0;  // sequence_nodes
 
-  __device__ std::int64_t first_row(std::int32_t key, std::int32_t sequence) const {
-    return begins == kOwnRows ? 0 : begins == kTokens ? key : sequence_nodes(key, sequence, begins, log2_from);
+  __device__ std::int64_t first_row(Sequence const& of, std::int32_t sequence) const {
+    return begins == kOwnRows ? 0 : begins == kTokens ? of.key : sequence_nodes(of.before, sequence, begins, log2_from);
   }
 };
 

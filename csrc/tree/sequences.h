@@ -22,6 +22,9 @@ struct Args {
   SequencesParams lengths;
   std::int64_t max_q;        // of a sequence
   std::int64_t max_k;
+  // Of a pack: KV tiles of the bottom that the memory of the call has room for, as sequence_blocks counts them.
+  std::int64_t tile_room;
+  PackPart* part;            // of the part before on entry, unless this one is the first; filled with this one
   int tile_queries;          // queries of a tile: kQueryTile where `tiles` are written
   int round;                 // query tiles of a sequence come in multiples of it
   // Tiles whose queries all stand before this position lie behind the other tiles of all sequences. 0: none, and the two
@@ -29,7 +32,7 @@ struct Args {
   std::int64_t early_end;
   EarlyTiles* early;         // [N]
   std::int32_t* late_tiles;  // how many tiles come before them
-  Sequence* sequences;       // [N]
+  Sequence* sequences;       // [N]; those that a part has no room for are empty and lie behind the others
   TileEntry* tiles;          // [tile_count], those of one KV head; null where tile_count is 0
   std::int64_t tile_count;
   // [bottom_count] sets of tiles with any query before that position, alone, those of one KV head; null where there are
@@ -37,7 +40,8 @@ struct Args {
   TileEntry* bottom_entries;
   std::int64_t bottom_count;
 
-  // Rows of q that are no query of a sequence, or none where they are null: 0, minus infinity and -1.
+  // Rows of q between those of the part that are no query of a sequence, or none where they are null: 0, minus infinity
+  // and -1.
   void* out;                 // [total_q, out_row_bytes], multiples of 16 bytes
   std::int64_t out_row_bytes;
   float* lse;                // [total_q, H], or null

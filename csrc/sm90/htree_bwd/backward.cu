@@ -36,7 +36,7 @@ struct Launcher {
 
   // In a pack no row belongs to a batch.
   std::int64_t batch(std::int64_t stride) const { return is_packed() ? 0 : stride; }
-  bool is_packed() const { return has_sequences(p) && p.sequences.cu_seqlens_k != nullptr; }
+  bool is_packed() const { return host::is_packed(p); }
 
   void describe_sequences() {
     tree::sequences::Args args{};
@@ -45,6 +45,8 @@ struct Launcher {
     args.max_k = p.T;
     args.tile_queries = w.row_tile;
     args.round = 1;
+    args.part = w.pack_part;
+    args.tile_room = is_packed() ? p.sequences.total_k / host::kTileTokens + host::bottom_room(p) : 0;
     args.sequences = w.sequences;
     args.out = params.dq;
     args.out_row_bytes = 2 * p.H_kv * p.G * p.K;
@@ -236,8 +238,7 @@ struct Launcher {
         args.tokens = p.sequences.total_k;
         args.sequences = w.sequences;
         args.sequence_count = static_cast<std::int32_t>(p.sequences.count);
-        if (!p.sequences.first_part) args.first_token = p.sequences.cu_seqlens_k;
-        if (!p.sequences.last_part) args.end_token = p.sequences.cu_seqlens_k + p.sequences.count;
+        args.part = w.pack_part;
       }
       pack::distribute(args, p.dtype, stream);
     };
@@ -294,7 +295,6 @@ void backward(BackwardParams const& params, PartParams const& part, void* stream
     HTREE_CUDA_CHECK(cudaMemsetAsync(params.dv, 0, rows * p.V * 2, s));
     return;
   }
-  if (host::has_parts(p)) host::tree_args::check_workspace(kOp, p, backward_workspace(p, part));
   host::for_parts(p, [&](ForwardParams const& own) {
     Workspace const w(own, part, static_cast<char*>(own.workspace));
     host::tree_args::check_workspace(kOp, own, w.bytes);

@@ -92,7 +92,7 @@ struct DqEntryCta {
   __device__ __forceinline__ std::int64_t kv_tile(Args const& args, int of_layer) const {
     std::int64_t const tile = static_cast<std::int64_t>(head) * args.tiles[of_layer];
     if (!args.sequences.any()) return tile;
-    return tile + sequences::first_tile(rows.key, rows.sequence, of_layer, args.tree.top_k);
+    return tile + sequences::first_tile(rows.before, rows.sequence, of_layer, args.tree.top_k);
   }
 
   __device__ __forceinline__ std::int64_t query_tile(Args const& args) const {

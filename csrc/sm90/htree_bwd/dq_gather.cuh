@@ -84,7 +84,7 @@ struct GatherCta {
   // The first KV block of a layer, of the CTA's head.
   __device__ __forceinline__ std::int64_t block_begin(Args const& args, int layer) const {
     std::int64_t const block = static_cast<std::int64_t>(head) * args.tree.kv_blocks[layer];
-    if (args.sequences.any()) return block + sequences::first_block(__ldg(&rows->key), __ldg(&rows->sequence), layer, args.tree.top_k);
+    if (args.sequences.any()) return block + sequences::first_block(__ldg(&rows->before), __ldg(&rows->sequence), layer, args.tree.top_k);
     return block;
   }
   // The place of a row's query among the rows of q.

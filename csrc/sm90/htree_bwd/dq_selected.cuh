@@ -45,7 +45,7 @@ __device__ void produce_kv_blocks(Args const& args, KvRing<Cfg> const& ring) {
     std::int64_t const reach = position(queries - 1) >> (kLog2Siblings * (layer + 1));
     int const words = selecting == 0 ? 0 : static_cast<int>(reach / kWordBlocks) + 1;
     std::int64_t block_begin = static_cast<std::int64_t>(head) * args.tree.kv_blocks[layer];
-    if (args.sequences.any()) block_begin += sequences::first_block(rows.key, rows.sequence, layer, args.tree.top_k);
+    if (args.sequences.any()) block_begin += sequences::first_block(rows.before, rows.sequence, layer, args.tree.top_k);
     char const* const operands = args.kv_blocks[layer] + block_begin * Cfg::Slot::kBlockBytes;
     auto const source = [&](Entry const& entry) {
       return operands + static_cast<std::int64_t>(entry.block) * Cfg::Slot::kBlockBytes;

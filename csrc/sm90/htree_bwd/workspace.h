@@ -69,6 +69,7 @@ struct Workspace {
   std::int64_t positions = 0;                // rows of the tables of rotations
   std::int64_t heads = 0;                    // of a chunk, at most
   std::int64_t rows = 0;                     // of a head in a chunk, at most
+  std::int64_t row_room = 0;                 // rows that there is memory for
   std::int64_t zeroed_bytes = 0;             // from `next_item` on, set to zero before every chunk
   int segments[kMaxLayers] = {};
   int segment_rows[kMaxLayers] = {};
@@ -115,6 +116,7 @@ struct Workspace {
   int* segments_added = nullptr;
   int* tile_segments_added = nullptr;
   float* entry_sums = nullptr;
+  PackPart* pack_part = nullptr;                  // every part of a call has it at the same address
   Sequence* sequences = nullptr;
   sequences::Rows* row_tiles = nullptr;      // of the call, whole chunks
   sequences::Rows* gather = nullptr;
@@ -151,11 +153,16 @@ struct Workspace {
     for (int l = 0; l <= max_entry && has_sequences(p); ++l) head_bytes += tiles[l] * kv_tile_bytes(p.K, p.V);
 
     rows = round_up(all_rows, kRowStep);
-    heads = std::min({all_heads, kTreeBytes / head_bytes, chunk_bytes / (rows * row_bytes)});
+    // The room of a pack follows from its rows of q, however many sequences they are, whose padding comes on top.
+    row_room = host::is_packed(p) ? round_up(p.sequences.total_q + p.sequences.total_q / 32 + 1024, kRowStep) : rows;
+    heads = std::min({all_heads, kTreeBytes / head_bytes, chunk_bytes / (row_room * row_bytes)});
     if (heads < 1) {
-      heads = 1;
       std::int64_t const fit = chunk_bytes / row_bytes;
-      rows = std::min(rows, large ? round_up(fit + 1, kRowStep) : round_up(fit + 1, kRoundRows));
+      row_room = std::min(row_room, large ? round_up(fit + 1, kRowStep) : round_up(fit + 1, kRoundRows));
+    }
+    rows = std::min(rows, row_room);
+    if (heads < 1 || rows < all_rows) {
+      heads = std::max<std::int64_t>(heads, 1);
       // A last round of dq_gather that is less than half full takes as long as a full one.
       std::int64_t const round = kGatherRoundWarps * kMaxGroupHeads / unit;
       if (sequences_given) {
@@ -164,6 +171,7 @@ struct Workspace {
         rows = (rows - rows % round) / kRowStep * kRowStep;
       }
     }
+    if (!host::is_packed(p)) row_room = rows;
     pack = kMaxGroupHeads / unit;
     for (int l = 0; l < tree.layers; ++l) {
       std::int64_t wanted = std::max(kBlockItems / (heads * blocks[l]), ceil_div(rows, kMaxSegmentRows));
@@ -181,6 +189,7 @@ struct Workspace {
       split(std::max(wanted, ceil_div(rows, kMaxSegmentTileRows)), min_entry_rows(), tile_segments[l], tile_segment_rows[l]);
     }
 
+    if (has_sequences(p)) place(pack_part, base, 1);
     place(rotations, base, positions * (p.K / 2));
     place(fragment_rotations, base, positions * (p.K / 8));
     place(k_tree, base, all_heads * M * p.K * 2);
@@ -189,19 +198,19 @@ struct Workspace {
     for (int l = min_entry; l <= max_entry; ++l) place(kv_tiles[l], base, heads * tiles[l] * kv_tile_bytes(p.K, p.V));
     for (int l = 0; l < max_entry && hands_over_ds; ++l) {
       place(keys[l], base, heads * tree.kv_blocks[l] * key_bytes);
-      place(ds[l], base, heads * rows * row_ds);
+      place(ds[l], base, heads * row_room * row_ds);
     }
     std::int64_t items = 0;
     for (int l = 0; l < max_entry; ++l) {
       std::int64_t const of_layer = heads * (sequences_given ? selected_room_of(p, l) : tree.kv_blocks[l] * segments[l]);
-      place(visits[l], base, list_capacity(heads * rows * p.top_k, of_layer));
+      place(visits[l], base, list_capacity(heads * row_room * p.top_k, of_layer));
       items += of_layer;
     }
     place(lists, base, items);
     place(dk, base, heads * node_rows * p.K);
     place(dv, base, heads * node_rows * p.V);
-    place(queries, base, heads * rows * query_bytes);
-    place(query_tiles, base, heads * rows / queries_of_tile * tile_bytes);
+    place(queries, base, heads * row_room * query_bytes);
+    place(query_tiles, base, heads * row_room / queries_of_tile * tile_bytes);
     items_apart = std::max(max_items_apart(p, heads), max_items_apart(p, all_heads % heads));
     place(entry_sums, base, items_apart * kItemNodes * (p.K + p.V));
     std::int64_t const before = bytes;
@@ -210,7 +219,7 @@ struct Workspace {
     place(listed_units, base, kMaxLayers);
     place(segments_added, base, heads * node_rows / kSiblings);
     place(tile_segments_added, base, heads * node_rows / kSiblings);
-    for (int l = 0; l < max_entry; ++l) place(index.layer[l], base, heads * rows * tree.words[l]);
+    for (int l = 0; l < max_entry; ++l) place(index.layer[l], base, heads * row_room * tree.words[l]);
     zeroed_bytes = bytes - before;
     if (has_sequences(p)) place_sequences(p, base);
   }
@@ -274,10 +283,16 @@ private:
   // Lists of work have room for what the totals and maxima allow. A sequence has a segment more than its rows fill.
   std::int64_t sequences_in_chunk(ForwardParams const& p) const { return std::min(p.sequences.count, rows / row_tile); }
 
+  // Items of the segments that rows do not fill, where a sequence has `own` items at most and all sequences have `all`. In
+  // a pack they do not depend on how many sequences it has.
+  std::int64_t last_segments(ForwardParams const& p, std::int64_t all, std::int64_t own) const {
+    return host::is_packed(p) ? all : std::min(all, sequences_in_chunk(p) * own);
+  }
+
   // Work items of dkdv_selected in a layer, of a head.
   std::int64_t selected_room_of(ForwardParams const& p, int l) const {
     std::int64_t const all_blocks = tree.kv_blocks[l];
-    return rows / segment_rows[l] * blocks[l] + std::min(all_blocks, sequences_in_chunk(p) * blocks[l]);
+    return rows / segment_rows[l] * blocks[l] + last_segments(p, all_blocks, blocks[l]);
   }
 
   void place_sequences(ForwardParams const& p, char* base) {
@@ -285,13 +300,13 @@ private:
     std::int64_t const in_chunk = sequences_in_chunk(p);
     for (int l = 0; l <= max_entry; ++l) {
       std::int64_t const all_pairs = (p.sequences.total_k >> (kLog2Siblings * l + 7)) +
-                                     sequences_with_room(p.sequences.total_k, count, log2_room_from(l, tree.top_k));
-      entry_room += rows / tile_segment_rows[l] * pairs[l] + std::min(all_pairs, in_chunk * pairs[l]);
+                                     sequences_of_room(p, log2_room_from(l, tree.top_k));
+      entry_room += rows / tile_segment_rows[l] * pairs[l] + last_segments(p, all_pairs, pairs[l]);
       if (l == max_entry) break;
       selected_room += selected_room_of(p, l);
       std::int64_t const all_words = tree.kv_blocks[l] / kWordBlocks +
-                                     sequences_with_room(p.sequences.total_k, count, log2_room_from(l + 1, tree.top_k));
-      list_room += rows / segment_rows[l] * tree.words[l] + std::min(all_words, in_chunk * tree.words[l]);
+                                     sequences_of_room(p, log2_room_from(l + 1, tree.top_k));
+      list_room += rows / segment_rows[l] * tree.words[l] + last_segments(p, all_words, tree.words[l]);
     }
     gather_ctas = hands_over_ds ? static_cast<int>(rows / gather_rows + in_chunk) : 0;
     place(sequences, base, count);
@@ -325,15 +340,15 @@ private:
     while (tree.N[tree.layers - 1] > p.top_k * kSiblings) {
       tree.N[tree.layers] = ceil_div(tree.N[tree.layers - 1], kSiblings);
       tree_begin[tree.layers] = M;
-      M += several ? sequence_nodes(total_k, count, tree.layers, log2_room_from(tree.layers, tree.top_k))
-                   : tree.N[tree.layers];
+      int const from = log2_room_from(tree.layers, tree.top_k);
+      M += several ? sequence_nodes(total_k, sequences_of_room(p, from), tree.layers, from) : tree.N[tree.layers];
       ++tree.layers;
     }
     for (int l = 0; l < tree.layers; ++l) {
       tree.kv_blocks[l] = blocks[l] = static_cast<int>(ceil_div(tree.N[l], kSiblings));
       tree.words[l] = ceil_div(tree.kv_blocks[l], kWordBlocks);
       if (several) {
-        std::int64_t const all = sequences::first_block(total_k, count, l, tree.top_k);
+        std::int64_t const all = sequences::first_block(total_k, sequences_of_room(p, log2_room_from(l, tree.top_k)), l, tree.top_k);
         tree.kv_blocks[l] = static_cast<int>(std::max<std::int64_t>(all, 1));
       }
       begin[l] = node_rows;
@@ -345,7 +360,7 @@ private:
       pairs[l] = static_cast<int>(ceil_div(std::min(blocks[l], tree.top_k), kItemTiles * kTileBlocks));
       tiles[l] = kItemTiles * pairs[l];
       if (several) {
-        std::int64_t const all = sequences::first_tile(total_k, count, l, tree.top_k);
+        std::int64_t const all = sequences::first_tile(total_k, sequences_of_room(p, log2_room_from(l, tree.top_k)), l, tree.top_k);
         tiles[l] = static_cast<int>(std::max<std::int64_t>(all, 1));
       }
     }

@@ -60,6 +60,7 @@ struct Args {
   KindArgs kinds[kLayerKinds];                 // by LayerKind
   std::int64_t block_bytes;
   tree::pack::Source values;                   // of the layer, not packed: read again where some are not finite
+  Sequence const* sequences;                   // of different lengths, or null
   int const* has_nonfinite_v;                  // whether any layer holds values that are not finite
   float2 const* rotations;                     // [positions, K / 2], cos and sin; kEntry
   rope::RotationColumns const* step_rotation;  // [8, K / 32]: by 16 positions

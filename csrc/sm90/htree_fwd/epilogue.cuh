@@ -21,8 +21,8 @@ __device__ __forceinline__ float infinite_to_nan(float x) { return fmaf(x, 0.0f,
 template <class Cfg>
 __device__ __forceinline__ std::int64_t first_row(State<Cfg> const& s) {
   if (s.args.tiles.entries == nullptr) return 0;
-  TileEntry const entry = s.args.tiles.entry(tile_of_warp(s));
-  return s.args.values.first_row(entry.key, entry.sequence());
+  std::int32_t const sequence = s.args.tiles.entry(tile_of_warp(s)).sequence();
+  return s.args.values.first_row(s.args.sequences[sequence], sequence);
 }
 
 // The ring holds zeros in the place of values that are not finite, and the sign of a block's first scale says that it

@@ -31,8 +31,6 @@ tree::pack::Source source(void const* in, std::int64_t stride_b, std::int64_t st
   return {in, stride_b, stride_n, stride_h, static_cast<int>(dim), vectors};
 }
 
-bool is_packed(ForwardParams const& p) { return has_sequences(p) && p.sequences.cu_seqlens_k != nullptr; }
-
 // A scale of zero is the smallest: rows of q become zeros.
 row_scale::ScoreScale score_scale(double scale) {
   int exponent = 0;
@@ -67,6 +65,8 @@ public:
     args.early_end = w_.layers > 1 ? p_.top_k * kSiblings : 0;
     args.early = w_.early_tiles;
     args.late_tiles = w_.late_tiles;
+    args.part = w_.pack_part;
+    args.tile_room = is_packed(p_) ? p_.sequences.total_k / kTileTokens + bottom_room(p_) : 0;
     args.sequences = w_.sequences;
     args.tiles = w_.tile_entries;
     args.tile_count = w_.tiles_per_head;
@@ -269,6 +269,7 @@ private:
     }
     args.block_bytes = w_.block_bytes;
     args.values = values_of(l);
+    args.sequences = w_.sequences;
     args.has_nonfinite_v = w_.has_nonfinite_v;
     args.rotations = w_.rotations;
     args.step_rotation = w_.step_rotation;
@@ -350,7 +351,6 @@ void forward(ForwardParams const& p, PartParams const& part, void* stream) {
   if (p.selection != nullptr && p.given != nullptr) {
     tree_args::reject(kOp, "selection must be null where a selection is given");
   }
-  if (has_parts(p)) tree_args::check_workspace(kOp, p, forward_workspace(p, part));
   for_parts(p, [&](ForwardParams const& own) {
     Workspace const workspace(own, part, static_cast<char*>(own.workspace), sm_count());
     tree_args::check_workspace(kOp, own, workspace.bytes);

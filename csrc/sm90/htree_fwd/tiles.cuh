@@ -55,7 +55,7 @@ __device__ __forceinline__ char const* packed_blocks(Args const& args) {
   constexpr bool kEntry = Cfg::kKind == LayerKind::kEntry;
   int const from = log2_room_from(kEntry ? args.layer : args.layer + 1, args.top_k);
   std::int64_t const first =
-      sequence_blocks(entry.key, entry.sequence(), args.layer, kEntry ? kTileBlocks : 1, from);
+      sequence_blocks(entry.before, entry.sequence(), args.layer, kEntry ? kTileBlocks : 1, from);
   return own.packed + (head * own.blocks_per_head + first) * args.block_bytes;
 }
 

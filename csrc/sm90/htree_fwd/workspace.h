@@ -79,6 +79,7 @@ struct Workspace {
   std::int64_t list_room = 0;    // blocks in the union of a tile, at most
   std::int64_t bytes = 0;
 
+  PackPart* pack_part = nullptr;           // of sequences in a pack; every part of a call has it at the same address
   Sequence* sequences = nullptr;      // of sequences whose lengths only the device knows
   TileEntry* tile_entries = nullptr;
   tree::sequences::EarlyTiles* early_tiles = nullptr;
@@ -114,8 +115,8 @@ struct Workspace {
     while (N[layers - 1] > p.top_k * kSiblings) {
       N[layers] = ceil_div(N[layers - 1], kSiblings);
       tree_begin[layers] = M;
-      M += has_sequences(p) ? sequence_nodes(p.sequences.total_k, p.sequences.count, layers, log2_room_from(layers, top_k))
-                            : N[layers];
+      int const from = log2_room_from(layers, top_k);
+      M += has_sequences(p) ? sequence_nodes(p.sequences.total_k, sequences_of_room(p, from), layers, from) : N[layers];
       ++layers;
     }
     last_entry_layer = entry_layer(end_position(p) - 1, static_cast<int>(p.top_k));
@@ -143,6 +144,7 @@ struct Workspace {
       tiles_per_head = ceil_div(std::min(of_rows, of_maxima), tile_round) * tile_round;
       tiles = p.H_kv * tiles_per_head;
       heads = p.H_kv;
+      take(pack_part, base, 1);
       take(sequences, base, p.sequences.count);
       take(tile_entries, base, tiles_per_head);
       take(early_tiles, base, p.sequences.count);
@@ -189,14 +191,18 @@ struct Workspace {
     take_lane(lanes[0], p, nullptr);
     std::int64_t const tile_bytes = bytes - tree_bytes;
     std::int64_t const wave = processors * queries_of_entry(p);
-    if (has_lanes(p, wave, tile_bytes)) lane_count = kMaxLanes;
+    // The room of a pack follows from its rows, however many sequences they are; every sequence has tiles that it does not
+    // fill. What they are more than this is a chunk more.
+    std::int64_t const lane_tiles =
+        is_packed(p) ? p.H_kv * (p.sequences.total_q / kQueryTile * 17 / 16 + 64 * tile_round) : tiles;
+    if (has_lanes(p, lane_tiles, wave, tile_bytes)) lane_count = kMaxLanes;
     // A wave of CTAs, or two in each of two lanes, where the bounds allow it: small groups have less of q and out, and up
     // to four queries a warp.
     std::int64_t const wanted = lane_count == 1 ? wave : 2 * lane_count * wave;
     std::int64_t room = std::max(chunk_bytes(p, part), std::min(wanted * tile_bytes, kMaxChunkBytes)) / tile_bytes;
-    if (lane_count > 1) room = std::min(room, ceil_div(tiles, wave) * wave) / lane_count;
-    chunk_tiles = std::min(tiles, std::max<std::int64_t>(room, 1));
-    if (chunk_tiles < tiles && chunk_tiles > wave) chunk_tiles -= chunk_tiles % wave;  // whole waves
+    if (lane_count > 1) room = std::min(room, ceil_div(lane_tiles, wave) * wave) / lane_count;
+    chunk_tiles = std::min(lane_tiles, std::max<std::int64_t>(room, 1));
+    if (chunk_tiles < lane_tiles && chunk_tiles > wave) chunk_tiles -= chunk_tiles % wave;  // whole waves
     chunk_tiles = std::max<std::int64_t>(chunk_tiles / tile_round, 1) * tile_round;
     // What whole waves leave over comes first where a sequence starts: its first queries have the least to do.
     if (!has_sequences(p) && tiles > wave && chunk_tiles >= wave && p.q_start < wave * kQueryTile) {
@@ -215,8 +221,8 @@ struct Workspace {
 private:
   // Two chunks at once, where each has a wave of CTAs: the SMs that the end of a launch, a selection or a union of the
   // one leaves idle serve the other. The lanes share the room of a chunk. Groups of more than 8 heads gain nothing.
-  bool has_lanes(ForwardParams const& p, std::int64_t wave, std::int64_t tile_bytes) const {
-    return queries_of_selected(p) > 1 && !has_gathered && tiles > wave && kMaxLanes * wave * tile_bytes <= kMaxChunkBytes;
+  bool has_lanes(ForwardParams const& p, std::int64_t lane_tiles, std::int64_t wave, std::int64_t tile_bytes) const {
+    return queries_of_selected(p) > 1 && !has_gathered && lane_tiles > wave && kMaxLanes * wave * tile_bytes <= kMaxChunkBytes;
   }
 
   template <class T>
@@ -230,7 +236,7 @@ private:
   static std::int64_t late_tiles_of(ForwardParams const& p, int round) {
     std::int64_t const early = p.top_k * kSiblings;
     std::int64_t const longest = std::max<std::int64_t>(p.T - early, 0);
-    bool const ragged = p.sequences.cu_seqlens_k == nullptr;
+    bool const ragged = !is_packed(p);
     std::int64_t const sequences = ragged ? p.sequences.count : std::min(p.sequences.count, p.sequences.total_k / early);
     std::int64_t queries = sequences * std::min(longest, p.T_q);
     if (!ragged && longest > 0) {
@@ -255,7 +261,7 @@ private:
     if (has_sequences(p)) {
       // Where a sequence behind the last one would begin.
       int const from = log2_room_from(together == kTileBlocks ? layer : layer + 1, static_cast<int>(p.top_k));
-      packed.blocks_per_head = sequence_blocks(p.sequences.total_k, p.sequences.count, layer, together, from);
+      packed.blocks_per_head = sequence_blocks(p.sequences.total_k, sequences_of_room(p, from), layer, together, from);
       packed.blocks_per_head = std::max<std::int64_t>(packed.blocks_per_head, together);
     }
     take(packed.blocks, base, heads * packed.blocks_per_head * block_bytes);

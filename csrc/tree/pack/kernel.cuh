@@ -151,19 +151,19 @@ __global__ void __launch_bounds__(kThreads) tree_pack_kernel(const __grid_consta
   std::int64_t v_row = 0;
   if (args.sequences != nullptr) {
     std::int32_t const own = sequence_at(args.sequence_count, parent, [&](std::int32_t i) {
-      return sequence_blocks(args.sequences[i].key, i, args.layer, together, args.log2_from);
+      return sequence_blocks(args.sequences[i].before, i, args.layer, together, args.log2_from);
     });
     Sequence const sequence = args.sequences[own];
     int const shift = kLog2Siblings * args.layer;
     N = min(N, (sequence.keys + (std::int64_t(1) << shift) - 1) >> shift);
-    parent -= sequence_blocks(sequence.key, own, args.layer, together, args.log2_from);
+    parent -= sequence_blocks(sequence.before, own, args.layer, together, args.log2_from);
     // Tiles are read as a whole, but at the bottom without the blocks that do not exist (sm90/htree_fwd/producer.cuh).
     int const whole = args.layer == 0 ? 1 : together;
     if (parent < 0 || parent / whole * whole * kSiblings >= N || !has_room(sequence, args.log2_from)) return;
     h = bh;
     b = own;
-    k_row = args.k.first_row(sequence.key, own);
-    v_row = args.v.first_row(sequence.key, own);
+    k_row = args.k.first_row(sequence, own);
+    v_row = args.v.first_row(sequence, own);
   }
   std::int64_t const first = parent * kSiblings;
   int const children = static_cast<int>(min(N - first, static_cast<std::int64_t>(kSiblings)));

@@ -133,14 +133,16 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
   if (several) {
     int const shift = args.log2_r * (args.first + 1) + args.log2_nodes;
     auto const begin = [&](std::int32_t i) {
-      std::int64_t const key = args.sequences[i].key;
-      return (key >> shift) + sequences_with_room(key, i, args.log2_from[1]);
+      std::int64_t const before = args.sequences[i].before;
+      return (before >> shift) + sequences_with_room(before, i, args.log2_from[1]);
     };
     own = sequence_at(args.sequence_count, tile, begin);
     sequence = args.sequences[own];
     tile -= begin(own);
     if (tile < 0 || !has_room(sequence, args.log2_from[1])) return;  // no tile of any sequence; the CTA's threads agree
-    std::int64_t const row = args.first > 0 ? sequence_nodes(sequence.key, own, args.first, args.log2_from[0]) : args.packed ? sequence.key : 0;
+    std::int64_t const row = args.first > 0 ? sequence_nodes(sequence.before, own, args.first, args.log2_from[0])
+                             : args.packed  ? sequence.key
+                                            : 0;
     in += (args.first > 0 || args.packed ? 0 : own) * job.stride_b + row * job.stride_t;
   }
   auto const nodes = [&](int layer) -> std::int64_t {
@@ -149,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksPerSM)
     return (sequence.keys + (std::int64_t(1) << shift) - 1) >> shift;
   };
   auto const tree_node = [&](int layer) -> std::int64_t {
-    return args.tree_node[layer] + (several ? sequence_nodes(sequence.key, own, args.first + layer, args.log2_from[layer]) : 0);
+    return args.tree_node[layer] + (several ? sequence_nodes(sequence.before, own, args.first + layer, args.log2_from[layer]) : 0);
   };
   Access<Config>* above = reinterpret_cast<Access<Config>*>(shared_bytes);
 

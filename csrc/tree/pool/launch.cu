@@ -21,6 +21,9 @@ struct Tree {
   std::int64_t M;
 };
 
+// With how many sequences the room of a layer above the bottom is counted.
+std::int64_t with_room(TreePoolParams const& p) { return p.packed ? p.total_k : p.sequence_count; }
+
 Tree make_tree(TreePoolParams const& p) {
   if (p.B < 0 || p.T < 1 || p.H_kv < 1 || p.k.dim < 1 || p.v.dim < 1) {
     reject("B >= 0 and T, H_kv, K, V >= 1 are required, got B " + std::to_string(p.B) + ", T " + std::to_string(p.T) +
@@ -36,7 +39,7 @@ Tree make_tree(TreePoolParams const& p) {
   for (int l = 1; l < p.layers; ++l) {
     tree.N[l] = ceil_div(tree.N[l - 1], r);
     tree.begin[l] = tree.M;
-    tree.M += p.sequences == nullptr ? tree.N[l] : sequence_nodes(p.total_k, p.sequence_count, l, log2_room_from(l, p.top_k));
+    tree.M += p.sequences == nullptr ? tree.N[l] : sequence_nodes(p.total_k, with_room(p), l, log2_room_from(l, p.top_k));
   }
   return tree;
 }
@@ -87,7 +90,7 @@ int launch_layers(TreePoolParams const& p, Tree const& tree, TreePoolTensor cons
     args.packed = p.packed;
     for (int l = 0; l <= fused; ++l) args.log2_from[l] = log2_room_from(first + l, p.top_k);
     args.tiles = (p.total_k >> (log2_r * (first + 1) + log2_nodes)) +
-                 sequences_with_room(p.total_k, p.sequence_count, args.log2_from[1]);
+                 sequences_with_room(p.total_k, with_room(p), args.log2_from[1]);
     args.tiles = std::max<std::int64_t>(args.tiles, 1);
   }
 

@@ -20,6 +20,8 @@ using namespace device;
 inline constexpr int kThreads = 1024;
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kFillThreads = 256;
+inline constexpr int kLog2TileTokens = 6;
+static_assert(1 << kLog2TileTokens == kTileBlocks * kSiblings);
 
 // Inclusive scan over the CTA; every thread calls it. `scratch` may be used again behind the next call.
 template <class Combine>
@@ -42,34 +44,53 @@ __device__ __forceinline__ std::int64_t clamp(std::int64_t x, std::int64_t low, 
   return x < low ? low : x > high ? high : x;
 }
 
+// What is before the sequences of a round, and behind them.
+struct Totals {
+  std::int64_t q;      // of a pack: the largest entry so far
+  std::int64_t k;
+  std::int64_t tiles;
+  std::int64_t early;
+  std::int64_t bottom;
+  std::int64_t taken;  // sequences of the part
+  bool open;           // whether there was room for all of the round
+};
+
 static __global__ void __launch_bounds__(kThreads) sequences_kernel(const __grid_constant__ Args args) {
   wait_for_previous_grid();
-  __shared__ std::int64_t scratch[5][kWarps];
-  __shared__ std::int64_t totals[5];
+  __shared__ std::int64_t scratch[6][kWarps];
+  __shared__ Totals totals;
+  __shared__ std::int64_t origin_k;  // the first token of the part
   SequencesParams const& lengths = args.lengths;
   bool const packed = lengths.cu_seqlens_k != nullptr;
   auto const largest = [](std::int64_t a, std::int64_t b) { return a < b ? b : a; };
   auto const sum = [](std::int64_t a, std::int64_t b) { return a + b; };
-  std::int64_t carry_q = 0;  // of a pack: the largest entry so far
-  std::int64_t carry_k = 0;
-  std::int64_t tiles = 0;
-  std::int64_t early_tiles = 0;
-  std::int64_t bottom_tiles = 0;
-  for (std::int64_t base = 0; base < lengths.count; base += kThreads) {
-    std::int64_t const i = base + threadIdx.x;
-    bool const exists = i < lengths.count;
+  bool const later_part = packed && lengths.part > 0;
+  std::int64_t const first = later_part ? args.part->next : 0;
+  std::int64_t const all = packed ? lengths.all_count : lengths.count;
+  Totals before = {later_part ? args.part->q_end : 0, later_part ? args.part->k_end : 0, 0, 0, 0, 0, true};
+  std::int64_t const q_begin = before.q;
+  std::int64_t const k_begin = before.k;
+  while (before.open && first + before.taken < all) {
+    std::int64_t const i = before.taken + threadIdx.x;  // in the part
+    bool const given = first + i < all;
+    bool exists = given && i < lengths.count;
     std::int64_t first_q = 0, used_q = 0, key = 0, keys = 0, start = 0;
     if (packed) {
-      std::int64_t const q = exists ? clamp(lengths.cu_seqlens_q[i], 0, lengths.total_q) : 0;
-      std::int64_t const k = exists ? clamp(lengths.cu_seqlens_k[i], 0, lengths.total_k) : 0;
-      first_q = largest(carry_q, scan(q, scratch[0], largest));
-      key = largest(carry_k, scan(k, scratch[1], largest));
-      if (exists) {
-        used_q = clamp(clamp(lengths.cu_seqlens_q[i + 1], 0, lengths.total_q) - first_q, 0, args.max_q);
-        keys = clamp(clamp(lengths.cu_seqlens_k[i + 1], 0, lengths.total_k) - key, 0, args.max_k);
+      std::int32_t const* const cu_q = lengths.cu_seqlens_q + first + i;
+      std::int32_t const* const cu_k = lengths.cu_seqlens_k + first + i;
+      std::int64_t const q = given ? clamp(cu_q[0], 0, lengths.total_q) : 0;
+      std::int64_t const k = given ? clamp(cu_k[0], 0, lengths.total_k) : 0;
+      first_q = largest(before.q, scan(q, scratch[0], largest));
+      key = largest(before.k, scan(k, scratch[1], largest));
+      if (given) {
+        used_q = clamp(clamp(cu_q[1], 0, lengths.total_q) - first_q, 0, args.max_q);
+        keys = clamp(clamp(cu_k[1], 0, lengths.total_k) - key, 0, args.max_k);
       }
       start = keys - used_q;
-      if (threadIdx.x == kThreads - 1) totals[0] = first_q, totals[1] = key;
+      if (i == 0) origin_k = key;
+      __syncthreads();
+      // Where a sequence behind this one would begin. It grows with i, so that the sequences with room come first.
+      exists = exists && ((key - origin_k + keys) >> kLog2TileTokens) + i + 1 <= args.tile_room;
     } else if (exists) {
       used_q = lengths.seqused_q == nullptr ? args.max_q : clamp(lengths.seqused_q[i], 0, args.max_q);
       keys = lengths.seqused_k == nullptr ? args.max_k : clamp(lengths.seqused_k[i], 0, args.max_k);
@@ -81,23 +102,26 @@ static __global__ void __launch_bounds__(kThreads) sequences_kernel(const __grid
         start = clamp(given, -(1ll << 32), 1ll << 32);
       }
     }
+    if (!exists) used_q = keys = 0;
     std::int64_t const missing = clamp(-start, 0, used_q);  // queries before the first key
     std::int64_t const end = keys - start < used_q ? keys - start : used_q;
     std::int64_t const count = end > missing ? end - missing : 0;
     std::int64_t const together = args.tile_queries * args.round;
-    std::int64_t const all = (count + together - 1) / together * args.round;
-    std::int64_t const before = clamp(args.early_end - start - missing, 0, count);  // queries
-    std::int64_t const early = before == count ? all : before / together * args.round;
-    std::int64_t const bottom = (before + together - 1) / together * args.round;
-    std::int64_t const own = all - early;
-    std::int64_t const behind = tiles + scan(own, scratch[2], sum);
-    std::int64_t const early_behind = early_tiles + scan(early, scratch[3], sum);
-    std::int64_t const bottom_behind = bottom_tiles + scan(bottom, scratch[4], sum);
-    if (threadIdx.x == kThreads - 1) totals[2] = behind, totals[3] = early_behind, totals[4] = bottom_behind;
+    std::int64_t const tiles = (count + together - 1) / together * args.round;
+    std::int64_t const early_queries = clamp(args.early_end - start - missing, 0, count);
+    std::int64_t const early = early_queries == count ? tiles : early_queries / together * args.round;
+    std::int64_t const bottom = (early_queries + together - 1) / together * args.round;
+    std::int64_t const own = tiles - early;
+    std::int64_t const behind = before.tiles + scan(own, scratch[2], sum);
+    std::int64_t const early_behind = before.early + scan(early, scratch[3], sum);
+    std::int64_t const bottom_behind = before.bottom + scan(bottom, scratch[4], sum);
     if (exists) {
       std::int64_t const row = first_q + missing;
-      args.sequences[i] = {static_cast<std::int32_t>(key),   static_cast<std::int32_t>(keys),
-                           static_cast<std::int32_t>(row),   static_cast<std::int32_t>(count),
+      args.sequences[i] = {static_cast<std::int32_t>(key),
+                           static_cast<std::int32_t>(packed ? key - origin_k : key),
+                           static_cast<std::int32_t>(keys),
+                           static_cast<std::int32_t>(row),
+                           static_cast<std::int32_t>(count),
                            static_cast<std::int32_t>(count > 0 ? start + missing : 0),
                            static_cast<std::int32_t>(behind - own)};
       if (args.early != nullptr) {
@@ -105,23 +129,35 @@ static __global__ void __launch_bounds__(kThreads) sequences_kernel(const __grid
                          static_cast<std::int32_t>(bottom_behind - bottom)};
       }
     }
+    // The first thread without a sequence has what is before the next part; where all have one, the last has it.
+    std::int64_t const taken = before.taken + scan(exists ? 1 : 0, scratch[5], sum);
+    bool const last = exists ? threadIdx.x == kThreads - 1 : taken == i;
+    if (last) totals = {first_q, key, behind, early_behind, bottom_behind, taken, exists};
     __syncthreads();
-    if (packed) carry_q = totals[0], carry_k = totals[1];
-    tiles = totals[2];
-    early_tiles = totals[3];
-    bottom_tiles = totals[4];
-    __syncthreads();
+    before = totals;
   }
-  if (threadIdx.x == 0 && args.late_tiles != nullptr) *args.late_tiles = static_cast<std::int32_t>(tiles);
+  bool const ended = first + before.taken >= all;  // the rows behind the last sequence belong to its part
+  if (ended) before.q = lengths.total_q, before.k = lengths.total_k;
+  for (std::int64_t i = before.taken + threadIdx.x; i < lengths.count; i += kThreads) {
+    args.sequences[i] = {static_cast<std::int32_t>(before.k), static_cast<std::int32_t>(before.taken > 0 ? before.k - origin_k : 0), 0,
+                         static_cast<std::int32_t>(before.q), 0, 0, static_cast<std::int32_t>(before.tiles)};
+    if (args.early != nullptr) {
+      args.early[i] = {0, static_cast<std::int32_t>(before.early), static_cast<std::int32_t>(before.bottom)};
+    }
+  }
+  if (threadIdx.x != 0) return;
+  *args.part = {static_cast<std::int32_t>(first + before.taken), static_cast<std::int32_t>(q_begin), static_cast<std::int32_t>(before.q),
+                static_cast<std::int32_t>(k_begin), static_cast<std::int32_t>(before.k)};
+  if (args.late_tiles != nullptr) *args.late_tiles = static_cast<std::int32_t>(before.tiles);
 }
 
 // The tile that begins with query `first` of a sequence.
 __device__ __forceinline__ TileEntry tile_entry(Sequence const& sequence, std::int32_t own, std::int32_t first) {
-  return {sequence.t + first, sequence.row + first, sequence.key, own * 16 + min(sequence.count - first, kQueryTile)};
+  return {sequence.t + first, sequence.row + first, sequence.before, own * 16 + min(sequence.count - first, kQueryTile)};
 }
 
 __device__ __forceinline__ void store(TileEntry* to, TileEntry const& entry) {
-  *reinterpret_cast<int4*>(to) = {entry.t, entry.row, entry.key, entry.sequence_count};
+  *reinterpret_cast<int4*>(to) = {entry.t, entry.row, entry.before, entry.sequence_count};
 }
 
 __device__ __forceinline__ void fill_bottom_entry(Args const& args, std::int32_t N, std::int64_t place) {
@@ -169,8 +205,7 @@ static __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_
   std::int64_t const row = static_cast<std::int64_t>(blockIdx.x - tile_ctas) * (kFillThreads / 32) + threadIdx.x / 32;
   int const lane = threadIdx.x % 32;
   if (row >= lengths.total_q) return;
-  if (!lengths.first_part && row < lengths.cu_seqlens_q[0]) return;
-  if (!lengths.last_part && row >= lengths.cu_seqlens_q[N]) return;
+  if (lengths.cu_seqlens_q != nullptr && (row < args.part->q_begin || row >= args.part->q_end)) return;
   if (N > 0) {
     bool const packed = lengths.cu_seqlens_k != nullptr;
     std::int32_t const own = packed ? sequence_at(N, row, [&](std::int32_t i) { return args.sequences[i].row; })

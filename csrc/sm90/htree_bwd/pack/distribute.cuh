@@ -31,8 +31,7 @@ __global__ void __launch_bounds__(kThreads) distribute_kernel(const __grid_const
   std::int32_t own = 0;
   bool const several = args.sequences != nullptr;
   if (several) {
-    if (args.first_token != nullptr && t < *args.first_token) return;
-    if (args.end_token != nullptr && t >= *args.end_token) return;
+    if (t < args.part->k_begin || t >= args.part->k_end) return;
     own = sequence_at(args.sequence_count, t, [&](std::int32_t n) { return args.sequences[n].key; });
     sequence = args.sequences[own];
     t -= sequence.key;
@@ -52,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) distribute_kernel(const __grid_const
     if (several && !has_room(sequence, log2_room_from(layer, args.tree.top_k))) continue;  // no query visits its nodes
     std::int64_t const node = t >> (kLog2Siblings * layer);
     std::int64_t const begin =
-        args.begin[layer] + (several ? sequences::first_block(sequence.key, own, layer, args.tree.top_k) * kSiblings : 0);
+        args.begin[layer] + (several ? sequences::first_block(sequence.before, own, layer, args.tree.top_k) * kSiblings : 0);
     float4 const sum = *reinterpret_cast<float4 const*>(sums + (begin + node) * args.dim);
     x.x += sum.x, x.y += sum.y, x.z += sum.z, x.w += sum.w;
     if (layer == 0) break;

@@ -66,16 +66,18 @@ __global__ void __launch_bounds__(kThreads) pack_kv_kernel(const __grid_constant
   if (args.sequences != nullptr) {
     int const together = args.in_tiles ? kTileBlocks : 1;
     std::int32_t const own = sequence_at(args.sequence_count, first / kSiblings, [&](std::int32_t i) {
-      return sequence_blocks(args.sequences[i].key, i, args.layer, together, args.log2_from);
+      return sequence_blocks(args.sequences[i].before, i, args.layer, together, args.log2_from);
     });
     Sequence const sequence = args.sequences[own];
     int const shift = kLog2Siblings * args.layer;
     N = min(N, (sequence.keys + (std::int64_t(1) << shift) - 1) >> shift);
-    first -= sequence_blocks(sequence.key, own, args.layer, together, args.log2_from) * kSiblings;
+    first -= sequence_blocks(sequence.before, own, args.layer, together, args.log2_from) * kSiblings;
     if (first < 0 || first / (together * kSiblings) * (together * kSiblings) >= N) return;
     if (!has_room(sequence, args.log2_from)) return;
     b = args.batch ? own : 0;
-    begin = args.batch ? 0 : args.layer == 0 ? sequence.key : sequence_nodes(sequence.key, own, args.layer, args.log2_from);
+    begin = args.batch        ? 0
+            : args.layer == 0 ? sequence.key
+                              : sequence_nodes(sequence.before, own, args.layer, args.log2_from);
   }
   int const children = static_cast<int>(min(N - first, static_cast<std::int64_t>(kSiblings)));
   // The block has an operand of its own, or 16 rows of each panel of its tile.

@@ -89,8 +89,7 @@ struct Distribute {
   std::int64_t tokens;             // rows of `out` of a head, all batches: B * T, or of a pack
   Sequence const* sequences;       // [sequence_count], or null
   std::int32_t sequence_count;
-  std::int32_t const* first_token; // of a part of a pack that is not the first; else null
-  std::int32_t const* end_token;   // past its last one, where it is not the last part; else null
+  PackPart const* part;  // with `sequences`: the tokens that are written
 };
 
 void distribute(Distribute const& args, DType dtype, cudaStream_t stream);

@@ -163,7 +163,7 @@ __device__ __forceinline__ std::int32_t place_in_owner(ChunkArgs const& args, in
 
 __device__ __forceinline__ Rows rows_of(Sequence const& sequence, std::int32_t own, std::int32_t query, std::int32_t most,
                                         std::int32_t first) {
-  return {sequence.t + query, sequence.row + query, min(sequence.count - query, most), own, sequence.key, first, {}};
+  return {sequence.t + query, sequence.row + query, min(sequence.count - query, most), own, sequence.before, first, {}};
 }
 
 // How many segments of a block's rows are added before one; -1 where none of the segment's rows comes to the block.
@@ -186,8 +186,8 @@ __device__ __forceinline__ EntryWork entry_work(ChunkArgs const& args, int layer
   std::int64_t const width = std::int64_t(1) << (kLog2Siblings * layer);
   return {layer, tile, first, end, segments_before(work, segment, reached, first, end), span.origin, work.begin,
           work.end, static_cast<std::int32_t>((sequence.keys + width - 1) / width),
-          static_cast<std::int32_t>(first_block(sequence.key, own, layer, args.top_k)),
-          static_cast<std::int32_t>(first_tile(sequence.key, own, layer, args.top_k)), end - first};
+          static_cast<std::int32_t>(first_block(sequence.before, own, layer, args.top_k)),
+          static_cast<std::int32_t>(first_tile(sequence.before, own, layer, args.top_k)), end - first};
 }
 
 // The rows of a segment of a selected layer, from the first one on that may visit a block.
@@ -214,7 +214,7 @@ __device__ __forceinline__ SelectedWork selected_work(ChunkArgs const& args, int
   // The last block first, because it belongs to the most recent tokens, which are visited most.
   std::int32_t const block = work.width - 1 - place % work.width;
   SegmentRows const rows(span, work, layer, segment, block);
-  return {layer, static_cast<std::int32_t>(first_block(sequence.key, own, layer, args.top_k)) + block,
+  return {layer, static_cast<std::int32_t>(first_block(sequence.before, own, layer, args.top_k)) + block,
           segments_before(work, segment, rows.reached, rows.begin, rows.end), 0};
 }
 

@@ -20,7 +20,7 @@ struct alignas(16) Rows {
   std::int32_t query;     // its row of q; in a batch within the row of the batch
   std::int32_t count;     // rows that are queries; all other members are 0 where there are none
   std::int32_t sequence;
-  std::int32_t key;       // of the sequence, as Sequence::key
+  std::int32_t before;    // of the sequence, as Sequence::before
   std::int32_t first;     // the first row, of the call (row tiles) or of the chunk
   std::int32_t unused[2];
 };
@@ -104,11 +104,11 @@ struct Tables {
 
 // The sequence's first KV block in a layer, and its first KV tile; of a layer all blocks and tiles, with the total of
 // tokens and the number of sequences.
-__host__ __device__ inline std::int64_t first_block(std::int64_t key, std::int64_t sequence, int layer, int top_k) {
-  return sequence_blocks(key, sequence, layer, 1, log2_room_from(layer, top_k));
+__host__ __device__ inline std::int64_t first_block(std::int64_t before, std::int64_t sequence, int layer, int top_k) {
+  return sequence_blocks(before, sequence, layer, 1, log2_room_from(layer, top_k));
 }
-__host__ __device__ inline std::int64_t first_tile(std::int64_t key, std::int64_t sequence, int layer, int top_k) {
-  return sequence_blocks(key, sequence, layer, kTileBlocks, log2_room_from(layer, top_k)) / kTileBlocks;
+__host__ __device__ inline std::int64_t first_tile(std::int64_t before, std::int64_t sequence, int layer, int top_k) {
+  return sequence_blocks(before, sequence, layer, kTileBlocks, log2_room_from(layer, top_k)) / kTileBlocks;
 }
 static_assert(kTileBlocks == tree::kTileBlocks);
 
