@@ -62,7 +62,6 @@ OTHER_MEANINGS = re.compile(
     r"\bturn(s|ed|ing)? (on|off|out)\b"
     r"|\braise registers\b"  # setmaxnreg.inc
     r"|\bos\.walk\b"
-    r"|\bk in turn\b"  # Order::kInTurn of htree_bwd: one kernel after the other
     r"|\bat (least|most)\b"
 )
 # Files that hold retired words because these are their subject: names in results of earlier builds among them.

@@ -55,6 +55,23 @@ __device__ __forceinline__ uint32_t lane_index() {
   return index;
 }
 
+// Rotates (x, y) by an angle in the threads of a warp where `rotates` holds. Instructions with a predicate, in place: of a
+// branch around plain code the compiler makes copies of what it changes.
+__device__ __forceinline__ void rotate_where(bool rotates, float& x, float& y, float cosine, float sine) {
+  asm("{\n"
+      ".reg .pred p;\n"
+      ".reg .f32 from_x, from_y;\n"
+      "setp.ne.u32 p, %4, 0;\n"
+      "neg.f32 from_y, %1;\n"
+      "mul.rn.f32 from_x, %0, %3;\n"
+      "@p mul.rn.f32 %0, %0, %2;\n"
+      "@p fma.rn.f32 %0, from_y, %3, %0;\n"
+      "@p fma.rn.f32 %1, %1, %2, from_x;\n"
+      "}\n"
+      : "+f"(x), "+f"(y)
+      : "f"(cosine), "f"(sine), "r"(static_cast<uint32_t>(rotates)));
+}
+
 // ---- shared memory addresses and matrices ------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t shared_address(void const* pointer) {

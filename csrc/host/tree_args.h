@@ -25,7 +25,7 @@ inline bool is_packed(ForwardParams const& p) { return has_sequences(p) && p.seq
 inline constexpr std::int64_t kTileTokens = tree::kTileBlocks * tree::kSiblings;
 
 inline std::int64_t bottom_room(ForwardParams const& p) {
-  constexpr std::int64_t kMinRoom = 128;
+  constexpr std::int64_t kMinRoom = 256;
   std::int64_t const eighth = p.sequences.total_k / (8 * kTileTokens);
   return (eighth < kMinRoom ? kMinRoom : eighth) + 1;
 }
@@ -45,8 +45,8 @@ inline std::int64_t parts_of(ForwardParams const& p) {
   std::int64_t const all = own + p.sequences.count;
   if (all <= room) return 1;
   std::int64_t const longest = ceil_div(p.T < p.sequences.total_k ? p.T : p.sequences.total_k, kTileTokens);
-  std::int64_t const by_pairs = 2 * (all / room) + 2;
-  std::int64_t const by_longest = all / (room - longest) + 1;
+  std::int64_t const by_pairs = 2 * (all / room) + 1;
+  std::int64_t const by_longest = ceil_div(all, room - longest);
   return by_pairs < by_longest ? by_pairs : by_longest;
 }
 

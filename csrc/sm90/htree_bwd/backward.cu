@@ -71,15 +71,16 @@ struct Launcher {
     std::copy(std::begin(w.segment_rows), std::end(w.segment_rows), args.segment_rows);
     args.begins = w.stream_begins;
     args.ends = w.stream_ends;
-    args.gather = w.gather;
+    std::int64_t const at = w.tables_of(chunk);
+    args.gather = w.gather + at * w.gather_ctas;
     args.gather_ctas = w.gather_ctas;
-    args.entry = w.entry;
+    args.entry = w.entry + at * w.entry_room;
     args.entry_room = w.entry_room;
-    args.selected = w.selected;
+    args.selected = w.selected + at * w.selected_room;
     args.selected_room = w.selected_room;
-    args.lists = w.list_work;
+    args.lists = w.list_work + at * w.list_room;
     args.list_room = w.list_room;
-    args.counts = w.counts;
+    args.counts = w.counts + at;
     sequences::describe_chunk(args, stream);
   }
 

@@ -20,7 +20,7 @@ enum class Calls { kAll, kHandingOver, kOthers };
 
 // When a kernel runs: after the one before and before the next one; likewise, but only where some query of the chunk has
 // selected layers; or beside that one.
-enum class Order { kInTurn, kOnlySelected, kBesideSelected };
+enum class Order { kSequential, kOnlySelected, kBesideSelected };
 
 struct Rule {
   Kernel kernel;
@@ -41,7 +41,7 @@ struct Rule {
 // and writes the result. dq_gather reads dS that dkdv_selected has left. What is beside dkdv_selected needs nothing of it and
 // runs at the same time, on a second stream: each fills the SMs that the end of the other leaves idle.
 inline constexpr Rule kRules[] = {
-    {Kernel::kDkDvEntry, "dkdv_entry", Ctas::kPersistent, Order::kInTurn, Calls::kAll, "2 x 64 nodes by 64 heads of 4, 8 or 16 queries, WGMMA 64 x 64",
+    {Kernel::kDkDvEntry, "dkdv_entry", Ctas::kPersistent, Order::kSequential, Calls::kAll, "2 x 64 nodes by 64 heads of 4, 8 or 16 queries, WGMMA 64 x 64",
      "in their entry layer all queries visit the same KV blocks"},
     {Kernel::kDkDvSelected, "dkdv_selected", Ctas::kPersistent, Order::kOnlySelected, Calls::kAll,
      "8 KV blocks, a warp each, by one query, two or four of groups of 8 and 4 heads, m16n8k16",
@@ -51,7 +51,7 @@ inline constexpr Rule kRules[] = {
     {Kernel::kDqSelected, "dq_selected", Ctas::kQueries, Order::kBesideSelected, Calls::kOthers,
      "8 queries, a warp each, by one KV block, m16n8k16",
      "every query visits KV blocks of its own; writes dq of both layer kinds"},
-    {Kernel::kDqGather, "dq_gather", Ctas::kGather, Order::kInTurn, Calls::kHandingOver,
+    {Kernel::kDqGather, "dq_gather", Ctas::kGather, Order::kSequential, Calls::kHandingOver,
      "10 warps of 2 or 4 queries by one KV block, m16n8k16",
      "groups of at most 8 heads, bf16: dS comes from dkdv_selected; writes dq of both layer kinds"},
 };

@@ -45,7 +45,7 @@ struct GatherRing {
         barriers{notes + Cfg::kStages * Cfg::kNoteBytes, notes + Cfg::kStages * (Cfg::kNoteBytes + 8)} {}
 
   __device__ uint32_t stage(uint32_t i) const { return stages + i * Cfg::kStageBytes; }
-  // A note: eight bytes of query mask for each of the four slots, then the layer.
+  // A note: four bytes of query mask for each of the four slots, the same of the queries from 32 on, then the layer.
   __device__ uint32_t note(uint32_t i) const { return notes + i * Cfg::kNoteBytes; }
 };
 
@@ -198,7 +198,10 @@ private:
     uint4 entry{};
     if (lane_ < count) entry = ptx::load_shared_16B(entry_at(first + lane_));
     uint32_t const note = ring_.note(at_.slot);
-    if (lane_ < Cfg::kStageSlots) ptx::store_shared_8B(note + 8 * lane_, {entry.x, entry.y});
+    if (lane_ < Cfg::kStageSlots) {
+      ptx::store_shared_4B(note + 4 * lane_, entry.x);
+      ptx::store_shared_4B(note + 16 + 4 * lane_, entry.y);
+    }
     if (lane_ == 0) ptx::store_shared_4B(note + 32, static_cast<uint32_t>(layer));
     __syncwarp();
     uint32_t const full = ring_.barriers.full_at(at_.slot);
@@ -238,7 +241,8 @@ public:
         lane_(threadIdx.x % 32),
         g_(lane_ / 4),
         tq_(lane_ % 4),
-        ds_ring_(ring.ds + (warp * 2 * kSlots * 32 + lane_) * 16) {
+        ds_ring_(ring.ds + (warp * 2 * kSlots * 32 + lane_) * 16),
+        rows_(ldmatrix_offset<false>(lane_, 2 * kK)) {
 #pragma unroll
     for (int lo = 0; lo < kHalf; ++lo) {
 #pragma unroll
@@ -250,28 +254,39 @@ public:
 
   __device__ void run(GatherRing<Cfg> const& ring) {
     RingPosition<Cfg::kStages> at;
-    int current = kMaxLayers;
-    for (;;) {
-      ring.barriers.wait_full(at, "dq_gather consumer: full");
-      uint32_t const note = ring.note(at.slot);
-      int const layer = static_cast<int>(ptx::load_shared_4B(note + 32));
-      if (layer < 0) break;
-      if (layer != current) begin(layer);
-      current = layer;
-      uint32_t own = own_visits(note);
+    int layer = layer_of(ring, at);
+    while (layer >= 0) {
+      begin(layer);
+      int next;
 #pragma unroll 1
-      while (own != 0) {
-        int const slot = (__ffs(own) - 1) / 4;
-        add_block(ring.stage(at.slot) + slot * Cfg::kBlockBytes, own >> (4 * slot) & 0xfu);
-        own &= ~(0xfu << (4 * slot));
-      }
-      barriers::release(ring.barriers.empty_at(at.slot));
-      at = at.ahead(1);
+      do {
+        add_stage(ring, at);
+        barriers::release(ring.barriers.empty_at(at.slot));
+        at = at.ahead(1);
+        next = layer_of(ring, at);
+      } while (next == layer);
+      layer = next;
     }
     finish();
   }
 
 private:
+  // The layer of the next stage, once it is there; negative behind the last one.
+  __device__ __forceinline__ int layer_of(GatherRing<Cfg> const& ring, RingPosition<Cfg::kStages> at) const {
+    ring.barriers.wait_full(at, "dq_gather consumer: full");
+    return static_cast<int>(ptx::load_shared_4B(ring.note(at.slot) + 32));
+  }
+
+  __device__ __forceinline__ void add_stage(GatherRing<Cfg> const& ring, RingPosition<Cfg::kStages> at) {
+    uint32_t own = own_visits(ring.note(at.slot));
+#pragma unroll 1
+    while (own != 0) {
+      uint32_t const bit = static_cast<uint32_t>(__ffs(own) - 1) & ~3u;
+      add_block(ring.stage(at.slot) + bit * (Cfg::kBlockBytes / 4), own >> bit & 0xfu);
+      own &= ~(0xfu << bit);
+    }
+  }
+
   // The row of a query of the warp, and the queries of the columns 2 tq and 2 tq + 1 and of column g of a tile.
   __device__ __forceinline__ int row_of(int query) const { return cta_.first + warp_ * kQueries + query; }
   __device__ __forceinline__ int query_of_columns(int tile) const { return kHeads == 4 ? 2 * tile + tq_ / 2 : tile; }
@@ -280,10 +295,8 @@ private:
   // Bit 4 j + i: query i of the warp visits the block in slot j.
   __device__ __forceinline__ uint32_t own_visits(uint32_t note) const {
     int const bit = warp_ * kQueries;
-    uint4 const a = ptx::load_shared_16B(note);
-    uint4 const b = ptx::load_shared_16B(note + 16);
-    uint32_t const words[Cfg::kStageSlots] = {bit < 32 ? a.x : a.y, bit < 32 ? a.z : a.w, bit < 32 ? b.x : b.y,
-                                              bit < 32 ? b.z : b.w};
+    uint4 const x = ptx::load_shared_16B(note + bit / 32 * 16);
+    uint32_t const words[Cfg::kStageSlots] = {x.x, x.y, x.z, x.w};
     uint32_t own = 0;
 #pragma unroll
     for (int slot = 0; slot < Cfg::kStageSlots; ++slot) {
@@ -299,29 +312,37 @@ private:
 #pragma unroll
     for (int lo = 0; lo < kHalf; ++lo) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) rotate_rows<kBack>(tile, lo, i, __ldg(rotations + 16 * lo + 8 * i));
+      for (int i = 0; i < 2; ++i) rotate_rows<kBack>(true, tile, lo, i, __ldg(rotations + 16 * lo + 8 * i));
     }
   }
 
   template <bool kBack>
-  __device__ __forceinline__ void rotate_rows(int tile, int lo, int i, float2 rotation) {
-    float const sine = kBack ? -rotation.y : rotation.y;
+  __device__ __forceinline__ void rotate_rows(bool rotates, int tile, int lo, int i, float2 rotation) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       float& x = sums_[tile][lo][2 * i + e];
       float& y = sums_[tile][lo + kHalf][2 * i + e];
-      float const before = x;
-      x = fmaf(-y, sine, x * rotation.x);
-      y = fmaf(before, sine, y * rotation.x);
+      if constexpr (kBack) {
+        ptx::rotate_where(rotates, y, x, rotation.x, rotation.y);
+      } else {
+        ptx::rotate_where(rotates, x, y, rotation.x, rotation.y);
+      }
     }
   }
 
-  __device__ __forceinline__ void step_back(int tile) {
+  __device__ __forceinline__ void step_back(bool steps, int tile) {
 #pragma unroll
     for (int lo = 0; lo < kHalf; ++lo) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) rotate_rows<true>(tile, lo, i, step_[lo][i]);
+      for (int i = 0; i < 2; ++i) rotate_rows<true>(steps, tile, lo, i, step_[lo][i]);
     }
+  }
+
+  // Rotates the sums of a tile's columns from the frame of the last block back to that of their own query. What the query
+  // has taken of its places says how many blocks there were.
+  __device__ __forceinline__ void rotate_to_origin(int tile) {
+    uint32_t const left = __shfl_sync(kFullWarp, places_left_[tile], 4 * (2 * tq_));
+    if (last_[tile] >= 0) rotate<true>(tile, last_[tile] + kSiblings * (1 - args_.tree.top_k + static_cast<int>(left)));
   }
 
   // A layer begins. Sums of the layers before go to the frame that a block of rank -1 would have.
@@ -329,14 +350,13 @@ private:
     ptx::copy_async_wait<0>();
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      rotate<true>(tile, position_[tile]);
-      position_[tile] = 0;
+      rotate_to_origin(tile);
+      last_[tile] = -1;
       int const row = row_of(query_of_columns(tile));
       if (selects(row, layer)) {
-        position_[tile] = candidates_in_selected(cta_.position(args_, row), layer, args_.tree.top_k) - 1;
-        rotate<false>(tile, position_[tile]);
+        last_[tile] = candidates_in_selected(cta_.position(args_, row), layer, args_.tree.top_k) - 1;
+        rotate<false>(tile, last_[tile]);
         rotate<false>(tile, kSiblings);
-        position_[tile] += kSiblings;
       }
       int const row_g = row_of(query_of_column_g(tile));
       places_left_[tile] = 0;
@@ -345,7 +365,7 @@ private:
         of_row_[tile] = args_.ds[layer] + rows * (args_.tree.top_k / 2) * kTwoPlaces + (g_ % kHeads * 4 + tq_) * 16;
         places_left_[tile] = args_.tree.top_k;
 #pragma unroll
-        for (int i = 1; i < kSlots; ++i) fetch(tile, args_.tree.top_k / 2 - i);
+        for (uint32_t i = 1; i < kSlots; ++i) fetch(tile, args_.tree.top_k / 2 - i);
       }
     }
     ptx::copy_async_commit();
@@ -356,44 +376,43 @@ private:
     return row < cta_.end(args_) && layer < entry_layer(cta_.position(args_, row), args_.tree.top_k);
   }
 
-  __device__ __forceinline__ uint32_t ds_slot(int tile, int two) const {
-    return ds_ring_ + (tile * kSlots + two % kSlots) * (32 * 16);
+  __device__ __forceinline__ uint32_t ds_slot(int tile, uint32_t two) const {
+    return ds_ring_ + tile * kSlots * (32 * 16) + two % kSlots * (32 * 16);
   }
 
   // Copies dS of two places of column g's query to this thread's ring; a row has at least 16 places.
-  __device__ __forceinline__ void fetch(int tile, int two) {
-    if (two >= 0) ptx::copy_async_16B(ds_slot(tile, two), of_row_[tile] + static_cast<std::int64_t>(two) * kTwoPlaces, 0);
+  __device__ __forceinline__ void fetch(int tile, uint32_t two) {
+    ptx::copy_async_16B(ds_slot(tile, two), of_row_[tile] + two * kTwoPlaces, 0);
   }
 
   // dS of the next block of column g's query. With its first place of two the slot that was used before is filled: so
   // what is fetched waits for 2 (kSlots - 1) - 1 blocks of that query at least, and a group is committed each time.
   __device__ __forceinline__ uint2 take_ds(int tile) {
-    int const place = --places_left_[tile];
-    if (place % 2 != 0) fetch(tile, place / 2 - (kSlots - 1));
+    uint32_t const place = --places_left_[tile];
+    if (place % 2 != 0 && place / 2 >= kSlots - 1) fetch(tile, place / 2 - (kSlots - 1));
     float2 const words = ptx::load_shared_8B(ds_slot(tile, place / 2) + place % 2 * 8);
     return {__float_as_uint(words.x), __float_as_uint(words.y)};
   }
 
   __device__ __forceinline__ void add_block(uint32_t slot, uint32_t visits) {
-    StepAddresses const rows(slot + ldmatrix_offset<false>(lane_, 2 * kK));
     bool const some[2] = {(visits & kVisitsOfTile) != 0, (visits >> kTileQueriesHere & kVisitsOfTile) != 0};
     uint2 ds[2] = {};
     ptx::copy_async_wait<2 * (kSlots - 1) - 2>();
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       // A list that no forward wrote may visit more blocks than there are places.
-      if ((visits >> query_of_column_g(tile) & 1u) && places_left_[tile] > 0) ds[tile] = take_ds(tile);
-      if (visits >> query_of_columns(tile) & 1u) {
-        step_back(tile);
-        position_[tile] -= kSiblings;
-      }
+      if ((visits >> query_of_column_g(tile) & 1u) && places_left_[tile] != 0) ds[tile] = take_ds(tile);
+    }
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      if (some[tile]) step_back(visits >> query_of_columns(tile) & 1u, tile);
     }
     ptx::copy_async_commit();
     __syncwarp();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       uint32_t keys[4];
-      ptx::load_matrix_x4_transposed(keys, rows[step]);
+      ptx::load_matrix_x4_transposed(keys, slot + rows_[step]);
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
         if (some[tile]) ptx::mma_bf16(sums_[tile][step], keys, ds[tile].x, ds[tile].y);
@@ -406,7 +425,7 @@ private:
     std::int64_t const bh = args_.chunk.first_head + cta_.head;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      rotate<true>(tile, position_[tile]);
+      rotate_to_origin(tile);
       int const row = row_of(query_of_columns(tile));
       int const head = (8 * tile + 2 * tq_) % kHeads;
       std::int64_t const entry = static_cast<std::int64_t>(cta_.head) * args_.chunk.rows + min(row, args_.chunk.rows - 1);
@@ -444,10 +463,11 @@ private:
   int const tq_;
   float2 step_[kHalf][2];         // the rotation by 16 positions
   float sums_[2][kSteps][4];
-  int position_[2] = {};          // of the frame of the sums: of the query of the columns, as the last block sees it
+  int last_[2] = {-1, -1};        // the last candidate of the query of the columns, in the layer at hand; negative: none
   uint32_t const ds_ring_;        // shared address of this thread's part
   char const* of_row_[2] = {};    // dS of the query of column g, in the layer at hand
-  int places_left_[2] = {};       // of that query
+  uint32_t places_left_[2] = {};  // of that query
+  StepAddresses const rows_;      // of a block's columns, as offsets
 };
 
 template <class Cfg>

@@ -18,7 +18,15 @@ inline sequences::Tables tables(Workspace const& w, Chunk const& chunk) {
   int log2_row_tile = 0;
   while (1 << log2_row_tile < w.row_tile) ++log2_row_tile;
   sequences::Rows const* const own = w.row_tiles == nullptr ? nullptr : w.row_tiles + chunk.first_query / w.row_tile;
-  return {own, log2_row_tile, w.gather, w.gather_ctas, w.entry, w.selected, w.list_work, w.counts};
+  std::int64_t const at = w.tables_of(chunk);
+  return {own,
+          log2_row_tile,
+          w.gather + at * w.gather_ctas,
+          w.gather_ctas,
+          w.entry + at * w.entry_room,
+          w.selected + at * w.selected_room,
+          w.list_work + at * w.list_room,
+          w.counts + at};
 }
 
 // What the matrix kernels of a chunk work on, pointers of the call left out.
@@ -91,7 +99,7 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
 // behind the first and which the first waits for.
 template <class Sink>
 void schedule_chunk(Workspace const& w, Chunk const& chunk, Sink& sink) {
-  if (w.sequences_given) sink.describe_chunk(chunk);
+  if (w.sequences_given && !w.has_tables(chunk)) sink.describe_chunk(chunk);
   sink.pack_queries(chunk);
   sink.build_index(chunk);
   Args const args = chunk_args(w, chunk);
@@ -101,7 +109,7 @@ void schedule_chunk(Workspace const& w, Chunk const& chunk, Sink& sink) {
     bool const selected = rule.order == Order::kOnlySelected;
     if (!rule.runs_for(w.hands_over_ds) || (selected && args.items == 0)) continue;
     if (selected) sink.fork();
-    if (forked && rule.order == Order::kInTurn) sink.join();
+    if (forked && rule.order == Order::kSequential) sink.join();
     forked = selected || (forked && rule.order == Order::kBesideSelected);
     sink.multiply(rule, args);
     auto const apart = [](EntrySegments const& segments) { return segments.sums_apart; };
@@ -115,7 +123,7 @@ void schedule_chunk(Workspace const& w, Chunk const& chunk, Sink& sink) {
 template <class Sink>
 void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
   if (w.sequences_given) sink.describe_sequences();
-  sink.make_rotations();
+  if (p.sequences.part == 0) sink.make_rotations();  // the same for all parts of a pack
   if (w.tree.layers > 1) sink.pool();
   for (std::int64_t head = 0; head < w.all_heads; head += w.heads) {
     int const heads = static_cast<int>(std::min(w.heads, w.all_heads - head));

@@ -28,6 +28,8 @@ constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
 // With sequences of different lengths rows of short ones have the room of long ones, and a chunk of few long rows leaves
 // SMs idle.
 constexpr std::int64_t kMaxSequencesChunkBytes = std::int64_t(512) << 20;
+// What the tables of work take. Where those of all chunks have room, they serve every head.
+constexpr std::int64_t kTablesBytes = std::int64_t(24) << 20;
 // Rows that the dq kernels compute at once on 132 SMs, eight in a CTA: 3.3 rounds of CTAs take the time of four. The
 // number is the same on any device, since sums are cut where a chunk ends.
 constexpr std::int64_t kRoundRows = 132 * 8;
@@ -92,6 +94,7 @@ struct Workspace {
   std::int64_t entry_room = 0;
   std::int64_t selected_room = 0;
   std::int64_t list_room = 0;
+  std::int64_t table_chunks = 0;             // chunks whose tables of work there is room for
   std::int64_t items_apart = 0;              // of a chunk, at most: places of entry_sums
   std::int64_t bytes = 0;
 
@@ -226,6 +229,12 @@ struct Workspace {
 
   std::int64_t chunks() const { return ceil_div(all_rows, rows); }
 
+  // Which tables of work a chunk has, and whether they are there already, from heads before.
+  std::int64_t tables_of(Chunk const& chunk) const {
+    return chunks() <= table_chunks ? chunk.first_query / rows : 0;
+  }
+  bool has_tables(Chunk const& chunk) const { return chunk.first_head > 0 && chunks() <= table_chunks; }
+
   // Rows of the first chunk: those that whole chunks leave over. Where the call begins with its sequence, it has the
   // least work.
   std::int64_t first_rows() const { return sequences_given ? rows : (all_rows - 1) % rows + 1; }
@@ -311,11 +320,17 @@ private:
     gather_ctas = hands_over_ds ? static_cast<int>(rows / gather_rows + in_chunk) : 0;
     place(sequences, base, count);
     place(row_tiles, base, chunks() * (rows / row_tile));
-    place(gather, base, gather_ctas);
-    place(entry, base, entry_room);
-    place(selected, base, selected_room);
-    place(list_work, base, list_room);
-    place(counts, base, 1);
+    std::int64_t const chunk_bytes = gather_ctas * std::int64_t(sizeof(sequences::Rows)) +
+                                     entry_room * std::int64_t(sizeof(sequences::EntryWork)) +
+                                     selected_room * std::int64_t(sizeof(sequences::SelectedWork)) +
+                                     list_room * std::int64_t(sizeof(sequences::ListWork)) +
+                                     std::int64_t(sizeof(sequences::Counts));
+    table_chunks = std::max(kTablesBytes / chunk_bytes, std::int64_t(1));
+    place(gather, base, table_chunks * gather_ctas);
+    place(entry, base, table_chunks * entry_room);
+    place(selected, base, table_chunks * selected_room);
+    place(list_work, base, table_chunks * list_room);
+    place(counts, base, table_chunks);
     place(stream_begins, base, sequences::streams_of(max_entry) * count);
     place(stream_ends, base, sequences::kStreams + 2);
   }

@@ -144,7 +144,7 @@ void name_selection(Workspace const& w, Chunk const& chunk, Sink& sink) {
 template <class Sink>
 void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
   if (has_sequences(p)) sink.describe_sequences();
-  sink.make_rotations();
+  if (p.sequences.part == 0) sink.make_rotations();  // the same for all parts of a pack
   if (w.layers > 1) sink.pool();
   for (int l = 0; l < w.layers; ++l) {
     for (LayerKind kind : {LayerKind::kEntry, LayerKind::kHalfSelected, LayerKind::kSelected}) {

@@ -30,8 +30,8 @@ class HTreeCacheLayer(CacheLayerMixin):
         tables: the tables of rotations, shared by the layers of a cache.
 
     Raises:
-        ValueError: from `crop`, tokens_to_remove is positive; from `update`, a layer that is not converted adds to what a
-            converted one has filled.
+        ValueError: from `crop`, tokens_to_remove is positive; from `update`, a layer that is not converted adds to what
+            a converted one has filled.
 
     Notes:
         `update` appends and returns every key and value, as other layers do: the first time what it was given, later
