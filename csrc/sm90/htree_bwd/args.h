@@ -42,6 +42,7 @@ struct Args {
   // ---- entry layers, by tiles ----
   int min_entry;                      // entry layer of the chunk's first query
   int max_entry;                      // entry layer of its last one
+  int gather_rows;                    // of a CTA of dq_gather, at most
   char* query_tiles;                  // [heads, rows / tile_queries, query_tile_bytes]; later dq of the entry layer
   char const* kv_tiles[kMaxLayers];   // [heads, tiles[l], kv_tile_bytes]
   int tiles[kMaxLayers];              // KV tiles of a head, an even number

@@ -11,8 +11,8 @@
 
 namespace htree_cuda::sm90::htree_bwd {
 
-// How many CTAs a kernel has: as many as the device has SMs, or one for every kCtaQueries queries, or for as many as 10
-// warps hold.
+// How many CTAs a kernel has: as many as the device has SMs, or one for every kCtaQueries queries, or for as many as the
+// warps of one hold.
 enum class Ctas { kPersistent, kQueries, kGather };
 
 // Which calls a kernel serves: where dkdv_selected hands dS over, the others, or all.
@@ -52,7 +52,7 @@ inline constexpr Rule kRules[] = {
      "8 queries, a warp each, by one KV block, m16n8k16",
      "every query visits KV blocks of its own; writes dq of both layer kinds"},
     {Kernel::kDqGather, "dq_gather", Ctas::kGather, Order::kSequential, Calls::kHandingOver,
-     "10 warps of 2 or 4 queries by one KV block, m16n8k16",
+     "14 warps of 2 or 15 of 4 queries by one KV block, m16n8k16",
      "groups of at most 8 heads, bf16: dS comes from dkdv_selected; writes dq of both layer kinds"},
 };
 

@@ -60,7 +60,7 @@ struct GatherCta {
   __device__ __forceinline__ explicit GatherCta(Args const& args) {
     // `ctas` counts the CTAs of one head.
     bool const of_sequences = args.sequences.any();
-    int const ctas = of_sequences ? args.sequences.gather_ctas : (args.chunk.rows + Cfg::kRows - 1) / Cfg::kRows;
+    int const ctas = of_sequences ? args.sequences.gather_ctas : (args.chunk.rows + args.gather_rows - 1) / args.gather_rows;
     head = static_cast<int>(blockIdx.x) / ctas;
     int const cta = ctas - 1 - static_cast<int>(blockIdx.x) % ctas;
     rows = nullptr;
@@ -70,13 +70,13 @@ struct GatherCta {
       first = own.first;
       queries = own.count;
     } else {
-      first = cta * Cfg::kRows;
-      queries = min(args.chunk.queries - first, Cfg::kRows);
+      first = cta * args.gather_rows;
+      queries = min(args.chunk.queries - first, args.gather_rows);
     }
   }
 
-  // Past the last row that is a query of the chunk.
-  __device__ __forceinline__ int end(Args const& args) const { return args.sequences.any() ? first + queries : args.chunk.queries; }
+  // Past the last row that is a query of the CTA.
+  __device__ __forceinline__ int end() const { return first + queries; }
 
   __device__ __forceinline__ std::int64_t position(Args const& args, int row) const {
     return args.sequences.any() ? __ldg(&rows->t) + (row - first) : args.chunk.position(row);
@@ -373,7 +373,7 @@ private:
   }
 
   __device__ __forceinline__ bool selects(int row, int layer) const {
-    return row < cta_.end(args_) && layer < entry_layer(cta_.position(args_, row), args_.tree.top_k);
+    return row < cta_.end() && layer < entry_layer(cta_.position(args_, row), args_.tree.top_k);
   }
 
   __device__ __forceinline__ uint32_t ds_slot(int tile, uint32_t two) const {
@@ -434,7 +434,7 @@ private:
       int const head_g = g_ % kHeads;
       std::int64_t const query = cta_.query(args_, bh / args_.H_kv, row_g);
       std::int64_t const out = ((query * args_.H_kv + bh % args_.H_kv) * args_.G + head_g) * kK + 2 * tq_;
-      bool const exists = row_g < cta_.end(args_) && head_g < args_.G;
+      bool const exists = row_g < cta_.end() && head_g < args_.G;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
 #pragma unroll

@@ -87,7 +87,7 @@ public:
     row.launches += 1;
     std::int64_t const pack = kMaxGroupHeads / unit_heads(static_cast<int>(p_.G));  // queries in 16 rows
     std::int64_t const queries = rule.kernel == Kernel::kDqSelected ? kCtaQueries
-                                 : rule.ctas == Ctas::kGather       ? 10 * pack
+                                 : rule.ctas == Ctas::kGather       ? args.gather_rows
                                                                     : kCtaQueries * pack;
     row.ctas += rule.ctas == Ctas::kPersistent ? sms_ : args.chunk.heads * ceil_div(args.chunk.rows, queries);
     row.first_query = sweep.first;

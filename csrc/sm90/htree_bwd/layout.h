@@ -128,6 +128,10 @@ __host__ __device__ constexpr std::int64_t query_bytes(std::int64_t K, std::int6
 // child 8 b + 2 a + c of place 2 i + j at [i][head][a][j][b][c].
 __host__ __device__ constexpr std::int64_t ds_bytes(int heads) { return heads * kSiblings * 2; }
 
+// Warps of a CTA of dq_gather that hold queries, four of groups of 4 heads or two of 8: with the one that copies at most
+// four for each scheduler, and the queries are whole fours.
+__host__ __device__ constexpr int gather_warps(int heads) { return heads == 8 ? 14 : 15; }
+
 // ---- operands of entry layers ------------------------------------------------------------------------------------
 
 // In its entry layer a query visits the KV blocks 0, 1, 2, ..., so that a candidate's position is the index of its

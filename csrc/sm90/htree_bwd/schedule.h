@@ -48,6 +48,7 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
   args.segments_added = w.segments_added;
   args.tile_segments_added = w.tile_segments_added;
   args.query_tiles = w.query_tiles;
+  args.gather_rows = w.gather_rows;
   args.next_tile_item = w.next_tile_item;
   args.entry_sums = w.entry_sums;
   bool const several = w.sequences_given;

@@ -163,7 +163,7 @@ struct DqGatherTraits {
   static constexpr int kQueries = kMaxGroupHeads / kHeads;  // of a warp
 
   // ---- threads and registers ----
-  static constexpr int kConsumers = 10;  // warps, and one that produces: registers are granted to four warps at a time
+  static constexpr int kConsumers = gather_warps(kHeads);  // and one that produces
   static constexpr int kThreads = (kConsumers + 1) * 32;
   static constexpr int kRows = kConsumers * kQueries;  // of a CTA
   static_assert(kRows % 4 == 0 && kRows <= 64, "a query mask has 64 bits, filled by fours");

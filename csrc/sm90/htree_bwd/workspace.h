@@ -33,7 +33,7 @@ constexpr std::int64_t kTablesBytes = std::int64_t(24) << 20;
 // Rows that the dq kernels compute at once on 132 SMs, eight in a CTA: 3.3 rounds of CTAs take the time of four. The
 // number is the same on any device, since sums are cut where a chunk ends.
 constexpr std::int64_t kRoundRows = 132 * 8;
-constexpr std::int64_t kGatherRoundWarps = 132 * 10;  // the same of dq_gather: warps with two or four rows each
+constexpr std::int64_t kRoundCtas = 132;  // and the CTAs of dq_gather
 // In selected layers the rows are split until a layer has so many work items: sixteen for each warp of a large GPU.
 constexpr std::int64_t kBlockItems = 16384;
 constexpr std::int64_t kMinSegmentRows = 256;
@@ -167,7 +167,7 @@ struct Workspace {
     if (heads < 1 || rows < all_rows) {
       heads = std::max<std::int64_t>(heads, 1);
       // A last round of dq_gather that is less than half full takes as long as a full one.
-      std::int64_t const round = kGatherRoundWarps * kMaxGroupHeads / unit;
+      std::int64_t const round = kRoundCtas * gather_rows;
       if (sequences_given) {
         rows = even_rows(p, rows);
       } else if (large && rows > round && rows % round < round / 2) {
@@ -175,6 +175,7 @@ struct Workspace {
       }
     }
     if (!host::is_packed(p)) row_room = rows;
+    even_gather_rows();
     pack = kMaxGroupHeads / unit;
     for (int l = 0; l < tree.layers; ++l) {
       std::int64_t wanted = std::max(kBlockItems / (heads * blocks[l]), ceil_div(rows, kMaxSegmentRows));
@@ -289,6 +290,14 @@ private:
     return round_up(parts(p.sequences.count, most / longest) * longest, kRowStep);
   }
 
+  // As few rows a CTA of dq_gather as its rounds leave, whole fours: the CTAs of a last round that is not full would take
+  // as long as those of the others.
+  void even_gather_rows() {
+    std::int64_t const rounds = ceil_div(heads * ceil_div(rows, std::int64_t(gather_rows)), kRoundCtas);
+    std::int64_t const ctas = std::max<std::int64_t>(rounds * kRoundCtas / heads, 1);
+    gather_rows = static_cast<int>(std::min<std::int64_t>(round_up(ceil_div(rows, ctas), 4), gather_rows));
+  }
+
   // Lists of work have room for what the totals and maxima allow. A sequence has a segment more than its rows fill.
   std::int64_t sequences_in_chunk(ForwardParams const& p) const { return std::min(p.sequences.count, rows / row_tile); }
 
@@ -342,7 +351,7 @@ private:
     std::int64_t const count = p.sequences.count;
     int const pack = kMaxGroupHeads / unit_heads(static_cast<int>(p.G));  // queries
     row_tile = 8 * pack;
-    gather_rows = 10 * pack;
+    gather_rows = gather_warps(kMaxGroupHeads / pack) * pack;
     all_heads = (several ? 1 : p.B) * p.H_kv;
     all_rows = p.T_q;
     if (several) {
