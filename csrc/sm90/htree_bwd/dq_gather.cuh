@@ -242,7 +242,7 @@ public:
         g_(lane_ / 4),
         tq_(lane_ % 4),
         ds_ring_(ring.ds + (warp * 2 * kSlots * 32 + lane_) * 16),
-        rows_(ldmatrix_offset<false>(lane_, 2 * kK)) {
+        key_lane_(ptx::opaque(ldmatrix_offset<false>(lane_, 2 * kK))) {
 #pragma unroll
     for (int lo = 0; lo < kHalf; ++lo) {
 #pragma unroll
@@ -348,6 +348,8 @@ private:
   // A layer begins. Sums of the layers before go to the frame that a block of rank -1 would have.
   __device__ __forceinline__ void begin(int layer) {
     ptx::copy_async_wait<0>();
+    std::int64_t const row = static_cast<std::int64_t>(cta_.head) * args_.chunk.rows + row_of(query_of_column_g(0));
+    ds_of_row_ = args_.ds[layer] + row * args_.tree.top_k * (kTwoPlaces / 2) + (g_ % kHeads * 4 + tq_) * 16;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       rotate_to_origin(tile);
@@ -358,11 +360,8 @@ private:
         rotate<false>(tile, last_[tile]);
         rotate<false>(tile, kSiblings);
       }
-      int const row_g = row_of(query_of_column_g(tile));
       places_left_[tile] = 0;
-      if (selects(row_g, layer)) {
-        std::int64_t const rows = static_cast<std::int64_t>(cta_.head) * args_.chunk.rows + row_g;
-        of_row_[tile] = args_.ds[layer] + rows * (args_.tree.top_k / 2) * kTwoPlaces + (g_ % kHeads * 4 + tq_) * 16;
+      if (selects(row_of(query_of_column_g(tile)), layer)) {
         places_left_[tile] = args_.tree.top_k;
 #pragma unroll
         for (uint32_t i = 1; i < kSlots; ++i) fetch(tile, args_.tree.top_k / 2 - i);
@@ -382,7 +381,7 @@ private:
 
   // Copies dS of two places of column g's query to this thread's ring; a row has at least 16 places.
   __device__ __forceinline__ void fetch(int tile, uint32_t two) {
-    ptx::copy_async_16B(ds_slot(tile, two), of_row_[tile] + two * kTwoPlaces, 0);
+    ptx::copy_async_16B(ds_slot(tile, two), ds_of_row_ + two * kTwoPlaces + tile * kTileQueriesHere * args_.tree.top_k * (kTwoPlaces / 2), 0);
   }
 
   // dS of the next block of column g's query. With its first place of two the slot that was used before is filled: so
@@ -395,24 +394,28 @@ private:
   }
 
   __device__ __forceinline__ void add_block(uint32_t slot, uint32_t visits) {
+    StepAddresses const rows(slot + key_lane_);
     bool const some[2] = {(visits & kVisitsOfTile) != 0, (visits >> kTileQueriesHere & kVisitsOfTile) != 0};
     uint2 ds[2] = {};
+    // From the first query of these columns on.
+    uint32_t const visits_g = visits >> query_of_column_g(0);
+    uint32_t const visits_columns = visits >> query_of_columns(0);
     ptx::copy_async_wait<2 * (kSlots - 1) - 2>();
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       // A list that no forward wrote may visit more blocks than there are places.
-      if ((visits >> query_of_column_g(tile) & 1u) && places_left_[tile] != 0) ds[tile] = take_ds(tile);
+      if ((visits_g >> tile * kTileQueriesHere & 1u) && places_left_[tile] != 0) ds[tile] = take_ds(tile);
     }
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      if (some[tile]) step_back(visits >> query_of_columns(tile) & 1u, tile);
+      if (some[tile]) step_back(visits_columns >> tile * kTileQueriesHere & 1u, tile);
     }
     ptx::copy_async_commit();
     __syncwarp();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       uint32_t keys[4];
-      ptx::load_matrix_x4_transposed(keys, slot + rows_[step]);
+      ptx::load_matrix_x4_transposed(keys, rows[step]);
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
         if (some[tile]) ptx::mma_bf16(sums_[tile][step], keys, ds[tile].x, ds[tile].y);
@@ -465,9 +468,9 @@ private:
   float sums_[2][kSteps][4];
   int last_[2] = {-1, -1};        // the last candidate of the query of the columns, in the layer at hand; negative: none
   uint32_t const ds_ring_;        // shared address of this thread's part
-  char const* of_row_[2] = {};    // dS of the query of column g, in the layer at hand
+  char const* ds_of_row_;         // dS of the query of column g of the first tile, in the layer at hand
   uint32_t places_left_[2] = {};  // of that query
-  StepAddresses const rows_;      // of a block's columns, as offsets
+  uint32_t const key_lane_;       // where this thread's addresses in a block begin
 };
 
 template <class Cfg>
