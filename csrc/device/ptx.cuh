@@ -72,6 +72,19 @@ __device__ __forceinline__ void rotate_where(bool rotates, float& x, float& y, f
       : "f"(cosine), "f"(sine), "r"(static_cast<uint32_t>(rotates)));
 }
 
+// The same as three shears, tangent = -tan(angle / 2): an instruction less, but what is rounded grows with the tangent.
+__device__ __forceinline__ void shear_where(bool rotates, float& x, float& y, float tangent, float sine) {
+  asm("{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %4, 0;\n"
+      "@p fma.rn.f32 %0, %1, %2, %0;\n"
+      "@p fma.rn.f32 %1, %0, %3, %1;\n"
+      "@p fma.rn.f32 %0, %1, %2, %0;\n"
+      "}\n"
+      : "+f"(x), "+f"(y)
+      : "f"(tangent), "f"(sine), "r"(static_cast<uint32_t>(rotates)));
+}
+
 // ---- shared memory addresses and matrices ------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t shared_address(void const* pointer) {

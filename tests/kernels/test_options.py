@@ -51,6 +51,8 @@ OPTIONS = {
         "rope_dim": 48,
         "rope_inv_freq": table(48, 2.0).float(),
     },
+    # From a block to the next about half a circle.
+    "half-turns": lambda K, H: {"rope_inv_freq": torch.linspace(0.9, 1.1, K // 2, dtype=torch.float64) * math.pi / 16},
     "sink": lambda K, H: {"attn_sink": sinks(H)},
     "all": lambda K, H: {"rope_dim": 48, "rope_inv_freq": yarn(48), "attn_sink": sinks(H)},
 }
@@ -105,14 +107,14 @@ def check_backward(options, G, dtype, D, T=330, T_q=200, B=1):
 
 
 @EVERY
-@pytest.mark.parametrize(("G", "dtype", "D"), [(4, BF16, 64), (16, BF16, 128), (5, FP16, 64)])
+@pytest.mark.parametrize(("G", "dtype", "D"), [(4, BF16, 64), (7, BF16, 128), (16, BF16, 128), (5, FP16, 64)])
 def test_backward(name, G, dtype, D):
     """Of fp16 the kernels' errors are nearly the baseline's; there are two rows, lest their maxima be chance."""
     check_backward(OPTIONS[name](D, G), G, dtype, D, B=2 if dtype == FP16 else 1)
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("name", ["interleaved-partial", "all"])
+@pytest.mark.parametrize("name", ["interleaved-partial", "all", "half-turns"])
 def test_all_kernels_small(name):
     """K = V = 64, bf16, few queries: what the emulator runs."""
     options = OPTIONS[name](64, 4)

@@ -228,6 +228,7 @@ class GatherConsumer {
   static constexpr int kK = Cfg::kK;
   static constexpr int kSteps = kK / 16;  // tiles of 16 columns of K
   static constexpr int kHalf = kK / 32;
+  static constexpr int kFirstSheared = 1;  // of kHalf: the first columns turn fastest
   static constexpr int kQueries = Cfg::kQueries;
   static constexpr int kHeads = Cfg::kHeads;
   static constexpr int kTwoPlaces = 2 * static_cast<int>(ds_bytes(kHeads));
@@ -243,10 +244,22 @@ public:
         tq_(lane_ % 4),
         ds_ring_(ring.ds + (warp * 2 * kSlots * 32 + lane_) * 16),
         key_lane_(ptx::opaque(ldmatrix_offset<false>(lane_, 2 * kK))) {
+    bool small = true;
 #pragma unroll
     for (int lo = 0; lo < kHalf; ++lo) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) step_[lo][i] = __ldg(args.rotations + kSiblings * (kK / 2) + 16 * lo + 8 * i + g_);
+      for (int i = 0; i < 2; ++i) {
+        step_[lo][i] = __ldg(args.rotations + kSiblings * (kK / 2) + 16 * lo + 8 * i + g_);
+        small = small && (lo < kFirstSheared || step_[lo][i].x >= -0.5f);
+      }
+    }
+    shears_ = __all_sync(kFullWarp, small);
+#pragma unroll
+    for (int lo = kFirstSheared; lo < kHalf; ++lo) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (shears_) step_[lo][i].x = -step_[lo][i].y / (1.0f + step_[lo][i].x);
+      }
     }
     clear(sums_[0]);
     clear(sums_[1]);
@@ -260,7 +273,11 @@ public:
       int next;
 #pragma unroll 1
       do {
-        add_stage(ring, at);
+        if (shears_) {
+          add_stage<true>(ring, at);
+        } else {
+          add_stage<false>(ring, at);
+        }
         barriers::release(ring.barriers.empty_at(at.slot));
         at = at.ahead(1);
         next = layer_of(ring, at);
@@ -277,12 +294,13 @@ private:
     return static_cast<int>(ptx::load_shared_4B(ring.note(at.slot) + 32));
   }
 
+  template <bool kShears>
   __device__ __forceinline__ void add_stage(GatherRing<Cfg> const& ring, RingPosition<Cfg::kStages> at) {
     uint32_t own = own_visits(ring.note(at.slot));
 #pragma unroll 1
     while (own != 0) {
       uint32_t const bit = static_cast<uint32_t>(__ffs(own) - 1) & ~3u;
-      add_block(ring.stage(at.slot) + bit * (Cfg::kBlockBytes / 4), own >> bit & 0xfu);
+      add_block<kShears>(ring.stage(at.slot) + bit * (Cfg::kBlockBytes / 4), own >> bit & 0xfu);
       own &= ~(0xfu << bit);
     }
   }
@@ -330,11 +348,22 @@ private:
     }
   }
 
+  template <bool kShears>
   __device__ __forceinline__ void step_back(bool steps, int tile) {
 #pragma unroll
     for (int lo = 0; lo < kHalf; ++lo) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) rotate_rows<true>(steps, tile, lo, i, step_[lo][i]);
+      for (int i = 0; i < 2; ++i) {
+        if (!kShears || lo < kFirstSheared) {
+          rotate_rows<true>(steps, tile, lo, i, step_[lo][i]);
+          continue;
+        }
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          ptx::shear_where(steps, sums_[tile][lo + kHalf][2 * i + e], sums_[tile][lo][2 * i + e], step_[lo][i].x,
+                           step_[lo][i].y);
+        }
+      }
     }
   }
 
@@ -393,6 +422,7 @@ private:
     return {__float_as_uint(words.x), __float_as_uint(words.y)};
   }
 
+  template <bool kShears>
   __device__ __forceinline__ void add_block(uint32_t slot, uint32_t visits) {
     StepAddresses const rows(slot + key_lane_);
     bool const some[2] = {(visits & kVisitsOfTile) != 0, (visits >> kTileQueriesHere & kVisitsOfTile) != 0};
@@ -408,7 +438,7 @@ private:
     }
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
-      if (some[tile]) step_back(visits_columns >> tile * kTileQueriesHere & 1u, tile);
+      if (some[tile]) step_back<kShears>(visits_columns >> tile * kTileQueriesHere & 1u, tile);
     }
     ptx::copy_async_commit();
     __syncwarp();
@@ -464,7 +494,8 @@ private:
   int const lane_;
   int const g_;
   int const tq_;
-  float2 step_[kHalf][2];         // the rotation by 16 positions
+  float2 step_[kHalf][2];         // the rotation by 16 positions; of sheared columns -tan(angle / 2) and the sine
+  bool shears_;                   // whether no angle of those columns is near half a circle
   float sums_[2][kSteps][4];
   int last_[2] = {-1, -1};        // the last candidate of the query of the columns, in the layer at hand; negative: none
   uint32_t const ds_ring_;        // shared address of this thread's part
