@@ -348,20 +348,24 @@ private:
     }
   }
 
+  // rotate_rows<true> by -tan(angle / 2) and the sine.
+  __device__ __forceinline__ void shear_rows(bool rotates, int tile, int lo, int i, float2 shears) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      ptx::shear_where(rotates, sums_[tile][lo + kHalf][2 * i + e], sums_[tile][lo][2 * i + e], shears.x, shears.y);
+    }
+  }
+
   template <bool kShears>
   __device__ __forceinline__ void step_back(bool steps, int tile) {
 #pragma unroll
     for (int lo = 0; lo < kHalf; ++lo) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (!kShears || lo < kFirstSheared) {
+        if (kShears && lo >= kFirstSheared) {
+          shear_rows(steps, tile, lo, i, step_[lo][i]);
+        } else {
           rotate_rows<true>(steps, tile, lo, i, step_[lo][i]);
-          continue;
-        }
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          ptx::shear_where(steps, sums_[tile][lo + kHalf][2 * i + e], sums_[tile][lo][2 * i + e], step_[lo][i].x,
-                           step_[lo][i].y);
         }
       }
     }

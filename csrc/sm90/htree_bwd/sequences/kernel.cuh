@@ -76,8 +76,7 @@ private:
   }
 };
 
-// Streams: CTAs of dq_gather; then work items of dkdv_entry, the lowest layer first; then those of dkdv_selected, the
-// highest layer first; then those of visit_lists in the same order.
+// Streams: CTAs of dq_gather; then work items of dkdv_entry, of dkdv_selected and of visit_lists, the lowest layer first.
 enum class Kind { kGather, kEntry, kSelected, kLists };
 
 struct Stream {
@@ -88,8 +87,8 @@ struct Stream {
     int const entry = args.max_entry + 1;  // layers that are the entry layer of some query
     if (stream == 0) return {Kind::kGather, 0};
     if (stream <= entry) return {Kind::kEntry, stream - 1};
-    if (stream < entry + entry) return {Kind::kSelected, 2 * entry - 1 - stream};
-    return {Kind::kLists, 3 * entry - 2 - stream};
+    if (stream < entry + entry) return {Kind::kSelected, stream - entry - 1};
+    return {Kind::kLists, stream - 2 * entry};
   }
 };
 
