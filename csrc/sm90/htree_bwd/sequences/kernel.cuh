@@ -58,7 +58,10 @@ struct Work {
   __device__ __forceinline__ static Work selected(ChunkArgs const& args, Span const& span, int layer) {
     Work work{span.row_at(static_cast<std::int64_t>(args.top_k) << (kLog2Siblings * (layer + 1))), span.end, 0, 0, 0, 0};
     if (work.begin >= work.end) return work;
-    work.base = max(work.begin / kRowStep * kRowStep, span.begin);
+    // Segments begin where those of a batch would, so that the first has fewer rows in the layer: its blocks are few, with
+    // many visits each, and the segments behind it wait for its sums.
+    std::int32_t const before = (work.begin - span.begin) / args.segment_rows[layer] * args.segment_rows[layer];
+    work.base = max((span.begin + before) / kRowStep * kRowStep, span.begin);
     work.width = static_cast<std::int32_t>(span.last_position() >> (kLog2Siblings * (layer + 1))) + 1;
     work.split(args.segment_rows[layer]);
     return work;
