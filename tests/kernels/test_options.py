@@ -52,7 +52,7 @@ OPTIONS = {
         "rope_inv_freq": table(48, 2.0).float(),
     },
     # From a block to the next about half a circle.
-    "half-turns": lambda K, H: {"rope_inv_freq": torch.linspace(0.9, 1.1, K // 2, dtype=torch.float64) * math.pi / 16},
+    "half-circles": lambda K, H: {"rope_inv_freq": torch.linspace(0.9, 1.1, K // 2, dtype=torch.float64) * math.pi / 16},
     "sink": lambda K, H: {"attn_sink": sinks(H)},
     "all": lambda K, H: {"rope_dim": 48, "rope_inv_freq": yarn(48), "attn_sink": sinks(H)},
 }
@@ -114,7 +114,7 @@ def test_backward(name, G, dtype, D):
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("name", ["interleaved-partial", "all", "half-turns"])
+@pytest.mark.parametrize("name", ["interleaved-partial", "all", "half-circles"])
 def test_all_kernels_small(name):
     """K = V = 64, bf16, few queries: what the emulator runs."""
     options = OPTIONS[name](64, 4)

@@ -228,7 +228,7 @@ class GatherConsumer {
   static constexpr int kK = Cfg::kK;
   static constexpr int kSteps = kK / 16;  // tiles of 16 columns of K
   static constexpr int kHalf = kK / 32;
-  static constexpr int kFirstSheared = 1;  // of kHalf: the first columns turn fastest
+  static constexpr int kFirstSheared = 1;  // of kHalf: the first columns rotate fastest
   static constexpr int kQueries = Cfg::kQueries;
   static constexpr int kHeads = Cfg::kHeads;
   static constexpr int kTwoPlaces = 2 * static_cast<int>(ds_bytes(kHeads));
