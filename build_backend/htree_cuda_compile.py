@@ -158,8 +158,9 @@ class Compilation:
     ) -> store.Job:  # fmt: skip
         """Compiles a .cu file, by default to an object of host and device code, after those `together` with it."""
         tools = self.tools
-        # The host code of instantiations is one launch each; to optimise it takes a second of every file.
-        instances = all("/instantiations/" in one for one in (source, *together))
+        # The host code of instantiations is one launch each; to optimise it takes a second of every file. What is left
+        # in it then needs the whole CUDA runtime, which the emulator (code is PTX) has not.
+        instances = code == build.ARCH and all("/instantiations/" in one for one in (source, *together))
         command = [tools.nvcc, *nvcc_flags(self.features, code, "-O0" if instances else "-O1"), *(more or ["-c"])]
         paths = ["-ccbin", tools.cxx, "-I", "csrc", "-I", "benchmarks/cpp", "-isystem", tools.cutlass_include]
         versions = tools.nvcc_version, tools.cxx_version

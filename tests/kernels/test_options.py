@@ -52,7 +52,9 @@ OPTIONS = {
         "rope_inv_freq": table(48, 2.0).float(),
     },
     # From a block to the next about half a circle.
-    "half-circles": lambda K, H: {"rope_inv_freq": torch.linspace(0.9, 1.1, K // 2, dtype=torch.float64) * math.pi / 16},
+    "half-circles": lambda K, H: {
+        "rope_inv_freq": torch.linspace(0.9, 1.1, K // 2, dtype=torch.float64) * math.pi / 16
+    },
     "sink": lambda K, H: {"attn_sink": sinks(H)},
     "all": lambda K, H: {"rope_dim": 48, "rope_inv_freq": yarn(48), "attn_sink": sinks(H)},
 }

@@ -43,8 +43,12 @@ def packed() -> str:
 
 def _of_earlier_sources(report: dict) -> str:
     """What the marked rows are: a run that was ended left them as a run of other sources had measured them."""
-    hashes = sorted({f["content_hash"][:12] for f in report["figures"] if "content_hash" in f})
-    return f"\n\n\\* Measured with earlier kernels, content hash {', '.join(hashes)}." if hashes else ""
+    marked = any("content_hash" in f for f in report["figures"])
+    return (
+        "\n\n\\* Measured with other kernels than the rest; the file of figures has their content hash."
+        if marked
+        else ""
+    )
 
 
 BLOCKS = {"packed": packed}
