@@ -529,27 +529,30 @@ def test_memory_does_not_grow_with_the_number_of_sequences(H_kv, G, top_k):
 
 
 @pytest.mark.emulated
-def test_a_pack_in_parts_is_its_parts():
-    """More sequences than there are KV tiles for: the pack is computed in three parts, each of which leaves the rows of
-    the others as they are; padding is zeros."""
-    keys = [1] * 200 + [290] + [2] * 100 + [70] + [0, 1] * 50
-    first = 200 + 290 + 2 * 40
-    pack = a_pack(keys, G=4, D=64, padding=3)
-    options = {"maxima": (290, 290), **SMALL}
-    out, gradients, given = with_gradients(pack, keys, **options)
-    for rows, own in ((slice(0, first), keys[:241]), (slice(first, sum(keys)), keys[241:])):
+@pytest.mark.parametrize(
+    ("keys", "at", "padding", "G"),
+    [([1] * 200 + [290] + [2] * 100 + [70] + [0, 1] * 50, 241, 3, 4), ([1] * 400, 200, 7800, 16)],
+    ids=["mixed", "tokens"],
+)
+def test_a_pack_in_parts_is_its_parts(keys, at, padding, G):
+    """More sequences than there are KV tiles for: the pack is computed in two parts, each of which leaves the rows of
+    the other as they are; padding is zeros. A part of single tokens has as many sequences as KV tiles."""
+    first, most = sum(keys[:at]), max(keys)
+    pack = a_pack(keys, G=G, D=64, padding=padding)
+    out, gradients, given = with_gradients(pack, keys, maxima=(most, most), **SMALL)
+    for rows, own in ((slice(0, first), keys[:at]), (slice(first, sum(keys)), keys[at:])):
         parts = [x[rows].detach().clone().requires_grad_() for x in pack[:3]]
         cu = cu_of(own).to(DEVICE)
-        results = htree_cuda.forward_varlen(*parts, cu, cu, 290, 290, return_lse=True, **SMALL)
+        results = htree_cuda.forward_varlen(*parts, cu, cu, most, most, return_lse=True, **SMALL)
         expected = torch.autograd.grad(results, parts, [x[rows].clone() for x in given])
         same_bits([out[rows], gradients[0][rows]], [results[0].detach(), expected[0]])
         same_sums([x[rows] for x in gradients[1:]], expected[1:])
-    assert not any(x[-3:].any() for x in (out, *gradients))
+    assert not any(x[-padding:].any() for x in (out, *gradients))
 
 
 @pytest.mark.emulated
 def test_garbage_lengths_do_no_harm_in_parts():
-    """Four launches for 400 sequences, whose lengths leave room for more of them or for fewer than they take."""
+    """Two parts for 400 sequences, whose lengths leave room for more of them or for fewer than they take."""
     q, k, v, _, _ = a_pack([810], G=4, D=64)
     g = torch.Generator().manual_seed(1)
     cu = torch.randint(-50, 900, (401,), generator=g, dtype=torch.int32)

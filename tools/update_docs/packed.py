@@ -37,11 +37,11 @@ def packed() -> str:
     return (
         f"K = V = {first['K']}, {first['dtype']}, random inputs, seed {first['seed']} ({on_gpu(report)}{about}):\n\n"
         + markdown(header, rows)
-        + _of_earlier_sources(report)
+        + _of_other_sources(report)
     )
 
 
-def _of_earlier_sources(report: dict) -> str:
+def _of_other_sources(report: dict) -> str:
     """What the marked rows are: a run that was ended left them as a run of other sources had measured them."""
     marked = any("content_hash" in f for f in report["figures"])
     return (

@@ -7,7 +7,7 @@
 // of the block at hand: before X is added they are rotated by -16 positions, in float32, and in the end by what is left.
 //
 //   barrier        who arrives                    who waits      what becomes visible, or free
-//   full[stage]    producer, once, and the bytes  10 consumers   up to four KV blocks of one layer, and the note on them
+//   full[stage]    producer, once, and the bytes  the consumers  up to four KV blocks of one layer, and the note on them
 //   empty[stage]   each consumer warp, once       producer       the stage may be overwritten
 //
 // The stream ends with a stage that holds no block and says so. What a column holds follows from its own query alone.

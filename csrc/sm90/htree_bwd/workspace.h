@@ -317,7 +317,9 @@ private:
     std::int64_t const count = p.sequences.count;
     std::int64_t const in_chunk = sequences_in_chunk(p);
     for (int l = 0; l <= max_entry; ++l) {
-      std::int64_t const all_pairs = (p.sequences.total_k >> (kLog2Siblings * l + 7)) +
+      // At the bottom a part of a pack has up to as many sequences as KV tiles, with a pair for each.
+      int const log2_nodes = l == 0 && host::is_packed(p) ? 6 : 7;
+      std::int64_t const all_pairs = (p.sequences.total_k >> (kLog2Siblings * l + log2_nodes)) +
                                      sequences_of_room(p, log2_room_from(l, tree.top_k));
       entry_room += rows / tile_segment_rows[l] * pairs[l] + last_segments(p, all_pairs, pairs[l]);
       if (l == max_entry) break;
@@ -343,7 +345,7 @@ private:
     place(stream_begins, base, sequences::streams_of(max_entry) * count);
     place(stream_ends, base, sequences::kStreams + 2);
   }
-  static_assert(kItemTiles * kTileRows == 1 << 7);
+  static_assert(kItemTiles * kTileRows == 1 << 7 && kTileRows == 1 << 6);
 
   void shape(ForwardParams const& p) {
     bool const several = sequences_given = has_sequences(p);
