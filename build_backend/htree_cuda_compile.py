@@ -71,17 +71,15 @@ def benchmark_sources(root: Path) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for path in (root / "benchmarks" / "cpp").glob("*.cu"))
 
 
-def nvcc_flags(
-    features: build.Features = build.EVERYTHING, code: str = build.ARCH, host: str = "-O1"
-) -> list[str]:  # fmt: skip
+def nvcc_flags(features: build.Features = build.EVERYTHING, code: str = build.ARCH) -> list[str]:
     """Flags of every .cu file, without paths. No --use_fast_math: the kernels ask for the intrinsics they mean.
 
-    `host` is of host code, which checks and launches; device code is optimised as ever.
+    -O1 is of host code, which checks and launches; device code is optimised as ever.
     The library holds no debug sections, which are four fifths of it with -lineinfo; and what the driver unpacks when
     it first needs a kernel is compressed to a quarter.
     """
     flags = ["-gencode", f"arch=compute_{build.ARCH[3:]},code={code}", "-std=c++17", "-Xptxas", "-v", "-Xcompiler"]
-    flags += ["-fPIC,-fvisibility=hidden,-Wall", "--expt-relaxed-constexpr", host, "--compress-mode=size"]
+    flags += ["-fPIC,-fvisibility=hidden,-Wall", "--expt-relaxed-constexpr", "-O1", "--compress-mode=size"]
     flags += ["-lineinfo"] if features.profile else []
     return [*flags, "-DHTREE_CUDA_DEBUG=1"] if features.debug else [*flags, "-DNDEBUG"]
 
@@ -158,10 +156,7 @@ class Compilation:
     ) -> store.Job:  # fmt: skip
         """Compiles a .cu file, by default to an object of host and device code, after those `together` with it."""
         tools = self.tools
-        # The host code of instantiations is one launch each; to optimise it takes a second of every file. What is left
-        # in it then needs the whole CUDA runtime, which the emulator (code is PTX) has not.
-        instances = code == build.ARCH and all("/instantiations/" in one for one in (source, *together))
-        command = [tools.nvcc, *nvcc_flags(self.features, code, "-O0" if instances else "-O1"), *(more or ["-c"])]
+        command = [tools.nvcc, *nvcc_flags(self.features, code), *(more or ["-c"])]
         paths = ["-ccbin", tools.cxx, "-I", "csrc", "-I", "benchmarks/cpp", "-isystem", tools.cutlass_include]
         versions = tools.nvcc_version, tools.cxx_version
         return self.compile(source, source, suffix, command, paths, *versions, together=together)
