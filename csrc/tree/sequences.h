@@ -22,7 +22,7 @@ struct Args {
   SequencesParams lengths;
   std::int64_t max_q;        // of a sequence
   std::int64_t max_k;
-  // Of a pack: KV tiles of the bottom that the memory of the call has room for, as sequence_blocks counts them.
+  // KV tiles of the bottom that the memory of a pack has room for, as sequence_blocks counts them.
   std::int64_t tile_room;
   PackPart* part;            // of the part before on entry, unless this one is the first; filled with this one
   int tile_queries;          // queries of a tile: kQueryTile where `tiles` are written
