@@ -191,8 +191,8 @@ struct Workspace {
     take_lane(lanes[0], p, nullptr);
     std::int64_t const tile_bytes = bytes - tree_bytes;
     std::int64_t const wave = processors * queries_of_entry(p);
-    // The room of a pack follows from its rows, however many sequences they are; every sequence has tiles that it does not
-    // fill. What they are more than this is a chunk more.
+    // The room of a pack follows from its rows, however many sequences they are. Every sequence has tiles that it does not
+    // fill; where these exceed the sixteenth that is added here, the call has a chunk more.
     std::int64_t const lane_tiles =
         is_packed(p) ? p.H_kv * (p.sequences.total_q / kQueryTile * 17 / 16 + 64 * tile_round) : tiles;
     if (has_lanes(p, lane_tiles, wave, tile_bytes)) lane_count = kMaxLanes;
