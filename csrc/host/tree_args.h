@@ -30,6 +30,9 @@ inline std::int64_t bottom_room(ForwardParams const& p) {
   return (eighth < kMinRoom ? kMinRoom : eighth) + 1;
 }
 
+// KV tiles that a part of a pack may take. Every sequence takes one at least.
+inline std::int64_t tile_room(ForwardParams const& p) { return p.sequences.total_k / kTileTokens + bottom_room(p); }
+
 // With how many sequences the room of a layer is counted (tree/geometry.cuh).
 inline std::int64_t sequences_of_room(ForwardParams const& p, int log2_from) {
   if (!is_packed(p)) return tree::sequences_with_room(p.sequences.total_k, p.sequences.count, log2_from);
@@ -40,9 +43,8 @@ inline std::int64_t sequences_of_room(ForwardParams const& p, int log2_from) {
 // take more tiles together than there are, and one alone takes all but those of a sequence of the maximal length.
 inline std::int64_t parts_of(ForwardParams const& p) {
   if (!is_packed(p) || p.sequences.count == 0) return 1;
-  std::int64_t const own = p.sequences.total_k / kTileTokens;
-  std::int64_t const room = own + bottom_room(p);
-  std::int64_t const all = own + p.sequences.count;
+  std::int64_t const room = tile_room(p);
+  std::int64_t const all = p.sequences.total_k / kTileTokens + p.sequences.count;
   if (all <= room) return 1;
   std::int64_t const longest = ceil_div(p.T < p.sequences.total_k ? p.T : p.sequences.total_k, kTileTokens);
   std::int64_t const by_pairs = 2 * (all / room) + 1;
@@ -57,8 +59,7 @@ void for_parts(ForwardParams const& p, Of const& of) {
   SequencesParams& s = part.sequences;
   s.all_count = p.sequences.count;
   std::int64_t const parts = parts_of(p);
-  std::int64_t const most = p.sequences.total_k / kTileTokens + bottom_room(p);  // every sequence takes a tile
-  if (parts > 1 && most < s.count) s.count = most;
+  if (parts > 1 && tile_room(p) < s.count) s.count = tile_room(p);
   for (s.part = 0; s.part < parts; ++s.part) of(part);
 }
 

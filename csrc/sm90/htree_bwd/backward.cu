@@ -46,7 +46,7 @@ struct Launcher {
     args.tile_queries = w.row_tile;
     args.round = 1;
     args.part = w.pack_part;
-    args.tile_room = is_packed() ? p.sequences.total_k / host::kTileTokens + host::bottom_room(p) : 0;
+    args.tile_room = is_packed() ? host::tile_room(p) : 0;
     args.sequences = w.sequences;
     args.out = params.dq;
     args.out_row_bytes = 2 * p.H_kv * p.G * p.K;

@@ -390,8 +390,7 @@ private:
       int const row = row_of(query_of_columns(tile));
       if (selects(row, layer)) {
         last_[tile] = candidates_in_selected(cta_.position(args_, row), layer, args_.tree.top_k) - 1;
-        rotate<false>(tile, last_[tile]);
-        rotate<false>(tile, kSiblings);
+        rotate<false>(tile, last_[tile] + kSiblings);
       }
       places_left_[tile] = 0;
       if (selects(row_of(query_of_column_g(tile)), layer)) {

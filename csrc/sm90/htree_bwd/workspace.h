@@ -390,7 +390,8 @@ private:
         tiles[l] = static_cast<int>(std::max<std::int64_t>(all, 1));
       }
     }
-    positions = std::max<std::int64_t>(std::min(p.T, p.top_k * kSiblings), kSiblings);
+    // Positions of a candidate list, and the frame that dq_gather begins a layer in: one block behind the list.
+    positions = std::min(p.T, p.top_k * kSiblings) + kSiblings;
   }
 
   // Splits the rows into about `wanted` segments. Splits follow from shapes alone, so that sums do not depend on the

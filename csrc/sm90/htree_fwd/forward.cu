@@ -66,7 +66,7 @@ public:
     args.early = w_.early_tiles;
     args.late_tiles = w_.late_tiles;
     args.part = w_.pack_part;
-    args.tile_room = is_packed(p_) ? p_.sequences.total_k / kTileTokens + bottom_room(p_) : 0;
+    args.tile_room = is_packed(p_) ? tile_room(p_) : 0;
     args.sequences = w_.sequences;
     args.tiles = w_.tile_entries;
     args.tile_count = w_.tiles_per_head;
