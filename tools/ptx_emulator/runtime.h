@@ -596,6 +596,7 @@ struct Thread {
   uint32_t reduce_add(uint32_t value, uint32_t mask);
   uint32_t reduce_min(uint32_t value, uint32_t mask);
   uint32_t reduce_max(uint32_t value, uint32_t mask);
+  uint32_t reduce_or(uint32_t value, uint32_t mask);
   bool elect(uint32_t mask);
   void warp_sync(uint32_t mask);
   void load_matrix(uint64_t address, bool transposed, std::initializer_list<uint32_t*> out);

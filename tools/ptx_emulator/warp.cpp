@@ -92,6 +92,10 @@ uint32_t Thread::reduce_max(uint32_t value, uint32_t mask) {
   return reduce(*this, value, mask, [](uint32_t x, uint32_t y) { return x < y ? y : x; });
 }
 
+uint32_t Thread::reduce_or(uint32_t value, uint32_t mask) {
+  return reduce(*this, value, mask, [](uint32_t x, uint32_t y) { return x | y; });
+}
+
 bool Thread::elect(uint32_t mask) {
   int item = 0;
   meet(*this, kElect, mask, &item, [](Collective&) {});

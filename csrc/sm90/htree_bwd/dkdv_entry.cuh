@@ -229,16 +229,14 @@ private:
     }
     expanded_ = kNone;
     if (item.layer > 0) {
-      // Where lanes decide by node, lane i loads the word of query i % kTileQueries for one of the two eights of nodes.
-      int const eight = kFewQueries ? 0 : lane_ / kTileQueries % 2;
+      // Where lanes decide by node, lane i loads the word of query i % kTileQueries.
       int const query = kFewQueries ? tq_ : lane_ % kTileQueries;
-      int which = 2 * block + eight;
-      if constexpr (!kFewQueries) which = min(which, args_.tree.words[item.layer - 1] - 1);
+      int const which = kFewQueries ? block : min(block, args_.tree.words[item.layer - 1] - 1);
       std::uint32_t const* const word =
           reverse_index::word_at(args_, item.layer - 1, item.head, which, item.first + query);
       expanded_ = static_cast<uint32_t>(word - args_.index.layer[0]);
     }
-    words_[0] = words_[1] = 0;
+    word_ = 0;
 #pragma unroll
     for (auto& x : dk_) x = 0.0f;
 #pragma unroll
@@ -258,19 +256,17 @@ private:
     return static_cast<int>(ptx::opaque(static_cast<uint32_t>(first_)) >> (16 * i) & 0xffffu);
   }
 
-  // A lane loads its index words of the tile that begins with `row`: of query tq for nodes g and g + 8, once the rows have
-  // come as far as the nodes, or of one query for eight nodes, of all rows, for want of a register.
+  // A lane loads its index word of the tile that begins with `row`: of query tq, once the rows have come as far as node g, or
+  // of another query, of all rows, for want of a register.
   __device__ __forceinline__ void fetch(int row) {
     if (expanded_ == kNone) return;
     std::uint32_t const* const words = args_.index.layer[0];
     if constexpr (!kFewQueries) {
-      words_[0] = __ldg(words + expanded_);
+      word_ = __ldg(words + expanded_);
       expanded_ += kTileQueries;
       return;
     }
-    row += tq_;
-    if (row >= first_of(0)) words_[0] = __ldg(words + expanded_);
-    if (row >= first_of(1)) words_[1] = __ldg(words + (expanded_ + args_.chunk.rows));
+    if (row + tq_ >= first_of(0)) word_ = __ldg(words + expanded_);
     expanded_ += kTileQueries;
   }
 
@@ -298,9 +294,11 @@ private:
     Attends attends{};
     if constexpr (!kFewQueries) {
       uint32_t expanded = 0;  // bit kTileQueries i + j: query j expanded node g + 8 i
+      // Lanes look at the lower eight nodes for bits i = 0, and at the upper ones for i = 1.
+      uint32_t const nodes = word_ >> (lane_ / kTileQueries % 2 * 8);
 #pragma unroll
       for (int node = 0; node < 8; ++node) {
-        uint32_t const queries = __ballot_sync(kFullWarp, words_[0] >> node & 1u);
+        uint32_t const queries = __ballot_sync(kFullWarp, nodes >> node & 1u);
         if (g_ == node) expanded = queries;
       }
       auto const up_to = [&](int count) { return (1u << min(max(count, 0), kTileQueries)) - 1u; };
@@ -320,7 +318,7 @@ private:
     row += tq_;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      bool const leaf = row < end && row >= first_of(i) && (words_[i] >> g_ & 1u) == 0;
+      bool const leaf = row < end && row >= first_of(i) && (word_ >> (g_ + 8 * i) & 1u) == 0;
       uint32_t const warp = __ballot_sync(kFullWarp, leaf);
       attends.own |= (warp >> (lane_ & ~3) & 0xfu) << (4 * i);
       attends.warp |= warp;
@@ -545,7 +543,7 @@ private:
   // Where this lane's index word of the next tile lies, counted from the table of the bottom, which the tables of the
   // other layers follow. All tables of a chunk have fewer than 2^32 words.
   uint32_t expanded_;
-  uint32_t words_[2] = {};  // this lane's index words of the next tile
+  uint32_t word_ = 0;  // this lane's index word of the next tile
   float dk_[kK / 2];
   float dv_[kV / 2];
 };

@@ -301,18 +301,18 @@ private:
     wgmma::commit();
   }
 
-  // Lane i loads the index word of nodes 8 (i % 8) .. 8 (i % 8) + 7 of a tile for query i / 8. In tiles of the layer below the query's
-  // entry layer all nodes count as expanded, which masks them.
+  // Lane i has nodes 8 (i % 8) .. 8 (i % 8) + 7 of a tile for query i / 8, and loads the index word of their KV block. In tiles
+  // of the layer below the query's entry layer all nodes count as expanded, which masks them.
   __device__ __forceinline__ void fetch_expanded(int tile) {
     expanded_ = ~0u;
     tile -= begin_of_word_;
-    if (tile >= 0) expanded_ = index_.of_word(args_, tile * (kTileRows / kWordBlocks) + lane_ % 8, row_);
+    if (tile >= 0) expanded_ = index_.of_block(args_, tile * kTileBlocks + lane_ % 8 / 2, row_);
   }
 
   // The masked nodes of a tile, a bit each: nodes that the query expanded and nodes past the query. All nodes of a
   // layer above the query's entry layer are past it, since candidates_ counts nodes of the entry layer.
   __device__ __forceinline__ void load_masked(int tile, uint32_t (&masked)[kRows][2]) const {
-    uint32_t four = (expanded_ & 0xffu) << (lane_ % 4 * 8);
+    uint32_t four = (expanded_ >> (lane_ % 2 * 8) & 0xffu) << (lane_ % 4 * 8);
     four |= __shfl_xor_sync(kFullWarp, four, 1);
     four |= __shfl_xor_sync(kFullWarp, four, 2);
 #pragma unroll
@@ -454,7 +454,7 @@ private:
   int row_;            // of the query whose index words this lane loads
   int begin_of_word_;  // begin_ of that query
   reverse_index::Expanded index_;
-  uint32_t expanded_ = 0;  // of eight nodes of the tile at hand
+  uint32_t expanded_ = 0;  // of a KV block of the tile at hand
   uint32_t q_[kSteps][4];
   float unit_[2];
   float lse2_[2];

@@ -94,7 +94,7 @@ struct GatherCta {
   }
 };
 
-// The producer, a warp. A lane looks at one word of eight KV blocks at a time, for all queries of the CTA.
+// The producer, a warp. A lane looks at eight KV blocks at a time, half a word, for all queries of the CTA.
 template <class Cfg>
 class GatherProducer {
 public:
@@ -112,13 +112,13 @@ public:
       if (begin == cta.queries) continue;
       std::int64_t const reach =
           cta.position(args_, cta.first + cta.queries - 1) >> (kLog2Siblings * (layer + 1));
-      int const words = static_cast<int>(reach / kWordBlocks) + 1;
+      int const lanes = static_cast<int>(reach / kLaneBlocks) + 1;
       char const* const keys =
           args_.keys[layer] + cta.block_begin(args_, layer) * Cfg::kBlockBytes;
-      for (int base = 0; base < words; base += 32) {
-        uint2 masks[kWordBlocks] = {};
-        if (base + lane_ < words) find(cta, layer, base + lane_, begin, masks);
-        append(masks, (base + lane_) * kWordBlocks);
+      for (int base = 0; base < lanes; base += 32) {
+        uint2 masks[kLaneBlocks] = {};
+        if (base + lane_ < lanes) find(cta, layer, (base + lane_) / 2, begin, masks);
+        append(masks, (base + lane_) * kLaneBlocks);
         send(layer, keys);
       }
       if (found_ > 0) stage(0, found_, layer, keys);
@@ -131,10 +131,13 @@ public:
   }
 
 private:
-  // The query masks of the eight KV blocks of a word.
+  static constexpr int kLaneBlocks = kWordBlocks / 2;
+
+  // The query masks of the lane's KV blocks, the lower or upper ones of a word.
   __device__ __forceinline__ void find(GatherCta<Cfg> const& cta, int layer, int word, int begin,
-                                       uint2 (&masks)[kWordBlocks]) const {
+                                       uint2 (&masks)[kLaneBlocks]) const {
     std::uint32_t const* const index = reverse_index::word_at(args_, layer, cta.head, word, cta.first);
+    int const first_bit = lane_ % 2 * kLaneBlocks;
 #pragma unroll
     for (int four = 0; four < Cfg::kRows / 4; ++four) {
       if (4 * four >= cta.queries) break;
@@ -143,13 +146,13 @@ private:
       uint32_t const visited[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        uint32_t const visits = 4 * four + i >= begin && 4 * four + i < cta.queries ? visited[i] : 0;
+        uint32_t const visits = 4 * four + i >= begin && 4 * four + i < cta.queries ? visited[i] >> first_bit : 0;
         // The product spreads four bits to the lowest bit of a byte each: 0x204081 puts bit b at 8 b.
         bits[0] |= ((visits & 0xfu) * 0x204081u & 0x01010101u) << i;
         bits[1] |= ((visits >> 4 & 0xfu) * 0x204081u & 0x01010101u) << i;
       }
 #pragma unroll
-      for (int p = 0; p < kWordBlocks; ++p) {
+      for (int p = 0; p < kLaneBlocks; ++p) {
         uint32_t const queries = bits[p / 4] >> (p % 4 * 8) & 0xfu;
         (four < 8 ? masks[p].x : masks[p].y) |= queries << (four % 8 * 4);
       }
@@ -159,10 +162,10 @@ private:
   __device__ uint32_t entry_at(int i) const { return ring_.list + i * 16; }
 
   // Every lane appends its blocks that some query visits, behind those of the lanes before it.
-  __device__ __forceinline__ void append(uint2 const (&masks)[kWordBlocks], int first_block) {
+  __device__ __forceinline__ void append(uint2 const (&masks)[kLaneBlocks], int first_block) {
     int count = 0;
 #pragma unroll
-    for (int p = 0; p < kWordBlocks; ++p) count += (masks[p].x | masks[p].y) != 0;
+    for (int p = 0; p < kLaneBlocks; ++p) count += (masks[p].x | masks[p].y) != 0;
     int end = count;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
@@ -172,7 +175,7 @@ private:
     int place = found_ + end - count;
     found_ += __shfl_sync(kFullWarp, end, 31);
 #pragma unroll
-    for (int p = 0; p < kWordBlocks; ++p) {
+    for (int p = 0; p < kLaneBlocks; ++p) {
       if ((masks[p].x | masks[p].y) == 0) continue;
       ptx::store_shared_16B(entry_at(place), {masks[p].x, masks[p].y, static_cast<uint32_t>(first_block + p), 0u});
       ++place;

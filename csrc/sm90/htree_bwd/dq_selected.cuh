@@ -20,10 +20,12 @@
 
 namespace htree_cuda::sm90::htree_bwd {
 
-// The producer. A lane looks at one word of eight KV blocks at a time, for all queries of the CTA.
+// The producer. A lane looks at eight KV blocks at a time, half a word, for all queries of the CTA.
 template <class Cfg>
 __device__ void produce_kv_blocks(Args const& args, KvRing<Cfg> const& ring) {
+  constexpr int kLaneBlocks = kWordBlocks / 2;
   int const lane = threadIdx.x % 32;
+  int const first_bit = lane % 2 * kLaneBlocks;
   int const ctas = args.chunk.rows / kCtaQueries;  // of a head
   int const head = blockIdx.x / ctas;
   int const first = blockIdx.x % ctas * kCtaQueries;
@@ -43,41 +45,41 @@ __device__ void produce_kv_blocks(Args const& args, KvRing<Cfg> const& ring) {
     unsigned const selecting = __ballot_sync(kFullWarp, layer < own_entry);
     // The parents of KV blocks are nodes of the layer above, up to the last query's rightmost.
     std::int64_t const reach = position(queries - 1) >> (kLog2Siblings * (layer + 1));
-    int const words = selecting == 0 ? 0 : static_cast<int>(reach / kWordBlocks) + 1;
+    int const lanes = selecting == 0 ? 0 : static_cast<int>(reach / kLaneBlocks) + 1;
     std::int64_t block_begin = static_cast<std::int64_t>(head) * args.tree.kv_blocks[layer];
     if (args.sequences.any()) block_begin += sequences::first_block(rows.before, rows.sequence, layer, args.tree.top_k);
     char const* const operands = args.kv_blocks[layer] + block_begin * Cfg::Slot::kBlockBytes;
     auto const source = [&](Entry const& entry) {
       return operands + static_cast<std::int64_t>(entry.block) * Cfg::Slot::kBlockBytes;
     };
-    for (int base = 0; base < words; base += 32) {
+    for (int base = 0; base < lanes; base += 32) {
       uint4 visited[kCtaQueries / 4] = {};  // one word of each query
-      if (base + lane < words) {
+      if (base + lane < lanes) {
         uint4 const* const index =
-            reinterpret_cast<uint4 const*>(reverse_index::word_at(args, layer, head, base + lane, first));
+            reinterpret_cast<uint4 const*>(reverse_index::word_at(args, layer, head, (base + lane) / 2, first));
 #pragma unroll
         for (int i = 0; i < kCtaQueries / 4; ++i) visited[i] = __ldg(index + i);
       }
-      // Byte p is the query mask of block p of this lane's word.
+      // Byte p is the query mask of this lane's block p.
       uint32_t query_masks[2] = {};
 #pragma unroll
       for (int i = 0; i < kCtaQueries; ++i) {
         uint4 const& four = visited[i / 4];
         uint32_t mask = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
-        if (!(selecting >> i & 1u)) mask = 0;
+        mask = selecting >> i & 1u ? mask >> first_bit : 0;
         // The product spreads four bits to the lowest bit of a byte each: 0x204081 puts bit b at 8 b.
         query_masks[0] |= ((mask & 0xfu) * 0x204081u & 0x01010101u) << i;
         query_masks[1] |= ((mask >> 4 & 0xfu) * 0x204081u & 0x01010101u) << i;
       }
       int count = 0;
 #pragma unroll
-      for (int p = 0; p < kWordBlocks; ++p) count += (query_masks[p / 4] >> (p % 4 * 8) & 0xffu) != 0;
+      for (int p = 0; p < kLaneBlocks; ++p) count += (query_masks[p / 4] >> (p % 4 * 8) & 0xffu) != 0;
       int p = -1;
       sender.append(count, [&](int) {
         do {
           ++p;
         } while ((query_masks[p / 4] >> (p % 4 * 8) & 0xffu) == 0);
-        return Entry{query_masks[p / 4] >> (p % 4 * 8) & 0xffu, (base + lane) * kWordBlocks + p};
+        return Entry{query_masks[p / 4] >> (p % 4 * 8) & 0xffu, (base + lane) * kLaneBlocks + p};
       });
       sender.send(layer, source);
     }

@@ -27,7 +27,7 @@ inline constexpr int kMaxGroupHeads = 16;  // query heads of a KV head: the rows
 // a second query, or three more.
 __host__ __device__ constexpr int unit_heads(int group) { return group > 8 ? 16 : group > 4 ? 8 : 4; }
 
-inline constexpr int kWordBlocks = 8;      // neighbouring KV blocks that share a word of the reverse index
+inline constexpr int kWordBlocks = 16;     // neighbouring KV blocks that share a word of the reverse index
 inline constexpr int kCtaQueries = 8;      // neighbouring queries of a CTA of the dq kernels
 inline constexpr int kRowStep = 32;        // rows come in multiples of it
 
@@ -36,7 +36,7 @@ struct Tree {
   int top_k;
   std::int64_t N[kMaxLayers];  // nodes of each layer, the bottom first
   int kv_blocks[kMaxLayers];   // ceil(N / 16)
-  int words[kMaxLayers];       // of a row in the reverse index: ceil(kv_blocks / 8)
+  int words[kMaxLayers];       // of a row in the reverse index: ceil(kv_blocks / 16)
 };
 
 struct Chunk {
@@ -50,8 +50,8 @@ struct Chunk {
   __host__ __device__ std::int64_t position(int row) const { return q_start + first_query + row; }
 };
 
-// The reverse index, for each layer l a table layer[l] of words [heads, words[l], rows]. Bit p of the low byte says
-// that the row visits KV block 8 word + p of layer l, because it selected the block's parent. The bits from 8 on are
+// The reverse index, for each layer l a table layer[l] of words [heads, words[l], rows]. Bit p of the lower half
+// says that the row visits KV block 16 word + p of layer l, because it selected the block's parent. The upper half is
 // the rank of the first of these blocks among the row's blocks. A word counts only for rows whose entry layer is above
 // l: in its entry layer a row visits the blocks 0, 1, 2, ..., and above it nothing is a leaf. So there are tables for
 // the layers below the highest entry layer of the call.

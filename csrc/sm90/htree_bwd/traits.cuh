@@ -85,7 +85,7 @@ struct DqSelectedTraits {
 
   // The producer's list: entries that were found and not sent yet.
   static constexpr int kEntryBytes = 16;
-  static constexpr int kFoundAtOnce = 32 * kWordBlocks;
+  static constexpr int kFoundAtOnce = 32 * (kWordBlocks / 2);
   static constexpr int kListBytes = (kFoundAtOnce + kStageSlots) * kEntryBytes;
   // The rotation of a consumer's query at the KV block at hand.
   static constexpr int kRotationsBytes = 2 * kK;
@@ -173,7 +173,7 @@ struct DqGatherTraits {
   static constexpr int kBlockBytes = kSiblings * 2 * kK;
   static constexpr int kStageBytes = kStageSlots * kBlockBytes;
   static constexpr int kNoteBytes = 48;  // query masks, and the layer
-  static constexpr int kListBytes = (32 * kWordBlocks + kStageSlots) * 16;
+  static constexpr int kListBytes = (32 * (kWordBlocks / 2) + kStageSlots) * 16;
   // dS of two places a thread and tile of eight columns, in a ring of so many that threads fill for themselves.
   static constexpr int kDsSlots = 4;
   static constexpr int kDsBytes = kConsumers * 2 * kDsSlots * 32 * 16;

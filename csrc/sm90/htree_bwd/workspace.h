@@ -11,16 +11,17 @@
 #include "layout.h"
 #include "params.h"
 #include "part.h"
+#include "reverse_index/reverse_index.h"
 #include "sequences/sequences.h"
 
 namespace htree_cuda::sm90::htree_bwd {
 
 // Bytes that live at once, besides the pooled tree and the tables of rotations. The rows of a chunk of queries take
-// half the bytes of q and out, within the first two bounds, and what fills the chunk's last round. Where dS is handed
-// over, they take three eighths of q and out and the bytes of k and v, up to the third bound: dS is most of a row there,
-// and calls whose queries are a part of the sequence's fill the GPU with their chunks, too. A call that is told of the
-// larger one that it is a part of counts the inputs of that one. Nodes and their sums take kTreeBytes for as many heads
-// as fit, one head at least.
+// half the bytes of q and out, within the first two bounds, to the nearest round. Where dS is handed over, they take
+// three eighths of q and out and the bytes of k and v, up to the third bound: dS is most of a row there, and calls whose
+// queries are a part of the sequence's fill the GPU with their chunks, too. A call that is told of the larger one that it
+// is a part of counts the inputs of that one. Nodes and their sums take kTreeBytes for as many heads as fit, one head at
+// least.
 constexpr std::int64_t kMinChunkBytes = std::int64_t(64) << 20;
 constexpr std::int64_t kMaxChunkBytes = std::int64_t(256) << 20;
 constexpr std::int64_t kMaxHandOverChunkBytes = std::int64_t(512) << 20;
@@ -58,6 +59,7 @@ static_assert(kMaxSegmentTileRows * 3 / 2 + kRowStep < sequences::kMaxItemRows);
 constexpr std::int64_t kItemPacks = 32;
 constexpr std::int64_t kMaxSmallGroupRows = 2048;
 constexpr std::int64_t kSmallGroupItems = 4224;
+static_assert(2 * kMaxSmallGroupRows + kRowStep <= reverse_index::kMaxListedRows);
 
 inline std::int64_t round_up(std::int64_t x, std::int64_t step) { return ceil_div(x, step) * step; }
 
@@ -161,18 +163,14 @@ struct Workspace {
     heads = std::min({all_heads, kTreeBytes / head_bytes, chunk_bytes / (row_room * row_bytes)});
     if (heads < 1) {
       std::int64_t const fit = chunk_bytes / row_bytes;
-      row_room = std::min(row_room, large ? round_up(fit + 1, kRowStep) : round_up(fit + 1, kRoundRows));
+      std::int64_t const whole_rounds = std::max((fit + kRoundRows / 2) / kRoundRows, std::int64_t(1)) * kRoundRows;
+      row_room = std::min(row_room, large ? round_up(fit + 1, kRowStep) : whole_rounds);
     }
     rows = std::min(rows, row_room);
     if (heads < 1 || rows < all_rows) {
       heads = std::max<std::int64_t>(heads, 1);
-      // A last round of dq_gather that is less than half full takes as long as a full one.
-      std::int64_t const round = kRoundCtas * gather_rows;
-      if (sequences_given) {
-        rows = even_rows(p, rows);
-      } else if (large && rows > round && rows % round < round / 2) {
-        rows = (rows - rows % round) / kRowStep * kRowStep;
-      }
+      if (sequences_given) rows = even_rows(p, rows);
+      if (large) rows = rows_by_rounds(rows);
     }
     if (!host::is_packed(p)) row_room = rows;
     even_gather_rows();
@@ -296,6 +294,15 @@ private:
     std::int64_t const rounds = ceil_div(heads * ceil_div(rows, std::int64_t(gather_rows)), kRoundCtas);
     std::int64_t const ctas = std::max<std::int64_t>(rounds * kRoundCtas / heads, 1);
     gather_rows = static_cast<int>(std::min<std::int64_t>(round_up(ceil_div(rows, ctas), 4), gather_rows));
+  }
+
+  // Rows of chunks of one head, of up to `most`. Two are equal. Of more, a last round of dq_gather that is less than half
+  // full takes as long as a full one.
+  std::int64_t rows_by_rounds(std::int64_t most) const {
+    if (most >= all_rows) return most;
+    if (2 * most >= all_rows) return round_up(ceil_div(all_rows, std::int64_t(2)), kRowStep);
+    std::int64_t const round = kRoundCtas * gather_rows;
+    return most > round && most % round < round / 2 ? (most - most % round) / kRowStep * kRowStep : most;
   }
 
   // Lists of work have room for what the totals and maxima allow. A sequence has a segment more than its rows fill.

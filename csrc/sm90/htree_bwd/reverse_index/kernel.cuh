@@ -1,4 +1,4 @@
-// The reverse index of the backward: for every word of eight KV blocks and every row, which of the blocks the row
+// The reverse index of the backward: for every word of 16 KV blocks and every row, which of the blocks the row
 // visits and as which rank. A warp reads one list of selected nodes. Lists ascend, so the blocks of a word are
 // neighbours in a list, and the lane of the first one writes the word. No atomics are needed, because a word has one
 // writer.

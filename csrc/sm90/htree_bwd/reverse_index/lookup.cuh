@@ -9,7 +9,7 @@
 
 namespace htree_cuda::sm90::htree_bwd::reverse_index {
 
-// Where the word of a row lies for the KV blocks 8 word .. 8 word + 7 of a layer.
+// Where the word of a row lies for the KV blocks 16 word .. 16 word + 15 of a layer.
 __device__ __forceinline__ std::uint32_t const* word_at(Args const& args, int layer, int head, int word, int row) {
   return args.index.layer[layer] +
          (static_cast<std::int64_t>(head) * args.tree.words[layer] + word) * args.chunk.rows + row;
@@ -38,19 +38,11 @@ struct Expanded {
     last = args.tree.words[layer - 1] - 1;
   }
 
+  // The 16 children of a block have one word; the table of a head has fewer than 2^32 words. A tile may have blocks that
+  // do not exist.
   __device__ __forceinline__ uint32_t of_block(Args const& args, int block, int row) const {
     if (words == nullptr) return 0;
-    int const word = 2 * block;  // the 16 children have two words; the table of a head has fewer than 2^32 words
-    uint32_t const rows = args.chunk.rows;
-    uint32_t const first = __ldg(words + (word * rows + row));
-    uint32_t const second = __ldg(words + (min(word + 1, last) * rows + row));
-    return __byte_perm(first, second, 0x5540);
-  }
-
-  // The entry of the nodes 8 word .. 8 word + 7 of the layer; bits from 8 on mean nothing.
-  __device__ __forceinline__ uint32_t of_word(Args const& args, int word, int row) const {
-    if (words == nullptr) return 0;
-    return __ldg(words + (min(word, last) * static_cast<uint32_t>(args.chunk.rows) + row));
+    return __ldg(words + (min(block, last) * static_cast<uint32_t>(args.chunk.rows) + row));
   }
 };
 

@@ -9,7 +9,9 @@
 
 namespace htree_cuda::sm90::htree_bwd::reverse_index {
 
+inline constexpr int kListWarps = 8;
 inline constexpr int kListCtasOfSm = 8;
+inline constexpr int kMaxListedRows = 255 * 32 * kListWarps;  // of a segment: a thread of visit_lists counts in bytes
 
 struct BuildArgs {
   Chunk chunk;

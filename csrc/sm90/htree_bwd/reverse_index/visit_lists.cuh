@@ -1,5 +1,5 @@
 // Lists of visits, from the reverse index: for every work item of dkdv_selected, a KV block and a segment of the rows, the
-// rows that visit the block, ascending. A CTA has the eight KV blocks of a word and a segment, a warp a slice of its rows,
+// rows that visit the block, ascending. A CTA has the 16 KV blocks of a word and a segment, a warp a slice of its rows,
 // which it reads twice: to count the visits, then to write them behind those of the warps before it. Where the lists of a
 // CTA begin depends on which CTA comes first; what they hold does not.
 #pragma once
@@ -11,10 +11,9 @@
 #include "device/sm90.cuh"
 #include "host/launch_overlapped.cuh"
 #include "lookup.cuh"
+#include "reverse_index.h"
 
 namespace htree_cuda::sm90::htree_bwd::reverse_index {
-
-inline constexpr int kListWarps = 8;
 
 // The word of the index and the rows that a CTA lists.
 struct ListCta {
@@ -68,6 +67,9 @@ struct ListStorage {
   uint32_t ends[kWordBlocks];
 };
 
+// Bit i of the last four bits goes to the lowest bit of byte i: the product puts bit b at 8 b.
+__device__ __forceinline__ uint32_t spread_four(uint32_t bits) { return (bits & 0xfu) * 0x204081u & 0x01010101u; }
+
 template <int kQueries>
 __device__ __forceinline__ void list_visits_of(Args const& args, ListCta const& cta, ListStorage& store) {
   auto& [places, totals, ends] = store;
@@ -79,21 +81,24 @@ __device__ __forceinline__ void list_visits_of(Args const& args, ListCta const& 
   std::uint32_t const* const words = word_at(args, cta.layer, cta.head, cta.word, 0);
   uint2* const visits = args.visits[cta.layer];
 
-  uint32_t counts[kWordBlocks / 2] = {};  // of block j in the lower half, of block j + 4 in the upper one
+  // Byte i of counts[j]: visits of block 4 j + i. A lane has fewer than 256 rows.
+  uint32_t counts[kWordBlocks / 4] = {};
 #pragma unroll 4
   for (int row = begin + lane; row < end; row += 32) {
     uint32_t const word = __ldg(words + row);
-    uint32_t const halves = (word & 0xfu) | (word & 0xf0u) << 12;
 #pragma unroll
-    for (int j = 0; j < kWordBlocks / 2; ++j) counts[j] += halves >> j & 0x10001u;
+    for (int j = 0; j < kWordBlocks / 4; ++j) counts[j] += spread_four(word >> 4 * j);
   }
 #pragma unroll
-  for (int j = 0; j < kWordBlocks / 2; ++j) {
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) counts[j] += __shfl_xor_sync(kFullWarp, counts[j], d);
+  for (int j = 0; j < kWordBlocks / 4; ++j) {
+    // Two bytes of each sum have room for the visits of all lanes.
+    uint32_t const even = __reduce_add_sync(kFullWarp, counts[j] & 0x00ff00ffu);
+    uint32_t const odd = __reduce_add_sync(kFullWarp, counts[j] >> 8 & 0x00ff00ffu);
     if (lane == 0) {
-      places[warp][j] = counts[j] & 0xffffu;
-      places[warp][j + kWordBlocks / 2] = counts[j] >> 16;
+      places[warp][4 * j] = even & 0xffffu;
+      places[warp][4 * j + 1] = odd & 0xffffu;
+      places[warp][4 * j + 2] = even >> 16;
+      places[warp][4 * j + 3] = odd >> 16;
     }
   }
   __syncthreads();
@@ -132,30 +137,41 @@ __device__ __forceinline__ void list_visits_of(Args const& args, ListCta const& 
   }
   __syncthreads();
 
+  // Blocks that no row of 32 visits take no time, and the words of kAtOnce others are under way together.
+  constexpr int kAtOnce = 4;
   Expanded const expanded(args, cta.layer, cta.head);
-  uint32_t place[kWordBlocks];
-#pragma unroll
-  for (int p = 0; p < kWordBlocks; ++p) place[p] = places[warp][p];
+  uint32_t next_place = lane < kWordBlocks ? places[warp][lane] : 0;  // a lane has a block
 #pragma unroll 2
   for (int base = begin; base < end; base += 32) {
     int const row = base + lane;
     uint32_t const word = row < end ? __ldg(words + row) : 0;
+    uint32_t blocks = __reduce_or_sync(kFullWarp, word & ((1u << kWordBlocks) - 1u));
+    if (blocks == 0) continue;
     int const last = candidates_in_selected(cta.position(row), cta.layer, args.tree.top_k) - 1;
+    do {
+      int own[kAtOnce];
+      uint32_t masked[kAtOnce] = {};
 #pragma unroll
-    for (int p = 0; p < kWordBlocks; ++p) {
-      bool const visited = word >> p & 1u;
-      unsigned const visitors = __ballot_sync(kFullWarp, visited);
-      if (visitors == 0) continue;
-      if (visited) {
-        int const rank = static_cast<int>(word >> kWordBlocks) + __popc(word & ((1u << p) - 1u));
-        int const position = last - kSiblings * rank;
-        uint32_t const masked =
-            expanded.of_block(args, cta.word * kWordBlocks + p, row) | causal_mask(position);
-        visits[place[p] + __popc(visitors & ((1u << lane) - 1u))] = {
-            static_cast<uint32_t>(row), static_cast<uint32_t>(position) << 16 | (masked & 0xffffu)};
+      for (int i = 0; i < kAtOnce; ++i) {
+        own[i] = blocks != 0 ? __ffs(blocks) - 1 : 31;  // the upper half has no bit 31
+        blocks &= blocks - 1;
+        if (word >> own[i] & 1u) masked[i] = expanded.of_block(args, cta.word * kWordBlocks + own[i], row);
       }
-      place[p] += __popc(visitors);
-    }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        bool const visited = word >> own[i] & 1u;
+        unsigned const visitors = __ballot_sync(kFullWarp, visited);
+        uint32_t const place = __shfl_sync(kFullWarp, next_place, own[i]);
+        if (visited) {
+          int const rank = static_cast<int>(word >> kWordBlocks) + __popc(word & ((1u << own[i]) - 1u));
+          int const position = last - kSiblings * rank;
+          visits[place + __popc(visitors & ((1u << lane) - 1u))] = {
+              static_cast<uint32_t>(row),
+              static_cast<uint32_t>(position) << 16 | ((masked[i] | causal_mask(position)) & 0xffffu)};
+        }
+        if (lane == own[i]) next_place += __popc(visitors);
+      }
+    } while (blocks != 0);
   }
   // A thread fills the last pack of a block's list, or the last two visits, which are copied together.
   __syncthreads();
