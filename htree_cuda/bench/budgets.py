@@ -29,7 +29,8 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 OPS = ("forward", "backward", "both")
 TRAINED_GROUPS = (4, 8)  # of the decoders that models have
-LAST = 2048  # queries whose selections are compared with their neighbours'
+LAST = 512  # queries of a quarter whose selections are compared with their neighbours'
+TOGETHER = (4, 12, 48)  # neighbouring queries of a warp, a tile and a CTA of the forward's kernels for groups of 4
 ALONE_UP_TO = 65536  # without groups, and inputs of random kinds alone: a row that says what not to use
 
 
@@ -96,6 +97,7 @@ def _profiled(attention: Callable[..., Tensor], inputs: Inputs) -> dict:
     """What the kernels of a step take, from the end of one to the end of the next: those of the forward by phase, those
     of the backward that multiply by name."""
     step = _step(attention, inputs)
+    step(lambda: None)  # the first one draws a gradient besides
     found = kernels(lambda: step(lambda: None), 2)
     sums: dict[str, float] = {}
     for name, ms, _ in found:
@@ -111,17 +113,39 @@ def _profiled(attention: Callable[..., Tensor], inputs: Inputs) -> dict:
 
 
 @torch.no_grad()
-def shared(inputs: Inputs, options: dict) -> float | None:
-    """Share of a query's blocks of tokens that the query before it has too, over the last queries of the sequence; None
-    where nothing is selected."""
+def neighbours(inputs: Inputs, options: dict) -> dict:
+    """What neighbouring queries have in common, over the last queries of each quarter of the sequence; empty where
+    nothing is selected.
+
+    shared_with_neighbour: the share of a query's blocks of tokens that the query before it has too. distinct_blocks, by
+    a number of neighbouring queries: different blocks that these attend, in all layers where blocks are selected,
+    divided by how many they name together.
+    """
     q, k, v = inputs
-    selection = forward(q[:, -LAST:], k, v, **options, return_selection=True)[-1]
-    if not selection.shape[0]:
-        return None
-    rows = selection[0, 0].transpose(0, 1)  # [H_kv, T_q, top_k], of layer 1
-    pairs = torch.cat((rows[:, 1:], rows[:, :-1]), 2).sort(2).values
-    both = ((pairs[..., 1:] == pairs[..., :-1]) & (pairs[..., 1:] >= 0)).sum()
-    return round((both / (rows[:, 1:] >= 0).sum()).item(), 4)
+    common = named = 0
+    distinct, together = dict.fromkeys(TOGETHER, 0), dict.fromkeys(TOGETHER, 0)
+    for quarter in range(1, 5):
+        end = quarter * q.shape[1] // 4
+        queries = slice(max(end - LAST, end - q.shape[1] // 4), end)
+        selection = forward(q[:, queries], k[:, :end], v[:, :end], **options, return_selection=True)[-1]
+        for i, layer in enumerate(selection[:, 0].transpose(1, 2)):  # [H_kv, T_q, top_k], the bottom's blocks first
+            if i == 0:
+                pairs = torch.cat((layer[:, 1:], layer[:, :-1]), 2).sort(2).values
+                common += ((pairs[..., 1:] == pairs[..., :-1]) & (pairs[..., 1:] >= 0)).sum().item()
+                named += (layer[:, 1:] >= 0).sum().item()
+            for n in TOGETHER:
+                if layer.shape[1] < n:
+                    continue
+                runs = layer[:, layer.shape[1] % n :].unflatten(1, (-1, n)).flatten(2).sort(2).values
+                first = torch.cat((torch.ones_like(runs[..., :1]), runs[..., 1:] != runs[..., :-1]), 2).bool()
+                distinct[n] += (first & (runs >= 0)).sum().item()
+                together[n] += (runs >= 0).sum().item()
+    if not named:
+        return {}
+    return {
+        "shared_with_neighbour": round(common / named, 4),
+        "distinct_blocks": {str(n): round(distinct[n] / together[n], 4) for n in TOGETHER if together[n]},
+    }
 
 
 class _Probe:
@@ -216,21 +240,22 @@ class _Run:
         self.say(f"T {T:,} H {H}/{H_kv} {kind}: {'  '.join(words)}")
 
     def kernels(self, T: int, H: int, H_kv: int, kind: str) -> None:
-        """Adds to the figures of both in a step what neighbours share and, for inputs that have neighbours, what
-        kernels take, where the profiler saw all of them."""
+        """Adds to the figures of both in a step what neighbours have in common and, for inputs that have neighbours,
+        what kernels take, where the profiler saw all of them."""
         inputs = self.inputs(T, H, H_kv, kind)
         for figure in self.figures:
             if (figure["op"], figure["T"], figure["H"], figure["H_kv"], figure["inputs"]) != ("both", T, H, H_kv, kind):
                 continue
             options = _options(self.args, figure["top_k"])
-            figure["shared_with_neighbour"] = shared(inputs, options)
+            figure |= neighbours(inputs, options)
             if self.args.device == "cuda" and self.args.backend != "torch" and kind == "local":
                 try:
                     figure |= _profiled(lambda *x: forward(*x, **options), inputs)  # noqa: B023
                 except ValueError as error:
                     self.say(f"kernels not measured: {error}")
             self.say(
-                f"T {T:,} H {H}/{H_kv} {kind} top_k {figure['top_k']}: shared {figure['shared_with_neighbour']} "
+                f"T {T:,} H {H}/{H_kv} {kind} top_k {figure['top_k']}: shared {figure.get('shared_with_neighbour')} "
+                f"{figure.get('distinct_blocks', '')} "
                 f"{figure.get('phases_ms', '')} {figure.get('kernels_ms', '')}"
             )
         self.write()

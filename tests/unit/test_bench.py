@@ -491,17 +491,35 @@ def test_budgets(tiny_decoders, tmp_path, monkeypatch, capsys):
     assert all(f["dense"]["ms"] > 0 for f in figures if f["T"] == 64)
 
 
-def test_the_share_that_neighbours_have_in_common():
-    """All of it where queries are alike; by sets, on rows of their own."""
-    q, k, v = inputs.tree_inputs("iid", 1, 300, 300, 4, 2, 8, 8, torch.float32, "cpu", 0)
+def test_what_neighbours_have_in_common():
+    """Everything where queries are alike; by sets, on the rows of each quarter."""
+    q, k, v = inputs.tree_inputs("iid", 1, 1200, 1200, 4, 2, 8, 8, torch.float32, "cpu", 0)
     options = {"compression_rate": 4, "top_k_per_layer": 4}
-    selection = definition.forward(q[:, -budgets.LAST :].double(), k.double(), v.double(), **options).selection[0, 0]
-    rows = [[set(x.tolist()) - {-1} for x in selection[:, head]] for head in range(2)]
-    common = sum(len(a & b) for head in rows for a, b in zip(head[1:], head))
-    total = sum(len(a) for head in rows for a in head[1:])
-    assert budgets.shared((q, k, v), options) == pytest.approx(common / total, abs=2e-4)
-    assert budgets.shared((q[:, :1].expand(-1, 300, -1, -1), k, v), options) > 0.85 > common / total
-    assert budgets.shared((q[:, :10], k[:, :10], v[:, :10]), options) is None
+    selection = definition.forward(q.double(), k.double(), v.double(), **options).selection[:, 0]
+    common = total = 0
+    distinct, named = dict.fromkeys(budgets.TOGETHER, 0), dict.fromkeys(budgets.TOGETHER, 0)
+    for end in (300, 600, 900, 1200):
+        # Layers that the sequence up to this quarter has.
+        layers = len(definition.layer_sizes(end, 4, 16)) - 1
+        for layer in range(layers):
+            for head in range(2):
+                sets = [set(x.tolist()) - {-1} for x in selection[layer, end - 300 : end, head]]
+                if layer == 0:
+                    common += sum(len(a & b) for a, b in zip(sets[1:], sets))
+                    total += sum(len(a) for a in sets[1:])
+                for n in budgets.TOGETHER:
+                    runs = [sets[i : i + n] for i in range(300 % n, 300, n)]
+                    distinct[n] += sum(len(set.union(*run)) for run in runs)
+                    named[n] += sum(len(x) for run in runs for x in run)
+    found = budgets.neighbours((q, k, v), options)
+    assert found["shared_with_neighbour"] == pytest.approx(common / total, abs=2e-4)
+    assert found["distinct_blocks"] == {
+        str(n): pytest.approx(distinct[n] / named[n], abs=2e-4) for n in budgets.TOGETHER
+    }
+    alike = budgets.neighbours((q[:, :1].expand(-1, 1200, -1, -1), k, v), options)
+    assert alike["shared_with_neighbour"] > 0.85 > common / total
+    assert alike["distinct_blocks"]["12"] < 0.2 < found["distinct_blocks"]["12"]
+    assert budgets.neighbours((q[:, :10], k[:, :10], v[:, :10]), options) == {}
 
 
 def test_every_row_of_the_design_is_in_the_table(monkeypatch):

@@ -133,24 +133,30 @@ def no_groups() -> str:
     return f"{line}."
 
 
-def shared() -> str:
-    """The share of its blocks that a query has in common with the one before it, by kind of inputs."""
-    found = {key: f for key, f in figures_of("both").items() if f.get("shared_with_neighbour") is not None}
+def neighbours() -> str:
+    """What neighbouring queries have in common, by kind of inputs."""
+    found = {key: f for key, f in figures_of("both").items() if f.get("distinct_blocks")}
     if not found:
         return NOT_MEASURED
     at = max(key[5] for key in found)
     rows = []
     for shape in shapes(found):
         own = [found.get((*shape, kind, at)) for kind in KINDS]
-        cells = [f"{100 * f['shared_with_neighbour']:.0f}%" if f else "" for f in own]
+        shares = [(f["shared_with_neighbour"], *f["distinct_blocks"].values()) if f else () for f in own]
+        cells = [" / ".join(f"{100 * share:.0f}" for share in some) for some in shares]
         rows.append([str(shape[0] // shape[1]), f"{shape[0]}, {shape[1]}, {shape[2]}", str(shape[3]), *cells])
     cards = "; ".join(sorted({f["card"] for f in found.values()}))
-    line = "Of the blocks of tokens that a query attends, those that the query before it attends too"
+    together = next(iter(found.values()))["distinct_blocks"]
+    line = (
+        "Of the blocks of tokens that a query attends, the percentage that the query before it attends too; and "
+        f"different blocks that {', '.join(together)} neighbouring queries attend in all layers, in percent of "
+        "those that they name together"
+    )
     return f"{line}, T {length(at)} ({cards}):\n\n" + markdown(["group", "H, H_kv, K", "top_k", *KINDS], rows)
 
 
 BLOCKS = {
-    "shared_blocks": shared,
+    "neighbours": neighbours,
     "budgets": lambda: "Time of dense attention (cuDNN) divided by the forward's, " + table("forward", _speedup, True),
     "budget_times": lambda: "Forward, median ms, " + table("forward", _ms, False),
     "backward_budgets": lambda: (
