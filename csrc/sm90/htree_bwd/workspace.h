@@ -175,14 +175,7 @@ struct Workspace {
     if (!host::is_packed(p)) row_room = rows;
     even_gather_rows();
     pack = kMaxGroupHeads / unit;
-    for (int l = 0; l < tree.layers; ++l) {
-      std::int64_t wanted = std::max(kBlockItems / (heads * blocks[l]), ceil_div(rows, kMaxSegmentRows));
-      if (pack > 1) {
-        std::int64_t const enough = std::min(kItemPacks * pack * blocks[l] / p.top_k, kMaxSmallGroupRows);
-        wanted = std::max(kSmallGroupItems / (heads * blocks[l]), rows / std::max(enough, kMinSegmentRows));
-      }
-      split(wanted, kMinSegmentRows, segments[l], segment_rows[l]);
-    }
+    for (int l = 0; l < tree.layers; ++l) split(wanted_segments(l, rows), kMinSegmentRows, segments[l], segment_rows[l]);
     for (int l = min_entry; l <= max_entry; ++l) {
       std::int64_t const all = heads * pairs[l];
       bool const in_one_round =
@@ -314,10 +307,19 @@ private:
     return host::is_packed(p) ? all : std::min(all, sequences_in_chunk(p) * own);
   }
 
-  // Work items of dkdv_selected in a layer, of a head.
+  // Into about how many segments so many rows are cut in a selected layer.
+  std::int64_t wanted_segments(int l, std::int64_t of_rows) const {
+    if (pack == 1) return std::max(kBlockItems / (heads * blocks[l]), ceil_div(of_rows, kMaxSegmentRows));
+    std::int64_t const enough = std::min(kItemPacks * pack * blocks[l] / tree.top_k, kMaxSmallGroupRows);
+    return std::max(kSmallGroupItems / (heads * blocks[l]), of_rows / std::max(enough, kMinSegmentRows));
+  }
+
+  // Work items of dkdv_selected in a layer, of a head, at most: with the segments that all rows of the room would have,
+  // so that the room of a pack does not depend on how many sequences it has.
   std::int64_t selected_room_of(ForwardParams const& p, int l) const {
     std::int64_t const all_blocks = tree.kv_blocks[l];
-    return rows / segment_rows[l] * blocks[l] + last_segments(p, all_blocks, blocks[l]);
+    return segments_of(wanted_segments(l, row_room), row_room, kMinSegmentRows) * blocks[l] +
+           last_segments(p, all_blocks, blocks[l]);
   }
 
   void place_sequences(ForwardParams const& p, char* base) {
@@ -344,11 +346,13 @@ private:
                                      list_room * std::int64_t(sizeof(sequences::ListWork)) +
                                      std::int64_t(sizeof(sequences::Counts));
     table_chunks = std::max(kTablesBytes / chunk_bytes, std::int64_t(1));
+    std::int64_t const tables = bytes;
     place(gather, base, table_chunks * gather_ctas);
     place(entry, base, table_chunks * entry_room);
     place(selected, base, table_chunks * selected_room);
     place(list_work, base, table_chunks * list_room);
     place(counts, base, table_chunks);
+    bytes = std::max(bytes, tables + kTablesBytes);
     place(stream_begins, base, sequences::streams_of(max_entry) * count);
     place(stream_ends, base, sequences::kStreams + 2);
   }
@@ -401,11 +405,15 @@ private:
     positions = std::min(p.T, p.top_k * kSiblings) + kSiblings;
   }
 
+  static std::int64_t segments_of(std::int64_t wanted, std::int64_t rows, std::int64_t min_rows) {
+    return std::max(std::min(wanted, rows / min_rows), std::int64_t(1));
+  }
+
   // Splits the rows into about `wanted` segments. Splits follow from shapes alone, so that sums do not depend on the
   // device. The callers want as many segments as fill the device, and in selected layers for segments so short that
   // a KV block which every row visits is not the last to end.
   void split(std::int64_t wanted, std::int64_t min_rows, int& segments, int& segment_rows) const {
-    std::int64_t const count = std::max(std::min(wanted, rows / min_rows), std::int64_t(1));
+    std::int64_t const count = segments_of(wanted, rows, min_rows);
     segment_rows = static_cast<int>(round_up(ceil_div(rows, count), kRowStep));
     segments = static_cast<int>(ceil_div(rows, segment_rows));
   }

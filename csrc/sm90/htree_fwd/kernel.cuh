@@ -2,9 +2,11 @@
 // The loops of the consumers are in {score,attend}_{entry,selected,selected_swapab}.cuh.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
-#include "host/launch_overlapped.cuh"
+#include "host/launch_lane.cuh"
+#include "launch.h"
 #include "attend_selected.cuh"
 #include "attend_selected_swapab.cuh"
 #include "score_selected.cuh"
@@ -72,6 +74,19 @@ __global__ void __launch_bounds__(Selected::kThreads, 1)
   } else {
     serve_tile<Selected>(args, shared_memory);
   }
+}
+
+// Each file in instantiations/ has the launches of a pass, a dtype and head dimensions.
+template <class Element, int kK, int kV, Pass kPass, int kSelectedQueries, int kEntryQueries>
+void launch(Args const& args, Grid const& grid, LaneStream stream) {
+  constexpr bool kHalf = kSelectedQueries == 1 && !std::is_same_v<Element, __half>;
+  using Selected = Traits<Element, kK, kV, kPass, LayerKind::kSelected, kSelectedQueries>;
+  using HalfSelected = std::conditional_t<kHalf, Traits<Element, kK, kV, kPass, LayerKind::kHalfSelected>, void>;
+  using Entry = Traits<Element, kK, kV, kPass, LayerKind::kEntry, kEntryQueries>;
+  int shared_bytes = std::max<int>(Selected::kSharedBytes, Entry::kSharedBytes);
+  if constexpr (kHalf) shared_bytes = std::max<int>(shared_bytes, HalfSelected::kSharedBytes);
+  launch_in_lane(htree_fwd_kernel<Selected, HalfSelected, Entry>, grid.ctas, Selected::kThreads, shared_bytes, stream,
+                 args, grid);
 }
 
 }  // namespace htree_cuda::sm90::htree_fwd

@@ -9,7 +9,7 @@
 
 namespace htree_cuda::sm90::htree_fwd {
 
-// Launches a kernel of dispatch.h's variants; defined in launch.cuh, instantiated in instantiations/.
+// Launches a kernel of dispatch.h's variants; defined in kernel.cuh, instantiated in instantiations/.
 template <class Element, int kK, int kV, Pass kPass, int kSelectedQueries, int kEntryQueries>
 void launch(Args const& args, Grid const& grid, LaneStream stream);
 

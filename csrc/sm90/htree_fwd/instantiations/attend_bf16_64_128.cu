@@ -1,6 +1,6 @@
 #include "host/mixed_dims.h"
 #if HTREE_CUDA_MIXED_DIMS
-#include "sm90/htree_fwd/launch.cuh"
+#include "sm90/htree_fwd/kernel.cuh"
 
 namespace htree_cuda::sm90::htree_fwd {
 

@@ -1,4 +1,4 @@
-#include "sm90/htree_fwd/launch.cuh"
+#include "sm90/htree_fwd/kernel.cuh"
 
 namespace htree_cuda::sm90::htree_fwd {
 
