@@ -518,8 +518,8 @@ def workspaces(count, *, G, H_kv, top_k, total):
 @pytest.mark.parametrize(("H_kv", "G"), [(1, 16), (8, 4)])
 @pytest.mark.parametrize("top_k", [16, 64, 512])
 def test_memory_does_not_grow_with_the_number_of_sequences(H_kv, G, top_k):
-    """Forward: a sequence takes 64 bytes and up to eight query tiles that it does not fill, and up to a tile for every 12
-    tokens of the call is listed once more. Backward: 64 bytes a sequence and KV tile."""
+    """Forward: a sequence takes 64 bytes and up to eight query tiles that it does not fill, and up to a tile for every
+    12 tokens of the call is listed once more. Backward: 64 bytes a sequence and KV tile."""
     for total in (4096, 65536):
         sizes = {n: workspaces(n, G=G, H_kv=H_kv, top_k=top_k, total=total) for n in (1, 16, 256, 1024, 4096, total)}
         print(f"workspace of {total} tokens, forward and backward, by sequences:", sizes)
