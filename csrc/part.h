@@ -1,5 +1,5 @@
 // Calls of the htree forward and backward that compute a part of a larger one, as the calls of a rank of context
-// parallelism do. They are cut into chunks as the larger one would be, and not into smaller ones.
+// parallelism do. Their chunks have the room that those of the larger one have, and not that of so small a call.
 #pragma once
 
 #include <cstdint>

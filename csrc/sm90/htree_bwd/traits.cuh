@@ -1,11 +1,11 @@
-// Data sheet of the five matrix kernels of the backward. A CTA has eight warps that multiply, of dq_gather ten.
+// Data sheet of the five matrix kernels of the backward. A CTA has eight warps that multiply, of dq_gather 14 or 15.
 //
 //   kernel          multiplies with        a warp holds                 passes by, through shared memory
 //   dq_entry        WGMMA, 64 x 64 tiles   a query, its 16 heads        tiles of four KV blocks, one ring
 //   dkdv_entry      WGMMA, 64 x 64 tiles   a KV block, its 16 children  tiles of four queries, one ring
 //   dq_selected     m16n8k16               a query, its 16 heads        KV blocks that any of eight neighbouring queries
 //                                                                       visits, layer by layer, ascending, one ring
-//   dq_gather       m16n8k16               2 or 4 queries, 16 heads     keys of KV blocks that any of 20 or 40 neighbouring
+//   dq_gather       m16n8k16               2 or 4 queries, 16 heads     keys of KV blocks that any of 28 or 60 neighbouring
 //                                                                       queries visits; for groups of at most 8, bf16
 //   dkdv_selected   m16n8k16               a KV block, its 16 children  queries that visit the block, ascending, slots of
 //                                                                       the warp's own
@@ -17,7 +17,7 @@
 //   dq_entry        q, dq, scores, dP                  384       240 consumer, 24 producer     5 stages
 //   dkdv_entry      dk, dv, scores, dP                 384       240 consumer, 24 producer     4 stages
 //   dq_selected     q, dout, dq                        384       232 consumer, 40 producer     6 stages of 4 slots
-//   dq_gather       dq                                 352       168                           8 stages of 4 slots
+//   dq_gather       dq                                 512 (480) 128                           8 stages of 4 slots
 //   dkdv_selected   keys, dk, dv, half of the values   256       255                           2 slots of q, 3 of dO a warp
 #pragma once
 

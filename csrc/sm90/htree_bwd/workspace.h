@@ -59,7 +59,7 @@ static_assert(kMaxSegmentTileRows * 3 / 2 + kRowStep < sequences::kMaxItemRows);
 constexpr std::int64_t kItemPacks = 32;
 constexpr std::int64_t kMaxSmallGroupRows = 2048;
 constexpr std::int64_t kSmallGroupItems = 4224;
-static_assert(2 * kMaxSmallGroupRows + kRowStep <= reverse_index::kMaxListedRows);
+static_assert((2 * kMaxSmallGroupRows + kRowStep) * 3 / 2 + kRowStep <= reverse_index::kMaxListedRows);
 
 inline std::int64_t round_up(std::int64_t x, std::int64_t step) { return ceil_div(x, step) * step; }
 
@@ -163,8 +163,7 @@ struct Workspace {
     heads = std::min({all_heads, kTreeBytes / head_bytes, chunk_bytes / (row_room * row_bytes)});
     if (heads < 1) {
       std::int64_t const fit = chunk_bytes / row_bytes;
-      std::int64_t const whole_rounds = std::max((fit + kRoundRows / 2) / kRoundRows, std::int64_t(1)) * kRoundRows;
-      row_room = std::min(row_room, large ? round_up(fit + 1, kRowStep) : whole_rounds);
+      row_room = std::min(row_room, large ? round_up(fit + 1, kRowStep) : rows_of_rounds(fit));
     }
     rows = std::min(rows, row_room);
     if (heads < 1 || rows < all_rows) {
@@ -287,6 +286,13 @@ private:
     std::int64_t const rounds = ceil_div(heads * ceil_div(rows, std::int64_t(gather_rows)), kRoundCtas);
     std::int64_t const ctas = std::max<std::int64_t>(rounds * kRoundCtas / heads, 1);
     gather_rows = static_cast<int>(std::min<std::int64_t>(round_up(ceil_div(rows, ctas), 4), gather_rows));
+  }
+
+  // Rows of whole rounds, of which about `fit` rows fit: of as many as all rows need, or to the nearest.
+  std::int64_t rows_of_rounds(std::int64_t fit) const {
+    std::int64_t const up = round_up(fit + 1, kRoundRows);
+    if (row_room <= up) return up;
+    return std::max((fit + kRoundRows / 2) / kRoundRows, std::int64_t(1)) * kRoundRows;
   }
 
   // Rows of chunks of one head, of up to `most`. Two are equal. Of more, a last round of dq_gather that is less than half
