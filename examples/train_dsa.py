@@ -88,7 +88,7 @@ PRESETS = {
         steps={"dense": 400, "warmup": 80, "sparse": 200}, eval_every=40, eval_batches=4, autocast=True,
         attention={
             "n_heads": 16, "q_lora_rank": 256, "kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
-            "v_head_dim": 64, "index_n_heads": 16, "index_head_dim": 128, "index_topk": 256,
+            "v_head_dim": 64, "index_n_heads": 16, "index_head_dim": 128, "index_topk": 512,
         },
     ),
 }  # fmt: skip
