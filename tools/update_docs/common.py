@@ -49,6 +49,18 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
 
+def star(figure: dict) -> str:
+    """The mark of a figure that a run of other sources measured: the run that was to measure it again ended before."""
+    return "\\*" if "content_hash" in figure else ""
+
+
+def other_sources(figures: list[dict]) -> str:
+    """What marked figures are."""
+    if not any(star(figure) for figure in figures):
+        return ""
+    return "\n\\* Measured with other kernels than the rest; the file of figures has their content hash.\n"
+
+
 def on_cpu(report: dict) -> str:
     """The machine of a report that was made on a CPU."""
     threads = f"{report['threads']} thread{'s' * (report['threads'] > 1)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from htree_cuda.bench.context_parallel import COLUMNS, imbalance
 
-from .common import length, load, load_all, markdown, on_gpu
+from .common import length, load, load_all, markdown, on_gpu, other_sources, star
 
 # Rates that no run here measured: of NVLink 4 in one direction, and of a network card of 400 Gb/s.
 NOMINAL_GB_PER_S = (450.0, 50.0)
@@ -36,11 +36,12 @@ def measured() -> str:
     header += ["exchange alone, ms", "overlap", "imbalance", "to the cost model", "memory", "peak, GB"]
     names = ["H", "top_k", "T", "layout", "one ms", "ms", "speedup", "weak", "exchange", "overlap"]
     names += ["imbalance", "to model", "memory", "peak GB"]
-    rows = [[COLUMNS[name](f) for name in names] for _, f in found]
+    rows = [[COLUMNS[name](f) + (star(f) if name == "ms" else "") for name in names] for _, f in found]
     return (
         f"{first['ranks']} {report['gpu']} of one host, driver {report['driver']}, torch {report['torch']}, "
         f"{report['date']}; bfloat16, K = V = {first['K']}, {first['inputs']} inputs. Forward + backward.\n\n"
         + markdown(header, rows)
+        + other_sources([f for _, f in found])
     )
 
 

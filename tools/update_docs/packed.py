@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .common import load, markdown, on_gpu
+from .common import load, markdown, on_gpu, other_sources, star
 
 CASES = {
     "equal": "equal lengths; a batch of them",
@@ -25,7 +25,7 @@ def packed() -> str:
             f"{f['total']:,}",
             f"{f['H']} on {f['H_kv']}",
             str(f["top_k"]),
-            f"{f['ms']:.2f}" + ("\\*" if "content_hash" in f else ""),
+            f"{f['ms']:.2f}{star(f)}",
             *([f"{f['beside']['ms']:.2f}", f"{f['ratio']:.3f}"] if "ratio" in f else ["", ""]),
         ]
         for f in report["figures"]
@@ -37,17 +37,7 @@ def packed() -> str:
     return (
         f"K = V = {first['K']}, {first['dtype']}, random inputs, seed {first['seed']} ({on_gpu(report)}{about}):\n\n"
         + markdown(header, rows)
-        + _of_other_sources(report)
-    )
-
-
-def _of_other_sources(report: dict) -> str:
-    """What the marked rows are: a run that was ended left them as a run of other sources had measured them."""
-    marked = any("content_hash" in f for f in report["figures"])
-    return (
-        "\n\n\\* Measured with other kernels than the rest; the file of figures has their content hash."
-        if marked
-        else ""
+        + other_sources(report["figures"])
     )
 
 
