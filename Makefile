@@ -2,7 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+# The demo needs less than the tests do.
+DEMO_READY := $(VENV)/.demo
 READY := $(VENV)/.installed
+comma := ,
 SHARD ?=
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
@@ -13,20 +16,27 @@ help: ## list the targets
 
 # The package is installed editable. Unless HTREE_CUDA_KERNELS says otherwise, its kernels are built here only where an
 # NVIDIA driver is: without one the demo cannot run them. What building takes is asked of the same hook that pip asks,
-# and installed here, so that later builds need no environment of their own.
+# and installed here, so that later builds need no environment of their own; for the demo alone, only what it builds.
 DRIVER := $(wildcard /proc/driver/nvidia/version /dev/nvidiactl /dev/nvidia0 /usr/lib/wsl/lib/libcuda.so.1)
-$(READY): pyproject.toml setup.py constraints.txt
+KERNELS := $(or $(HTREE_CUDA_KERNELS),$(if $(DRIVER),auto,off))
+define install
 	@echo "== setting up $(VENV) (PyTorch is the large part; a few minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet -c constraints.txt "torch>=2.6" numpy "setuptools>=77" wheel \
-	  $$(PYTHONPATH=build_backend $(PYTHON) -m htree_cuda_build)
-	HTREE_CUDA_KERNELS=$${HTREE_CUDA_KERNELS:-$(if $(DRIVER),auto,off)} \
-	  $(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[demo,hf,test]"
+	  $$($(2) PYTHONPATH=build_backend $(PYTHON) -m htree_cuda_build)
+	HTREE_CUDA_KERNELS=$(KERNELS) \
+	  $(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[$(1)]"
+endef
+$(DEMO_READY): pyproject.toml setup.py constraints.txt
+	$(call install,demo,HTREE_CUDA_KERNELS=$(KERNELS))
 	@touch $@
+$(READY): pyproject.toml setup.py constraints.txt
+	$(call install,demo$(comma)hf$(comma)test)
+	@touch $(DEMO_READY) $@
 
-demo: $(READY) ## install into .venv and search a book with attention, beside dense attention
-	$(PY) -m htree_cuda info
-	$(PY) -m htree_cuda demo
+# One process, which imports PyTorch once.
+demo: $(DEMO_READY) ## install into .venv and search a book with attention, beside dense attention
+	$(PY) -c 'from htree_cuda.__main__ import main; import sys; main(["info"]); sys.exit(main(["demo"]))'
 
 test: $(READY) lint ## the tests, with a sample of the kernels on the emulator where there is no GPU
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -q
