@@ -6,6 +6,8 @@ PY := $(VENV)/bin/python
 DEMO_READY := $(VENV)/.demo
 READY := $(VENV)/.installed
 comma := ,
+# Modules are compiled when they are first imported, and not all of them when they are installed: half of the time.
+unexport PYTHONDONTWRITEBYTECODE
 SHARD ?=
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
@@ -22,10 +24,10 @@ KERNELS := $(or $(HTREE_CUDA_KERNELS),$(if $(DRIVER),auto,off))
 define install
 	@echo "== setting up $(VENV) (PyTorch is the large part; a few minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet -c constraints.txt "torch>=2.6" numpy "setuptools>=77" wheel \
+	$(PY) -m pip install --quiet --no-compile -c constraints.txt "torch>=2.6" numpy "setuptools>=77" wheel \
 	  $$($(2) PYTHONPATH=build_backend $(PYTHON) -m htree_cuda_build)
 	HTREE_CUDA_KERNELS=$(KERNELS) \
-	  $(PY) -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[$(1)]"
+	  $(PY) -m pip install --quiet --no-compile -c constraints.txt --no-build-isolation -e ".[$(1)]"
 endef
 $(DEMO_READY): pyproject.toml setup.py constraints.txt
 	$(call install,demo,HTREE_CUDA_KERNELS=$(KERNELS))
