@@ -149,12 +149,33 @@ using Part = std::tuple<std::int64_t, std::int64_t>;
 
 PartParams part_params(Part const& part) { return {std::get<0>(part), std::get<1>(part)}; }
 
+template <class Params>
+Runs<Params> runs_of(std::vector<Params> const& runs) {
+  return {runs.data(), static_cast<std::int64_t>(runs.size())};
+}
+
+void set_workspace(ForwardParams& params, std::uintptr_t workspace, std::int64_t bytes) {
+  params.workspace = as_pointer(workspace);
+  params.workspace_bytes = bytes;
+}
+
 void bind_forward(py::module_& module) {
   py::class_<ForwardParams>(module, "ForwardParams", py::module_local(), "q, k, v: (pointer, stride_b, stride_t, stride_h) in elements")
       .def(py::init(&forward_params), py::kw_only(), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("B"),
            py::arg("T"), py::arg("T_q"), py::arg("q_start"), py::arg("H_kv"), py::arg("G"), py::arg("K"), py::arg("V"),
            py::arg("top_k"), py::arg("scale"), py::arg("rope_base"), py::arg("strict_causal"), py::arg("dtype"),
            py::arg("inv_freq") = 0, py::arg("attn_sink") = 0)
+      .def(
+          "with_results",
+          [](ForwardParams params, std::uintptr_t out, std::uintptr_t lse, std::uintptr_t selection, std::uintptr_t given) {
+            params.out = as_pointer(out);
+            params.lse = static_cast<float*>(as_pointer(lse));
+            params.selection = static_cast<std::int32_t*>(as_pointer(selection));
+            params.given = static_cast<std::int32_t const*>(as_pointer(given));
+            return params;
+          },
+          py::kw_only(), py::arg("out"), py::arg("lse"), py::arg("selection") = 0, py::arg("given") = 0,
+          "The same with tensors of results; selection, given: 0 for none")
       .def(
           "with_sequences",
           [](ForwardParams params, std::int64_t count, std::uintptr_t cu_seqlens_q, std::uintptr_t cu_seqlens_k,
@@ -170,28 +191,21 @@ void bind_forward(py::module_& module) {
           "The same with sequences of different lengths; pointers to the device, 0 for none; see csrc/params.h");
   module.def(
       "forward_workspace",
-      [](ForwardParams const& params, int device, Part const& part) {
+      [](std::vector<ForwardParams> const& runs, int device, Part const& part) {
         std::int64_t bytes = 0;
-        on_device(device, [&] { bytes = forward_workspace(params, part_params(part)); });
+        on_device(device, [&] { bytes = forward_workspace(runs_of(runs), part_params(part)); });
         return bytes;
       },
-      py::arg("params"), py::kw_only(), py::arg("device"), py::arg("part") = Part());
+      py::arg("runs"), py::kw_only(), py::arg("device"), py::arg("part") = Part());
   module.def(
       "forward",
-      [](ForwardParams params, std::uintptr_t out, std::uintptr_t lse, std::uintptr_t selection,
-         std::uintptr_t given, std::uintptr_t workspace, std::int64_t workspace_bytes, int device, std::uintptr_t stream,
-         Part const& part) {
-        params.out = as_pointer(out);
-        params.lse = static_cast<float*>(as_pointer(lse));
-        params.selection = static_cast<std::int32_t*>(as_pointer(selection));
-        params.given = static_cast<std::int32_t const*>(as_pointer(given));
-        params.workspace = as_pointer(workspace);
-        params.workspace_bytes = workspace_bytes;
-        on_device(device, [&] { forward(params, part_params(part), as_pointer(stream)); });
+      [](std::vector<ForwardParams> runs, std::uintptr_t workspace, std::int64_t workspace_bytes, int device,
+         std::uintptr_t stream, Part const& part) {
+        for (ForwardParams& run : runs) set_workspace(run, workspace, workspace_bytes);
+        on_device(device, [&] { forward(runs_of(runs), part_params(part), as_pointer(stream)); });
       },
-      py::arg("params"), py::kw_only(), py::arg("out"), py::arg("lse"), py::arg("selection"), py::arg("given"),
-      py::arg("workspace"), py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"), py::arg("part") = Part(),
-      "selection, given: 0 for none; see csrc/params.h");
+      py::arg("runs"), py::kw_only(), py::arg("workspace"), py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"),
+      py::arg("part") = Part(), "runs: of queries, each with its results; see csrc/part.h");
   module.def(
       "explain_forward",
       [](ForwardParams params, bool selection, int processors) {
@@ -204,44 +218,45 @@ void bind_forward(py::module_& module) {
 }
 
 void bind_backward(py::module_& module) {
+  py::class_<BackwardParams>(module, "BackwardParams", py::module_local(),
+                             "dout: (pointer, stride_b, stride_t, stride_h, stride_v), dlse: (pointer, stride_b, stride_t, "
+                             "stride_h), strides in elements; forward: with its results; see csrc/params.h")
+      .def(py::init([](ForwardParams const& forward,
+                       std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t> const& dout,
+                       Strided const& dlse, std::uintptr_t dq, std::uintptr_t dk, std::uintptr_t dv, bool float32, bool add) {
+             BackwardParams params{};
+             params.forward = forward;
+             std::tie(std::ignore, params.dout_stride_b, params.dout_stride_t, params.dout_stride_h, params.dout_stride_v) =
+                 dout;
+             std::tie(std::ignore, params.dlse_stride_b, params.dlse_stride_t, params.dlse_stride_h) = dlse;
+             params.dout = as_pointer(std::get<0>(dout));
+             params.dlse = static_cast<float const*>(as_pointer(std::get<0>(dlse)));
+             params.dq = as_pointer(dq);
+             params.dk = as_pointer(dk);
+             params.dv = as_pointer(dv);
+             params.float32 = float32;
+             params.add = add;
+             return params;
+           }),
+           py::arg("forward"), py::kw_only(), py::arg("dout"), py::arg("dlse"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
+           py::arg("float32"), py::arg("add"));
   module.def(
       "backward_workspace",
-      [](ForwardParams const& params, int device, Part const& part) {
+      [](std::vector<ForwardParams> const& runs, int device, Part const& part) {
         std::int64_t bytes = 0;
-        on_device(device, [&] { bytes = backward_workspace(params, part_params(part)); });
+        on_device(device, [&] { bytes = backward_workspace(runs_of(runs), part_params(part)); });
         return bytes;
       },
-      py::arg("params"), py::kw_only(), py::arg("device"), py::arg("part") = Part());
+      py::arg("runs"), py::kw_only(), py::arg("device"), py::arg("part") = Part());
   module.def(
       "backward",
-      [](ForwardParams const& forward,
-         std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t> const& dout,
-         Strided const& dlse, std::uintptr_t out, std::uintptr_t lse, std::uintptr_t selection, std::uintptr_t dq,
-         std::uintptr_t dk, std::uintptr_t dv, bool add_float32, std::uintptr_t workspace, std::int64_t workspace_bytes,
-         int device, std::uintptr_t stream, Part const& part) {
-        BackwardParams params{};
-        params.forward = forward;
-        params.forward.out = as_pointer(out);
-        params.forward.lse = static_cast<float*>(as_pointer(lse));
-        params.forward.selection = static_cast<std::int32_t*>(as_pointer(selection));
-        params.forward.workspace = as_pointer(workspace);
-        params.forward.workspace_bytes = workspace_bytes;
-        std::tie(std::ignore, params.dout_stride_b, params.dout_stride_t, params.dout_stride_h, params.dout_stride_v) =
-            dout;
-        std::tie(std::ignore, params.dlse_stride_b, params.dlse_stride_t, params.dlse_stride_h) = dlse;
-        params.dout = as_pointer(std::get<0>(dout));
-        params.dlse = static_cast<float const*>(as_pointer(std::get<0>(dlse)));
-        params.dq = as_pointer(dq);
-        params.dk = as_pointer(dk);
-        params.dv = as_pointer(dv);
-        params.add_float32 = add_float32;
-        on_device(device, [&] { backward(params, part_params(part), as_pointer(stream)); });
+      [](std::vector<BackwardParams> runs, std::uintptr_t workspace, std::int64_t workspace_bytes, int device,
+         std::uintptr_t stream, Part const& part) {
+        for (BackwardParams& run : runs) set_workspace(run.forward, workspace, workspace_bytes);
+        on_device(device, [&] { backward(runs_of(runs), part_params(part), as_pointer(stream)); });
       },
-      py::arg("forward"), py::kw_only(), py::arg("dout"), py::arg("dlse"), py::arg("out"), py::arg("lse"),
-      py::arg("selection"), py::arg("dq"), py::arg("dk"), py::arg("dv"), py::arg("add_float32"),
-      py::arg("workspace"), py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"), py::arg("part") = Part(),
-      "dout: (pointer, stride_b, stride_t, stride_h, stride_v), dlse: (pointer, stride_b, stride_t, stride_h), strides in "
-      "elements; selection: 0 for none; see csrc/params.h");
+      py::arg("runs"), py::kw_only(), py::arg("workspace"), py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"),
+      py::arg("part") = Part(), "runs: of queries, whose gradients of keys and values are summed; see csrc/part.h");
   module.def(
       "explain_backward",
       [](ForwardParams const& params, int processors, Part const& part) {

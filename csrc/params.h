@@ -189,7 +189,8 @@ struct BackwardParams {
   void* dq;                    // [B, T_q, H_kv * G, K] contiguous, of the dtype
   void* dk;                    // [B, T, H_kv, K] likewise
   void* dv;                    // [B, T, H_kv, V] likewise
-  bool add_float32;            // dk and dv are float32, 16-byte aligned, and are added to instead of written
+  bool float32;                // dk and dv are float32, 16-byte aligned
+  bool add;                    // then: they are added to instead of written
 };
 
 // Bytes of workspace that `backward` needs; pointers are not looked at.

@@ -15,11 +15,23 @@ struct PartParams {
                              // of which those of this call are neighbours; pointers are to the first of these. B is 1 then
 };
 
-// As the functions of params.h.
-HTREE_CUDA_API std::int64_t forward_workspace(ForwardParams const& params, PartParams const& part);
-HTREE_CUDA_API void forward(ForwardParams const& params, PartParams const& part, void* stream);
-HTREE_CUDA_API std::int64_t backward_workspace(ForwardParams const& params, PartParams const& part);
-HTREE_CUDA_API void backward(BackwardParams const& params, PartParams const& part, void* stream);
+// Queries of one sequence in runs: a run is queries with consecutive positions in tensors of its own, and all runs see the
+// keys of the first one. What the others say of keys, values and options is not looked at, nor is their workspace. More
+// than one: B is 1, each has two queries at least, and no lengths are given.
+template <class Params>
+struct Runs {
+  Params const* first = nullptr;
+  std::int64_t count = 0;
+
+  Params const* begin() const { return first; }
+  Params const* end() const { return first + count; }
+};
+
+// As the functions of params.h. The workspace of a forward is for all positions from the first run's to the last one's.
+HTREE_CUDA_API std::int64_t forward_workspace(Runs<ForwardParams> const& runs, PartParams const& part);
+HTREE_CUDA_API void forward(Runs<ForwardParams> const& runs, PartParams const& part, void* stream);
+HTREE_CUDA_API std::int64_t backward_workspace(Runs<ForwardParams> const& runs, PartParams const& part);
+HTREE_CUDA_API void backward(Runs<BackwardParams> const& runs, PartParams const& part, void* stream);
 HTREE_CUDA_API void explain_backward(ForwardParams const& params, PartParams const& part, int processors, LaunchSink sink,
                                      void* context);
 

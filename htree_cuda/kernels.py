@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import pairs
+from .params import TreeParams
 
 _PACKAGE = Path(__file__).resolve().parent
 _LIBRARY = _PACKAGE / "libhtree_cuda.so"
@@ -179,6 +181,21 @@ def _forward_params(q: Tensor, k: Tensor, v: Tensor, params, maxima: tuple[int, 
     )
 
 
+class Run(NamedTuple):
+    """Queries with consecutive positions, [B, n, ..]; a call has one run or several. q_start of params is theirs.
+    selection is None where the forward does not write it; given: one to replay. What is behind it is the backward's."""
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    selection: Tensor | None
+    params: TreeParams
+    given: Tensor | None = None
+    dout: Tensor | None = None
+    dlse: Tensor | None = None
+    dq: Tensor | None = None
+
+
 def varlen_params(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start, params):
     """The params struct of a packed or ragged call; params: params.VarlenParams."""
     packed = params.packed
@@ -198,7 +215,7 @@ def varlen_params(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q, cu_seqlens_k, s
 
 def forward_varlen_workspace(q: Tensor, k: Tensor, v: Tensor, *lengths_params) -> int:
     """Bytes of workspace that `forward_varlen` needs; the arguments of `varlen_params`."""
-    return load().forward_workspace(varlen_params(q, k, v, *lengths_params), device=q.get_device())
+    return load().forward_workspace([varlen_params(q, k, v, *lengths_params)], device=q.get_device())
 
 
 def forward_varlen(
@@ -210,11 +227,7 @@ def forward_varlen(
     of which there is one at least, as there is a row of q and of k."""
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start)
     load().forward(
-        varlen_params(q, k, v, *lengths, params),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-        selection=0 if selection is None else selection.data_ptr(),
-        given=0 if given is None else given.data_ptr(),
+        [_with_results(varlen_params(q, k, v, *lengths, params), out, lse, selection, given)],
         workspace=workspace.data_ptr(),
         workspace_bytes=workspace.numel(),
         **_place(q),
@@ -223,7 +236,7 @@ def forward_varlen(
 
 def backward_varlen_workspace(q: Tensor, k: Tensor, v: Tensor, *lengths_params) -> int:
     """Bytes of workspace that `backward_varlen` needs; the arguments of `varlen_params`."""
-    return load().backward_workspace(varlen_params(q, k, v, *lengths_params), device=q.get_device())
+    return load().backward_workspace([varlen_params(q, k, v, *lengths_params)], device=q.get_device())
 
 
 def backward_varlen(
@@ -235,26 +248,57 @@ def backward_varlen(
     Rows of no sequence get 0; where dk and dv are float32 they are added to, and such rows stay as they are."""
     batched = (0,) if params.packed else ()  # a stride that is not looked at
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_start)
-    load().backward(
-        varlen_params(q, k, v, *lengths, params),
+    forward = _with_results(varlen_params(q, k, v, *lengths, params), out, lse, selection)
+    own = load().BackwardParams(
+        forward,
         dout=(dout.data_ptr(), *batched, *dout.stride()),
         dlse=(dlse.data_ptr(), *batched, *dlse.stride()),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-        selection=selection.data_ptr() if selection.numel() else 0,
         dq=dq.data_ptr(),
-        dk=dk.data_ptr(),
-        dv=dv.data_ptr(),
-        add_float32=dk.dtype == torch.float32,
+        **_sums(dk, dv),
+    )
+    load().backward(
+        [own],
         workspace=workspace.data_ptr(),
         workspace_bytes=workspace.numel(),
         **_place(q),
     )
 
 
+def _with_results(params, out: Tensor, lse: Tensor, selection: Tensor | None, given: Tensor | None = None):
+    written, given = (x if x is not None and x.numel() else None for x in (selection, given))
+    return params.with_results(
+        out=out.data_ptr(), lse=lse.data_ptr(), selection=_pointer(written), given=_pointer(given)
+    )  # fmt: skip
+
+
+def _runs(runs: Sequence[Run], k: Tensor, v: Tensor) -> list:
+    return [
+        _with_results(_forward_params(x.q, k, v, x.params), x.out, x.lse, x.selection, x.given) for x in runs
+    ]  # fmt: skip
+
+
+def _sums(dk: Tensor, dv: Tensor, add: bool = True) -> dict:
+    return {"dk": dk.data_ptr(), "dv": dv.data_ptr(), "float32": dk.dtype == torch.float32, "add": add}
+
+
 def forward_workspace(q: Tensor, k: Tensor, v: Tensor, params, part: tuple[int, int] = (0, 0)) -> int:
     """Bytes of workspace that `forward` needs for this call; params: params.TreeParams."""
-    return load().forward_workspace(_forward_params(q, k, v, params), part=part, device=q.get_device())
+    return load().forward_workspace([_forward_params(q, k, v, params)], part=part, device=q.get_device())
+
+
+def forward_runs_workspace(runs: Sequence[Run], k: Tensor, v: Tensor, part: tuple[int, int] = (0, 0)) -> int:
+    """Bytes of workspace that `forward_runs` needs."""
+    return load().forward_workspace(_runs(runs, k, v), part=part, device=k.get_device())
+
+
+def forward_runs(
+    runs: Sequence[Run], k: Tensor, v: Tensor, workspace: Tensor, part: tuple[int, int] = (0, 0)
+) -> None:  # fmt: skip
+    """Fills out, lse and, where not None, selection of each run; several need B 1. part: queries of a sequence in a
+    larger call that this one is a part of, and 0."""
+    load().forward(
+        _runs(runs, k, v), workspace=workspace.data_ptr(), workspace_bytes=workspace.numel(), part=part, **_place(k)
+    )  # fmt: skip
 
 
 def forward(
@@ -267,22 +311,10 @@ def forward(
     workspace: Tensor,
     params,
     given: Tensor | None = None,
-    part: tuple[int, int] = (0, 0),
 ) -> None:
     """Fills out [B, T_q, H, V], lse [B, T_q, H] and, where not None, selection [L-1, B, T_q, H_kv, top_k], contiguous.
-    given: a selection of that shape, contiguous, in place of choosing; selection is None then. part: as in `backward`;
-    the KV heads are 0."""
-    load().forward(
-        _forward_params(q, k, v, params),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-        selection=0 if selection is None else selection.data_ptr(),
-        given=0 if given is None else given.data_ptr(),
-        workspace=workspace.data_ptr(),
-        workspace_bytes=workspace.numel(),
-        part=part,
-        **_place(q),
-    )
+    given: a selection of that shape, contiguous, in place of choosing; selection is None then."""
+    forward_runs([Run(q, out, lse, selection, params, given)], k, v, workspace)
 
 
 def recorded(call: Callable[[], None], *, sms: int) -> list[dict]:
@@ -303,45 +335,46 @@ def explain_backward(q: Tensor, k: Tensor, v: Tensor, params, *, sms: int) -> li
 
 def backward_workspace(q: Tensor, k: Tensor, v: Tensor, params, part: tuple[int, int] = (0, 0)) -> int:
     """Bytes of workspace that `backward` needs for this call; params: params.TreeParams."""
-    return load().backward_workspace(_forward_params(q, k, v, params), part=part, device=q.get_device())
+    return load().backward_workspace([_forward_params(q, k, v, params)], part=part, device=q.get_device())
+
+
+def backward_runs_workspace(runs: Sequence[Run], k: Tensor, v: Tensor, part: tuple[int, int] = (0, 0)) -> int:
+    """Bytes of workspace that `backward_runs` needs."""
+    return load().backward_workspace(_runs(runs, k, v), part=part, device=k.get_device())
+
+
+def backward_runs(
+    runs: Sequence[Run], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, workspace: Tensor, *, add: bool,
+    part: tuple[int, int] = (0, 0),
+) -> None:  # fmt: skip
+    """Fills dq of each run, and dk and dv of all runs together; several need B 1. dk and dv may be float32: they are
+    then added to where `add` says so. part: queries of a sequence and KV heads of a larger call that this one is a part
+    of. Where the KV heads are not 0, out, lse, selection and dq are views of some heads of contiguous tensors."""
+    module = load()
+    own = [
+        module.BackwardParams(
+            forward,
+            dout=(run.dout.data_ptr(), *run.dout.stride()),
+            dlse=(run.dlse.data_ptr(), *run.dlse.stride()),
+            dq=run.dq.data_ptr(),
+            **_sums(dk, dv, add),
+        )
+        for run, forward in zip(runs, _runs(runs, k, v), strict=True)
+    ]
+    module.backward(
+        own, workspace=workspace.data_ptr(), workspace_bytes=workspace.numel(), part=part, **_place(k)
+    )  # fmt: skip
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    selection: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    workspace: Tensor,
-    params,
-    part: tuple[int, int] = (0, 0),
-) -> None:
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, workspace: Tensor, params, part: tuple[int, int] = (0, 0),
+) -> None:  # fmt: skip
     """Fills dq, dk, dv (contiguous, of the shapes of q, k, v) from what `forward` wrote and the gradients of that;
     dout [B, T_q, H, V] and dlse [B, T_q, H] have any strides. Where dk and dv are float32, they are added to.
-    part: queries of a sequence and KV heads of a larger call that this one is a part of. Where the KV heads are not 0,
-    out, lse, selection and dq are views of some heads of contiguous tensors that have all."""
-    load().backward(
-        _forward_params(q, k, v, params),
-        dout=(dout.data_ptr(), *dout.stride()),
-        dlse=(dlse.data_ptr(), *dlse.stride()),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-        selection=selection.data_ptr() if selection.numel() else 0,
-        dq=dq.data_ptr(),
-        dk=dk.data_ptr(),
-        dv=dv.data_ptr(),
-        add_float32=dk.dtype == torch.float32,
-        workspace=workspace.data_ptr(),
-        workspace_bytes=workspace.numel(),
-        part=part,
-        **_place(q),
-    )
+    part: as in `backward_runs`."""
+    run = Run(q, out, lse, selection, params, None, dout, dlse, dq)
+    backward_runs([run], k, v, dk, dv, workspace, add=dk.dtype == torch.float32, part=part)
 
 
 def attn_dist(

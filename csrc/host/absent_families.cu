@@ -27,10 +27,10 @@ void explain_forward(ForwardParams const&, int, LaunchSink, void*) { absent("exp
 std::int64_t backward_workspace(ForwardParams const&) { absent("backward", "htree"); }
 void backward(BackwardParams const&, void*) { absent("backward", "htree"); }
 void explain_backward(ForwardParams const&, int, LaunchSink, void*) { absent("explain_backward", "htree"); }
-std::int64_t forward_workspace(ForwardParams const&, PartParams const&) { absent("forward", "htree"); }
-void forward(ForwardParams const&, PartParams const&, void*) { absent("forward", "htree"); }
-std::int64_t backward_workspace(ForwardParams const&, PartParams const&) { absent("backward", "htree"); }
-void backward(BackwardParams const&, PartParams const&, void*) { absent("backward", "htree"); }
+std::int64_t forward_workspace(Runs<ForwardParams> const&, PartParams const&) { absent("forward", "htree"); }
+void forward(Runs<ForwardParams> const&, PartParams const&, void*) { absent("forward", "htree"); }
+std::int64_t backward_workspace(Runs<ForwardParams> const&, PartParams const&) { absent("backward", "htree"); }
+void backward(Runs<BackwardParams> const&, PartParams const&, void*) { absent("backward", "htree"); }
 void explain_backward(ForwardParams const&, PartParams const&, int, LaunchSink, void*) {
   absent("explain_backward", "htree");
 }

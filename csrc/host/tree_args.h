@@ -9,6 +9,7 @@
 #include "math.h"
 #include "mixed_dims.h"
 #include "params.h"
+#include "part.h"
 #include "tree/geometry.cuh"
 
 namespace htree_cuda::host {
@@ -114,6 +115,31 @@ inline void check(char const* op, ForwardParams const& p) {
   }
   if (!is_power_of_two(p.top_k) || p.top_k < tree::kMinTopK || p.top_k > tree::kMaxTopK) {
     reject(op, "top_k must be a power of two in 16 .. 512, got " + number(p.top_k));
+  }
+}
+
+// A run's queries over the keys of another one, and with its workspace.
+inline ForwardParams with_keys_of(ForwardParams const& first, ForwardParams const& run) {
+  ForwardParams result = first;
+  result.q = run.q;
+  result.q_stride_b = run.q_stride_b, result.q_stride_t = run.q_stride_t, result.q_stride_h = run.q_stride_h;
+  result.out = run.out;
+  result.lse = run.lse;
+  result.selection = run.selection;
+  result.given = run.given;
+  result.T_q = run.T_q;
+  result.q_start = run.q_start;
+  return result;
+}
+
+inline void check_runs(char const* op, Runs<ForwardParams> const& runs) {
+  if (runs.count < 1) reject(op, "a call has one run of queries at least, got " + std::to_string(runs.count));
+  for (ForwardParams const& run : runs) {
+    check(op, run);
+    if (runs.count > 1 && (run.B != 1 || run.T_q < 2 || has_sequences(run))) {
+      reject(op, "several runs of queries need B 1, two queries in each and no lengths, got B " + std::to_string(run.B) + ", T_q " +
+                     std::to_string(run.T_q));
+    }
   }
 }
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import distributed, forward
-from ..distributed import attention, pieces
+from ..distributed import attention, balance, lending, pieces
 from ..distributed.exchange import Gathered
 from ..distributed.placement import Placement
 from .inputs import DTYPES, tree_inputs, visited
@@ -104,10 +104,11 @@ def _peak(call: Callable[[], object], device: str) -> int:
 def no_compute():
     """Inside, a call exchanges and computes nothing."""
 
-    def nothing(q: Tensor, k: Tensor, *others, top_k_per_layer: int, **options) -> Tensor:
-        return q.new_empty(0, *q.shape[:2], k.shape[2], top_k_per_layer, dtype=torch.int32)
+    def nothing(k: Tensor, v: Tensor, runs: list[pieces.Run], *, top_k_per_layer: int, **options) -> list[Tensor]:
+        return [x.q.new_empty(0, *x.q.shape[:2], k.shape[2], top_k_per_layer, dtype=torch.int32) for x in runs]
 
-    kept, stub = attention.pieces, types.SimpleNamespace(forward=nothing, Pack=pieces.Pack, Whole=pieces.Whole)
+    names = {"forward": nothing, "Pack": pieces.Pack, "Run": pieces.Run, "Whole": pieces.Whole}
+    kept, stub = attention.pieces, types.SimpleNamespace(**names)
     stub.backward = lambda *tensors, **options: None
     attention.pieces = stub
     try:
@@ -118,7 +119,7 @@ def no_compute():
 
 @contextlib.contextmanager
 def no_exchange():
-    """Inside, a call computes on what the first one gathered and sends nothing."""
+    """Inside, a call computes on what the first one gathered and sends nothing. Borrowed queries are random numbers."""
     found: dict[tuple, Gathered] = {}
 
     def gathered(place: Placement, group: dist.ProcessGroup, tensors: list[Tensor]) -> Gathered:
@@ -128,12 +129,17 @@ def no_exchange():
             found[key].ready(place.stages - 1)
         return types.SimpleNamespace(whole=found[key].whole, ready=lambda stage: None, start=lambda: found[key])
 
-    kept = attention.Gathered, attention.reduce
-    attention.Gathered, attention.reduce = gathered, lambda *arguments: None
+    def trade(place: Placement, group: dist.ProcessGroup, tensors: list[tuple[Tensor, dict, dict]]) -> None:
+        for _, _, received in tensors:
+            for rows in received.values():
+                rows.normal_()
+
+    kept = attention.Gathered, attention.reduce, lending.trade
+    attention.Gathered, attention.reduce, lending.trade = gathered, lambda *arguments: None, trade
     try:
         yield
     finally:
-        attention.Gathered, attention.reduce = kept
+        attention.Gathered, attention.reduce, lending.trade = kept
 
 
 # ------------------------------------------------------------------------------------------------------------ measures
@@ -228,14 +234,20 @@ def _memory(own: tuple[Tensor, ...], call: Callable[..., Tensor], place: Placeme
     }  # fmt: skip
 
 
-def imbalance(T: int, ranks: int, layout: str, top_k: int) -> float:
-    """Candidates of the rank that has the most, over the mean: what the cost model takes for compute."""
+def imbalance(T: int, ranks: int, layout: str, top_k: int, lends: bool = True) -> float:
+    """Work of the rank that has the most, over the mean, as `distributed.balance` counts it: what the cost model takes
+    for compute. lends: with its loans."""
+    sizes = 16, top_k, 16 * top_k
+    n = T // Placement(layout, 0, ranks).parts
+    work = balance.Work(T, T // n, *sizes)
+    of = lambda start, count: work.up_to(start + count) - work.up_to(start)  # noqa: E731
     counts = []
     for rank in range(ranks):
         place = Placement(layout, rank, ranks)
-        n = T // place.parts
-        starts = [place.part(stage) * n for stage in range(place.stages)]
-        counts.append(sum(visited(T, start, start + n, 16, top_k, 16 * top_k)[0] for start in starts))
+        counts.append(sum(of(place.part(stage) * n, n) for stage in range(place.stages)))
+    for loan in balance.loans(T, ranks, *sizes) if lends and layout == "zigzag" else ():
+        counts[loan.lender] -= of(loan.start, loan.count)
+        counts[loan.borrower] += of(loan.start, loan.count)
     return max(counts) / (sum(counts) / ranks)
 
 

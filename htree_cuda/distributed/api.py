@@ -307,12 +307,12 @@ def _checked(
 def _facts(q, k, v, layout, options, call) -> dict:
     """What must be alike on all ranks; of small tensors every number."""
     tensors = {"q": q, "k": k, "v": v}
-    small = {"rope_inv_freq": call.rope_inv_freq, "cu_seqlens": call.cu_seqlens}
+    small = {"attn_sink": options["attn_sink"], "rope_inv_freq": call.rope_inv_freq, "cu_seqlens": call.cu_seqlens}
     return {
         **{f"the shape of {name}": tuple(x.shape) for name, x in tensors.items()}, "dtype": q.dtype,
         "device": q.device.type, "layout": layout, **call.tree,
         **{name: None if x is None else agreement.digest(x) for name, x in small.items()},
-        "attn_sink": options["attn_sink"] is not None, "selection": call.given is not None,
-        "max_seqlen": call.max_seqlen, "save_selection": options["save_selection"],
+        "deterministic": call.deterministic, "return_selection": call.need_selection,
+        "selection": call.given is not None, "max_seqlen": call.max_seqlen, "save_selection": options["save_selection"],
         "whether a gradient is wanted": call.needs_grad,
     }  # fmt: skip

@@ -2,15 +2,17 @@
 
 Forward, for each sequence of the batch: K and V are gathered stage by stage, and the queries of the rank's part of a
 stage run as soon as the keys before them are there, beside the exchange of the next stage. A query sees nothing after
-itself, so each part runs over the tokens up to its own end, with the bits that it has over the whole sequence.
+itself, so each stage runs over the tokens up to its own end, with the bits that it has over the whole sequence. With
+the late part run the queries that the rank has borrowed (`balance`).
 
-Backward, for each sequence and chunk of KV heads: K and V are gathered again, the part of the last stage runs first,
-and its sums of dk and dv travel beside the part of the stage before, which adds to earlier tokens alone, or beside the
-next chunk.
+Backward, for each sequence and chunk of KV heads: K and V are gathered again, all queries of the rank run in one call,
+and the sums of dk and dv travel beside the next chunk. A chunk that none runs beside has a call for each stage, the
+last stage first: its sums travel beside the stage before, which adds to earlier tokens alone.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +24,9 @@ from ..definition import accumulation_dtype, layer_sizes
 from ..torch_backend import sinks
 from ..torch_backend.decode import whole_layers
 from . import pieces
+from .balance import loans
 from .exchange import Gathered, reduce, wait
+from .lending import Lending, Travel
 from .placement import Placement
 
 # Bytes that dk and dv of chunks of KV heads take in the accumulation dtype: of two chunks, so that the sums of one
@@ -46,20 +50,17 @@ class Call:
     max_seqlen: int | None = None
     given: Tensor | None = None  # a selection to replay, of this rank's queries
 
-    def options(self, piece: _Piece, attn_sink: Tensor | None) -> dict:
-        """What `pieces` is told of a piece besides tensors."""
+    def options(self, stage: _Stage, attn_sink: Tensor | None) -> dict:
+        """What `pieces` is told besides runs and keys; of a pack, for the one run that it has."""
         pack = None
         if self.cu_seqlens is not None:
             # A sequence that began on an earlier rank has its last tokens here, its keys up to them before.
-            cu, end = self.cu_seqlens.long(), piece.keys
+            cu, start, end = self.cu_seqlens.long(), stage.runs[0].q_start, stage.keys
             pack = pieces.Pack(
-                (cu - piece.q_start).clamp(0, end - piece.q_start).int(), cu.clamp(0, end).int(),
-                min(self.max_seqlen, end - piece.q_start), self.max_seqlen,
+                (cu - start).clamp(0, end - start).int(), cu.clamp(0, end).int(), min(self.max_seqlen, end - start),
+                self.max_seqlen,
             )  # fmt: skip
-        return {
-            **self.tree, "q_start": piece.q_start, "attn_sink": attn_sink, "rope_inv_freq": self.rope_inv_freq,
-            "pack": pack,
-        }  # fmt: skip
+        return {**self.tree, "attn_sink": attn_sink, "rope_inv_freq": self.rope_inv_freq, "pack": pack}
 
     def keeps(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the backward's selection is kept: the rule of `forward`."""
@@ -67,50 +68,88 @@ class Call:
             return False
         if self.save_selection != "auto":
             return self.save_selection == "always"
-        layers = self.layers(self.place.ranks * q.shape[1])
+        layers = self._layers(self.place.ranks * q.shape[1])
         return layers - 1 <= ops._layers_that_fit(q, k, v, self.tree["top_k_per_layer"])
 
-    def replayed(self, b: int, piece: _Piece, kv_heads: slice) -> Tensor | None:
-        """What was given, of the layers that a piece has."""
+    def replayed(self, b: int, stage: _Stage, run: _Rows, kv_heads: slice = slice(None)) -> Tensor | None:
+        """What was given, of the layers that the tree of a stage has."""
         if self.given is None:
             return None
-        return self.given[: self.layers(piece.keys) - 1, b : b + 1, piece.rows, kv_heads].contiguous()
+        return self.given[: self._layers(stage.keys) - 1, b : b + 1, run.rows, kv_heads].contiguous()
 
-    def layers(self, T: int) -> int:
-        """Of the tree of a whole sequence."""
+    def lending(self, local: int) -> Lending:
+        """The loans between the ranks. Selections that the caller gives or wants stay where their queries are."""
+        place, found = self.place, ()
+        if place.stages > 1 and place.ranks > 1 and self.given is None and not self.need_selection:
+            found = loans(place.ranks * local, place.ranks, *self._sizes())
+        return Lending(place, self.group, found, local)
+
+    def whole_selection(self, selections: list[list[Tensor]], stages: list[_Stage], q: Tensor, k: Tensor) -> Tensor:
+        """The selections of all runs in one tensor, for the layers of the whole sequence. In a layer that the tree of a
+        stage does not have, its queries select every node up to their own."""
+        r, top_k, _ = self._sizes()
+        layers = self._layers(self.place.ranks * q.shape[1])
+        whole = q.new_empty(layers - 1, q.shape[0], q.shape[1], k.shape[2], top_k, dtype=torch.int32)
+        runs = [run for stage in stages for run in stage.runs]
+        for b, row in enumerate(selections):
+            for run, own in zip(runs, row, strict=True):
+                whole[: own.shape[0], b, run.rows] = own[:, 0]
+                t = torch.arange(run.q_start, run.q_start + own.shape[2], device=q.device)
+                for layer in range(own.shape[0] + 1, layers):
+                    whole[layer - 1, b, run.rows] = whole_layers(t, r, layer, top_k)[:, None].int()
+        return whole
+
+    def _sizes(self) -> tuple[int, int, int]:
         r, top_k, most = (self.tree[name] for name in ("compression_rate", "top_k_per_layer", "max_top_nodes"))
-        return len(
-            layer_sizes(T if self.max_seqlen is None else self.max_seqlen, r, top_k * r if most is None else most)
-        )
+        return r, top_k, top_k * r if most is None else most
+
+    def _layers(self, T: int) -> int:
+        """Of the tree of a whole sequence."""
+        r, _, most = self._sizes()
+        return len(layer_sizes(T if self.max_seqlen is None else self.max_seqlen, r, most))
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """This rank's part of a stage: rows of its tensors, and positions in the sequence."""
+class _Rows:
+    """A run of queries that this rank computes, its own or borrowed ones."""
 
-    stage: int
-    rows: slice
+    number: int  # among all runs of a sequence
+    rows: slice  # of the tensors
     q_start: int
-    keys: int  # tokens from the first on that the piece is given
-    last_stage: int  # whose exchange ends before it can run
+    loan: int | None = None  # which of those that the rank has borrowed
 
 
-def _pieces(place: Placement, local: int, strict_causal: bool) -> list[_Piece]:
+@dataclass(frozen=True)
+class _Stage:
+    """The runs of a stage, whose queries are given the first `keys` tokens."""
+
+    runs: list[_Rows]
+    keys: int
+    last_stage: int  # whose exchange ends before the runs can begin
+    final: list[int]  # after these runs, stages to whose tokens the runs of earlier stages add nothing
+
+
+def _stages(lending: Lending, local: int, strict_causal: bool) -> list[_Stage]:
+    """Runs in the order of positions: those that touch share chunks of the backward."""
+    place = lending.place
     n = local // place.stages
-    found = []
+    found, number = [], itertools.count()
     for stage in range(place.stages):
-        start = place.part(stage) * n
-        # Without strict causality the node that holds a query takes part in its selection, later tokens and all.
-        keys, last = (start + n, stage) if strict_causal else (place.ranks * local, place.stages - 1)
-        found.append(_Piece(stage, slice(stage * n, (stage + 1) * n), start, keys, last))
+        start, late = place.part(stage) * n, stage == place.stages - 1
+        count = n - lending.lent_rows if late else n
+        runs = [(start, count, slice(stage * n, stage * n + count), None)]
+        if late:
+            runs += [(loan.start, loan.count, slice(None), i) for i, loan in enumerate(lending.borrowed)]
+            runs.sort(key=lambda run: run[0])
+        end = runs[-1][0] + runs[-1][1]
+        runs = [_Rows(next(number), rows, begin, loan) for begin, _, rows, loan in runs]
+        if strict_causal:
+            found.append(_Stage(runs, end, stage, [stage]))
+        else:
+            # The node that holds a query takes part in its selection, later tokens and all.
+            final = list(reversed(range(place.stages))) if stage == 0 else []
+            found.append(_Stage(runs, place.ranks * local, place.stages - 1, final))
     return found
-
-
-def _final_stages(parts: list[_Piece], piece: _Piece) -> list[int]:
-    """The stages whose sums no other piece adds to after this one, in the backward's order of pieces."""
-    if any(other.last_stage > other.stage for other in parts):
-        return [] if piece.stage > 0 else [other.stage for other in reversed(parts)]
-    return [piece.stage]
 
 
 def _ahead(units: list, start):
@@ -122,23 +161,8 @@ def _ahead(units: list, start):
         yield unit, begun.pop(0)
 
 
-def _whole_selection(call: Call, found: list[list[Tensor]], parts: list[_Piece], q: Tensor, k: Tensor) -> Tensor:
-    """The selections of all pieces in one tensor, for the layers of the whole sequence. In a layer that a piece does
-    not have, its queries select every node up to their own."""
-    r, top_k = call.tree["compression_rate"], call.tree["top_k_per_layer"]
-    layers = call.layers(call.place.ranks * q.shape[1])
-    selection = q.new_empty(layers - 1, q.shape[0], q.shape[1], k.shape[2], top_k, dtype=torch.int32)
-    for b, row in enumerate(found):
-        for piece, own in zip(parts, row, strict=True):
-            selection[: own.shape[0], b, piece.rows] = own[:, 0]
-            t = torch.arange(piece.q_start, piece.q_start + own.shape[2], device=q.device)
-            for layer in range(own.shape[0] + 1, layers):
-                selection[layer - 1, b, piece.rows] = whole_layers(t, r, layer, top_k)[:, None].int()
-    return selection
-
-
-def _batch(b: int) -> slice:
-    return slice(b, b + 1)
+def _of_sequence(b: int, tensors) -> list[Tensor]:
+    return [x[b : b + 1] for x in tensors]
 
 
 class Attention(torch.autograd.Function):
@@ -146,36 +170,56 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, attn_sink: Tensor | None, call: Call):
-        place = call.place
-        parts = _pieces(place, q.shape[1], call.tree["strict_causal"])
+        lending = call.lending(q.shape[1])
+        stages = _stages(lending, q.shape[1], call.tree["strict_causal"])
         size = pieces.Whole(q.shape[1], k.shape[2])
         keeps = call.keeps(q, k, v)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-        found: list[list[Tensor]] = []
+        selections: list[list[Tensor]] = []
+        borrowed: list[list[list[Tensor]]] = []  # of each sequence and loan q, out and lse [1, count, ..]
+        returns: list[Travel] = []
 
-        def start(b: int) -> Gathered:
-            return Gathered(place, call.group, [k[b], v[b]]).start()
+        def start(b: int):
+            whole = Gathered(call.place, call.group, [k[b], v[b]]).start()
+            return whole, lending.send([q[b]]) if lending.any else None
 
-        for b, whole in _ahead(list(range(q.shape[0])), start):
+        for b, (whole, sent) in _ahead(list(range(q.shape[0])), start):
             k_all, v_all = whole.whole
-            found.append([])
-            for piece in parts:
-                whole.ready(piece.last_stage)
-                rows = (_batch(b), piece.rows)
-                selection = pieces.forward(
-                    q[rows], k_all[:, : piece.keys], v_all[:, : piece.keys], out[rows], lse[rows], whole=size,
-                    need_selection=keeps or call.need_selection, given=call.replayed(b, piece, slice(None)),
-                    **call.options(piece, attn_sink),
+            own = _of_sequence(b, (q, out, lse))
+            loaned = [[x[None], x.new_empty(1, *x.shape[:2], v.shape[3]), lse.new_empty(1, *x.shape[:2])]
+                      for x in (sent[0][0] if sent else ())]  # fmt: skip
+            selections.append([])
+            borrowed.append(loaned)
+            for stage in stages:
+                whole.ready(stage.last_stage)
+                if sent and stage is stages[-1]:
+                    sent[1].wait(q)
+                runs = [
+                    pieces.Run(
+                        *(x[:, run.rows] for x in (own if run.loan is None else loaned[run.loan])), run.q_start,
+                        stage.keys, call.replayed(b, stage, run),
+                    )
+                    for run in stage.runs
+                ]  # fmt: skip
+                selections[b] += pieces.forward(
+                    k_all[:, : stage.keys], v_all[:, : stage.keys], runs, whole=size,
+                    need_selection=keeps or call.need_selection, **call.options(stage, attn_sink),
                 )  # fmt: skip
-                found[-1].append(selection)
+            if sent:
+                found = [[x[i][0] for x in loaned] for i in (1, 2)]
+                returns.append(lending.give_back([out[b], lse[b]], found))
             del whole, k_all, v_all  # before what the next sequence takes
+        for travel in returns:
+            travel.wait(q)
         if call.need_selection:
-            selection = _whole_selection(call, found, parts, q, k)
+            selection = call.whole_selection(selections, stages, q, k)
         else:
             shape = (0, q.shape[0], q.shape[1], k.shape[2], call.tree["top_k_per_layer"])
             selection = q.new_empty(shape, dtype=torch.int32)
-        ctx.save_for_backward(q, k, v, attn_sink, out, lse, *(x for row in found for x in row if keeps))
+        loaned = [x for row in borrowed for one in row for x in one]
+        kept = [x for row in selections for x in row if keeps]
+        ctx.save_for_backward(q, k, v, attn_sink, out, lse, *loaned, *kept)
         ctx.call = call
         ctx.mark_non_differentiable(selection)
         ctx.set_materialize_grads(False)
@@ -187,7 +231,10 @@ class Attention(torch.autograd.Function):
         q, k, v, attn_sink, out, lse, *saved = ctx.saved_tensors
         dout, dlse = (x.new_zeros(()).expand_as(x) if dx is None else dx for x, dx in ((out, dout), (lse, dlse)))
         call, place = ctx.call, ctx.call.place
-        parts = _pieces(place, q.shape[1], call.tree["strict_causal"])
+        lending = call.lending(q.shape[1])
+        stages = _stages(lending, q.shape[1], call.tree["strict_causal"])
+        each = 3 * len(lending.borrowed)  # saved tensors of loans, of a sequence
+        kept = saved[each * q.shape[0] :]
         acc = accumulation_dtype(q.dtype)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         H_kv, G = k.shape[2], q.shape[2] // k.shape[2]
@@ -198,44 +245,76 @@ class Attention(torch.autograd.Function):
         in_flight = 2 * step <= fit
         size = pieces.Whole(q.shape[1], H_kv)
         under_way: list[tuple[list, list[Tensor]]] = []  # sums that travel, and the events of their ends
+        returns: list[Travel] = []
+        loaned: list[list[Tensor]] = []  # q, out, lse, dout, dlse and dq of the loans of the sequence at hand
         units = [(b, slice(h, min(h + step, H_kv))) for b in range(q.shape[0]) for h in range(0, H_kv, step)]
 
-        def start(unit: tuple[int, slice]) -> Gathered:
-            return Gathered(place, call.group, [x[unit[0], :, unit[1]] for x in (k, v)]).start()
+        def start(unit: tuple[int, slice]):
+            b, kv_heads = unit
+            whole = Gathered(place, call.group, [x[b, :, kv_heads] for x in (k, v)]).start()
+            return whole, lending.send([dout[b], dlse[b]]) if lending.any and kv_heads.start == 0 else None
 
-        for (b, kv_heads), whole in _ahead(units, start):
+        def runs_of(stage: _Stage, b: int, kv_heads: slice, keys: list[Tensor], options: dict) -> list[pieces.Run]:
+            """With their selections, which are made again where nobody has kept them."""
             heads = slice(kv_heads.start * G, kv_heads.stop * G)
-            k_all, v_all = whole.whole
+            own = _of_sequence(b, (q, out, lse, dout, dlse, dq))
+            found = []
+            for run in stage.runs:
+                tensors = own if run.loan is None else loaned[run.loan]
+                *forward, dout_, dlse_, dq_ = (x[:, run.rows, heads] for x in tensors)
+                selection = call.replayed(b, stage, run, kv_heads)
+                if kept:
+                    number = b * sum(len(x.runs) for x in stages) + run.number
+                    selection = kept[number][:, :, :, kv_heads]
+                found.append(pieces.Run(*forward, run.q_start, stage.keys, selection, dout_, dlse_, dq_))
+            if not kept and call.given is None:
+                again = [x._replace(out=torch.empty_like(x.out), lse=torch.empty_like(x.lse)) for x in found]
+                selections = pieces.forward(*keys, again, whole=size, need_selection=True, **options)
+                found = [x._replace(selection=selection) for x, selection in zip(found, selections, strict=True)]
+            return found
+
+        for (b, kv_heads), (whole, sent) in _ahead(units, start):
             while len(under_way) > in_flight:
                 for end in under_way[0][0]:
                     wait(q, end)
                 del under_way[0]
-            sums = [torch.zeros(x.shape, dtype=acc, device=x.device) for x in whole.whole]
+            sums = [torch.empty(x.shape, dtype=acc, device=x.device) for x in whole.whole]
             whole.ready(place.stages - 1)
+            if sent:
+                sent[1].wait(q)
+                before = saved[b * each : (b + 1) * each]
+                loaned = [
+                    [*before[3 * i : 3 * i + 3], dout_[None], dlse_[None], torch.empty_like(before[3 * i])]
+                    for i, (dout_, dlse_) in enumerate(zip(*sent[0], strict=True))
+                ]
             ends = []
-            for piece in reversed(parts):
-                rows = (_batch(b), piece.rows, heads)
-                own_q, own_k, own_v = q[rows], k_all[:, : piece.keys], v_all[:, : piece.keys]
-                options = call.options(piece, None if attn_sink is None else attn_sink[heads])
-                if call.given is not None:
-                    selection = call.replayed(b, piece, kv_heads)
-                elif saved:
-                    selection = saved[b * len(parts) + piece.stage][:, :, :, kv_heads]
-                else:
-                    again = [x.new_empty(x[rows].shape) for x in (out, lse)]
-                    selection = pieces.forward(own_q, own_k, own_v, *again, whole=size, need_selection=True, **options)
-                    del again
+            late_first = stages[::-1]
+            alone = not in_flight or (b, kv_heads) == units[-1]  # nothing runs beside the exchange of all sums
+            for i, together in enumerate([[stage] for stage in late_first] if alone else [late_first]):
+                runs = []
+                sink = None if attn_sink is None else attn_sink[kv_heads.start * G : kv_heads.stop * G]
+                for stage in together:
+                    options = call.options(stage, sink)
+                    runs += runs_of(stage, b, kv_heads, [x[:, : stage.keys] for x in whole.whole], options)
+                keys = max(stage.keys for stage in together)
+                if i == 0:
+                    for x in sums:
+                        x[:, keys:].zero_()
                 pieces.backward(
-                    dout[rows], dlse[rows], own_q, own_k, own_v, out[rows], lse[rows], selection, dq[rows],
-                    *(x[:, : piece.keys] for x in sums), whole=size, deterministic=call.deterministic, **options,
+                    *(x[:, :keys] for x in (*whole.whole, *sums)), runs, add=i > 0, whole=size,
+                    deterministic=call.deterministic, **options,
                 )  # fmt: skip
-                for stage in _final_stages(parts, piece):
+                for stage in [final for x in together for final in x.final]:
                     ends.append(reduce(place, call.group, stage, sums, [x[b, :, kv_heads] for x in (dk, dv)]))
             under_way.append((ends, sums))
-            del whole, k_all, v_all, own_k, own_v, sums  # before what the next unit takes
+            del whole, runs, sums  # before what the next unit takes
+            if lending.any and kv_heads.stop == H_kv:
+                returns.append(lending.give_back([dq[b]], [[x[5][0] for x in loaned]]))
         for ends, _ in under_way:
             for end in ends:
                 wait(q, end)
+        for travel in returns:
+            travel.wait(q)
         dsink = None
         if attn_sink is not None and ctx.needs_input_grad[3]:
             if call.cu_seqlens is not None:  # padding is no part of the sum

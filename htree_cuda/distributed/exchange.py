@@ -59,8 +59,8 @@ def _takes_lists(x: Tensor) -> bool:
 
 
 def _swap(group: dist.ProcessGroup, rank: int, sent: list[Tensor], received: list[Tensor]) -> None:
-    """sent[i] travels to rank i, where it is received[rank]; this rank's own pair stays as it is. All are contiguous,
-    views of what the kernels read and wrote: nothing is packed."""
+    """sent[i] travels to rank i, where it is received[rank]; this rank's own pair stays as it is, and what has no
+    elements does not travel. All are contiguous, views of what the kernels read and wrote: nothing is packed."""
     if _takes_lists(sent[0]):
         nothing = sent[rank].new_empty(0)
         lists = ([nothing if i == rank else x for i, x in enumerate(some)] for some in (received, sent))
@@ -70,7 +70,7 @@ def _swap(group: dist.ProcessGroup, rank: int, sent: list[Tensor], received: lis
         call(x, dist.get_global_rank(group, i), group=group)
         for call, some in ((dist.irecv, received), (dist.isend, sent))
         for i, x in enumerate(some)
-        if i != rank
+        if i != rank and x.numel()
     ]:
         work.wait()
 
@@ -146,3 +146,16 @@ def reduce(
                     found = found + other
                 torch.add(found, last, out=own[first:end])
         return _mark(sums[0])
+
+
+def trade(
+    place: Placement, group: dist.ProcessGroup, tensors: list[tuple[Tensor, dict[int, Tensor], dict[int, Tensor]]]
+) -> torch.cuda.Event | None:
+    """Of each tensor, rows that this rank sends to others and rows that it receives, by rank, contiguous; the tensor
+    says their dtype and device. Every rank makes the call. Returns the event of its end, until which they must live."""
+    like = tensors[0][0]
+    with _lane(like):
+        for x, sent, received in tensors:
+            nothing = x.new_empty(0)
+            _swap(group, place.rank, *([some.get(i, nothing) for i in range(place.ranks)] for some in (sent, received)))
+        return _mark(like)

@@ -6,6 +6,7 @@ would hold them twice. Tensors are [1, T_q, ...] and [1, T, ...]; with `Pack` th
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -44,108 +45,166 @@ class Whole(NamedTuple):
         return self.queries * self.kv_heads // kv_heads, 0
 
 
-def _packed_params(q: Tensor, k: Tensor, v: Tensor, pack: Pack, q_start: int, op: str, **tree):
+def _packed_params(q: Tensor, k: Tensor, v: Tensor, pack: Pack, op: str, **tree):
     """Whatever the position of the first row, a sequence's queries are its last ones."""
     return checks.varlen.forward(
         q, k, v, *pack.lengths, max_seqlen_q=pack.max_seqlen_q, max_seqlen_k=pack.max_seqlen_k, op=op, **tree
     )
 
 
+class Run(NamedTuple):
+    """Queries with consecutive positions, from q_start on, in tensors [1, n, ..]: those of a part, or what a rank has
+    borrowed. They are given the first `keys` tokens. `selection` is one to replay in the forward, and what the forward
+    returned in the backward; what is behind it is the backward's."""
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    q_start: int
+    keys: int
+    selection: Tensor | None = None
+    dout: Tensor | None = None
+    dlse: Tensor | None = None
+    dq: Tensor | None = None
+
+
 @ops._without_autocast
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, whole: Whole, backend: str, need_selection: bool,
-    pack: Pack | None = None, given: Tensor | None = None, **tree,
-) -> Tensor | None:  # fmt: skip
-    """Fills out [1, T_q, H, V] and lse [1, T_q, H], contiguous; returns the selection where it is needed. given: one to
-    replay. whole: see there."""
+    k: Tensor, v: Tensor, runs: list[Run], *, whole: Whole, backend: str, need_selection: bool,
+    pack: Pack | None = None, **tree,
+) -> list[Tensor | None]:  # fmt: skip
+    """Fills out [1, n, H, V] and lse [1, n, H] of runs, contiguous; returns their selections where these are needed.
+    Runs have the same keys, and k and v are these. whole: see there."""
     if pack is not None:
-        q, k, v = q[0], k[0], v[0]
-        params = _packed_params(q, k, v, pack, op="forward_varlen", backend=backend, **tree)
-        if ops._use_torch("forward_varlen", q, backend):
-            found = torch_varlen.forward(q, k, v, pack.lengths, params, need_selection=need_selection)
-            out[0], lse[0] = found[0], found[1]
-            return found[2].unsqueeze(1) if need_selection else None
-        checks.varlen.kernel(q, k, v, params, *pack.lengths, op="forward_varlen")
-        selection = ops_varlen.empty_selection(q, k, params, need_selection)
-        ops_varlen.launch(q, k, v, out[0], lse[0], selection, pack.lengths, params)
-        return selection.unsqueeze(1) if need_selection else None
-    params = checks.tree.forward(q, k, v, backend=backend, **tree)
-    if ops._use_torch("forward", q, backend):
-        found = torch_tree.forward(q, k, v, params, need_selection=need_selection, given=given)
-        out.copy_(found[0])
-        lse.copy_(found[1])
-        return found[2] if need_selection else None
+        return [_forward_of_pack(runs[0], k, v, pack, backend, need_selection, **tree)]
+    op_params = [checks.tree.forward(x.q, k, v, q_start=x.q_start, backend=backend, **tree) for x in runs]
+    if ops._use_torch("forward", k, backend):
+        selections = []
+        for x, params in zip(runs, op_params, strict=True):
+            found = torch_tree.forward(x.q, k, v, params, need_selection=need_selection, given=x.selection)
+            x.out.copy_(found[0])
+            x.lse.copy_(found[1])
+            selections.append(found[2] if need_selection else None)
+        return selections
     from .. import kernels
 
-    checks.support.forward(q, k, v, params)
-    selection = None
-    if need_selection:
-        layers = len(layer_sizes(k.shape[1], params.compression_rate, params.max_top_nodes))
-        shape = (layers - 1, *q.shape[:2], k.shape[2], params.top_k)
-        selection = q.new_empty(shape, dtype=torch.int32)
-    q, k, params = pairs.arranged(q, k, params)
+    for x, params in zip(runs, op_params, strict=True):
+        checks.support.forward(x.q, k, v, params)
+    queries, k, op_params = _arranged(runs, k, op_params)
+    own = []
+    for x, q, params in zip(runs, queries, op_params, strict=True):
+        selection = None
+        if need_selection:
+            layers = len(layer_sizes(k.shape[1], params.compression_rate, params.max_top_nodes))
+            shape = (layers - 1, *q.shape[:2], k.shape[2], params.top_k)
+            selection = q.new_empty(shape, dtype=torch.int32)
+        own.append(kernels.Run(q, x.out, x.lse, selection, params, x.selection))
     part = whole.part(k.shape[2])
-    workspace = q.new_empty(kernels.forward_workspace(q, k, v, params, part=part), dtype=torch.uint8)
-    chosen, replayed = (x if x is not None and x.numel() else None for x in (selection, given))
-    kernels.forward(q, k, v, out, lse, chosen, workspace, params, given=replayed, part=part)
-    return selection
+    workspace = k.new_empty(kernels.forward_runs_workspace(own, k, v, part=part), dtype=torch.uint8)
+    kernels.forward_runs(own, k, v, workspace, part=part)
+    return [x.selection for x in own]
+
+
+def _arranged(runs: list[Run], k: Tensor, op_params: list[TreeParams]) -> tuple[list[Tensor], Tensor, list[TreeParams]]:
+    """Queries, keys and params for the kernels: `pairs.arranged` of all runs."""
+    q, k, first = pairs.arranged(runs[0].q, k, op_params[0])
+    rest = [pairs.to_halves(x.q, op_params[0]) for x in runs[1:]]
+    return [q, *rest], k, [dataclasses.replace(first, q_start=x.q_start) for x in runs]
+
+
+def _forward_of_pack(run: Run, k: Tensor, v: Tensor, pack: Pack, backend: str, need_selection: bool, **tree):
+    q, k, v = run.q[0], k[0], v[0]
+    params = _packed_params(q, k, v, pack, op="forward_varlen", backend=backend, **tree)
+    if ops._use_torch("forward_varlen", q, backend):
+        found = torch_varlen.forward(q, k, v, pack.lengths, params, need_selection=need_selection)
+        run.out[0], run.lse[0] = found[0], found[1]
+        return found[2].unsqueeze(1) if need_selection else None
+    checks.varlen.kernel(q, k, v, params, *pack.lengths, op="forward_varlen")
+    selection = ops_varlen.empty_selection(q, k, params, need_selection)
+    ops_varlen.launch(q, k, v, run.out[0], run.lse[0], selection, pack.lengths, params)
+    return selection.unsqueeze(1) if need_selection else None
 
 
 @ops._without_autocast
 def backward(
-    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, *, whole: Whole, backend: str, deterministic: bool, pack: Pack | None = None,
-    **tree,
+    k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, runs: list[Run], *, add: bool, whole: Whole, backend: str,
+    deterministic: bool, pack: Pack | None = None, **tree,
 ) -> None:  # fmt: skip
-    """Fills dq and adds to dk and dv, which are contiguous and of the accumulation dtype. All but k, v, dk and dv may
-    be views of some heads of tensors that have all; where the selection is, out, lse and dq are. whole: see there."""
-    options = {"deterministic": deterministic, "add_to": (dk, dv)}
+    """Fills dq of runs, and dk and dv, contiguous and of the accumulation dtype, which are added to where `add` says
+    so. All but k, v, dk and dv may be views of some heads of tensors that have all; where the selection is, out, lse
+    and dq are. k and v are the keys of all runs, which may have fewer. whole: see there."""
     if pack is not None:
-        _backward_of_pack(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, pack, options, backend=backend, **tree)
+        _backward_of_pack(runs[0], k, v, dk, dv, add, pack, backend=backend, deterministic=deterministic, **tree)
         return
-    params = checks.tree.forward(q, k, v, backend=backend, op="backward", **tree)
-    checks.tree.backward(dout, dlse, q, k, v, out, lse, selection, params)
-    if ops._use_torch("backward", q, backend):
-        dq.copy_(torch_tree.backward(dout, dlse, q, k, v, out, lse, selection, params, **options)[0])
+    op_params = []
+    for x in runs:
+        own_k, own_v = k[:, : x.keys], v[:, : x.keys]
+        params = checks.tree.forward(x.q, own_k, own_v, q_start=x.q_start, backend=backend, op="backward", **tree)
+        checks.tree.backward(x.dout, x.dlse, x.q, own_k, own_v, x.out, x.lse, x.selection, params)
+        op_params.append(params)
+    if ops._use_torch("backward", k, backend):
+        if not add:
+            dk.zero_()
+            dv.zero_()
+        for x, params in zip(runs, op_params, strict=True):
+            results = (x.dout, x.dlse, x.q, k[:, : x.keys], v[:, : x.keys], x.out, x.lse, x.selection)
+            sums = dk[:, : x.keys], dv[:, : x.keys]
+            x.dq.copy_(torch_tree.backward(*results, params, deterministic=deterministic, add_to=sums)[0])
         return
-    checks.support.forward(q, k, v, params, "backward")
-    _launch_backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, params, whole)
+    for x, params in zip(runs, op_params, strict=True):
+        checks.support.forward(x.q, k, v, params, "backward")
+    _launch_backward(runs, k, v, dk, dv, add, op_params, whole)
 
 
 def _backward_of_pack(
-    dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, pack: Pack, options: dict, *, backend: str, **tree
-) -> None:
-    own_dq = dq[0].contiguous()
-    dout, dlse, q, k, v, dk, dv = (x[0] for x in (dout, dlse, q, k, v, dk, dv))
-    out, lse, selection = out[0].contiguous(), lse[0].contiguous(), selection[:, 0].contiguous()
-    options["add_to"] = (dk, dv)
+    run: Run, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, add: bool, pack: Pack, *, backend: str, deterministic: bool,
+    **tree,
+) -> None:  # fmt: skip
+    if not add:
+        dk.zero_()
+        dv.zero_()
+    own_dq = run.dq[0].contiguous()
+    dout, dlse, q, k, v, dk, dv = (x[0] for x in (run.dout, run.dlse, run.q, k, v, dk, dv))
+    out, lse, selection = run.out[0].contiguous(), run.lse[0].contiguous(), run.selection[:, 0].contiguous()
     results = (dout, dlse, q, k, v, out, lse, selection)
     params = _packed_params(q, k, v, pack, op="backward_varlen", backend=backend, **tree)
     checks.varlen.backward(dout, dlse, q, v, out, lse, selection, params, k.shape[-2])
     if ops._use_torch("backward_varlen", q, backend):
-        dq[0] = torch_varlen.backward(*results, pack.lengths, params, **options)[0]
+        options = {"deterministic": deterministic, "add_to": (dk, dv)}
+        run.dq[0] = torch_varlen.backward(*results, pack.lengths, params, **options)[0]
         return
     checks.varlen.backward_kernel(q, k, v, out, lse, selection, params, *pack.lengths)
     ops_varlen.launch_backward(*results, own_dq, dk, dv, pack.lengths, params)
-    if own_dq.data_ptr() != dq.data_ptr():
-        dq[0] = own_dq
+    if own_dq.data_ptr() != run.dq.data_ptr():
+        run.dq[0] = own_dq
 
 
-def _launch_backward(dout, dlse, q, k, v, out, lse, selection, dq, dk, dv, params: TreeParams, whole: Whole) -> None:
+def _launch_backward(
+    runs: list[Run], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, add: bool, op_params: list[TreeParams], whole: Whole
+) -> None:
     from .. import kernels
 
-    q, k, own = pairs.arranged(q, k, params)
-    own_dq, own_dk = pairs.to_halves(dq, params), pairs.to_halves(dk, params)  # dk holds what the kernels add to
-    if params.attn_sink is not None:
-        lse, dlse = sinks.folded(lse, dlse, params.attn_sink)
+    options = op_params[0]
+    queries, own_k, op_params = _arranged(runs, k, op_params)
+    own = []
+    for x, q, params in zip(runs, queries, op_params, strict=True):
+        lse, dlse = (x.lse, x.dlse) if options.attn_sink is None else sinks.folded(x.lse, x.dlse, options.attn_sink)
+        dq = pairs.to_halves(x.dq, options)
+        own.append(kernels.Run(q, x.out, lse, x.selection, params, None, x.dout, dlse, dq))
+    own_dk = pairs.to_halves(dk, options)  # holds what the kernels add to
     part = whole.queries, whole.kv_heads
-    if selection.is_contiguous() or own_dq is not dq or params.attn_sink is not None:
+    if any(
+        x.selection.is_contiguous() or x.dq is not run.dq or options.attn_sink is not None
+        for x, run in zip(own, runs, strict=True)
+    ):
         # Some are no views of the heads of whole tensors: the others are copied.
-        out, lse, selection, own_dq = (x.contiguous() for x in (out, lse, selection, own_dq))
+        names = ("out", "lse", "selection", "dq")
+        own = [x._replace(**{name: getattr(x, name).contiguous() for name in names}) for x in own]
         part = whole.part(k.shape[2])
-    workspace = q.new_empty(kernels.backward_workspace(q, k, v, own, part=part), dtype=torch.uint8)
-    kernels.backward(dout, dlse, q, k, v, out, lse, selection, own_dq, own_dk, dv, workspace, own, part=part)
-    if own_dq is not dq:
-        dq.copy_(pairs.from_halves(own_dq, params))
+    workspace = k.new_empty(kernels.backward_runs_workspace(own, own_k, v, part=part), dtype=torch.uint8)
+    kernels.backward_runs(own, own_k, v, own_dk, dv, workspace, add=add, part=part)
+    for x, run in zip(own, runs, strict=True):
+        if x.dq is not run.dq:
+            run.dq.copy_(pairs.from_halves(x.dq, options))
     if own_dk is not dk:
-        dk.copy_(pairs.from_halves(own_dk, params))
+        dk.copy_(pairs.from_halves(own_dk, options))

@@ -77,6 +77,62 @@ def test_some_heads_of_a_call(G):
     same_bits([dq[:, :, 2 * G :]], [untouched])
 
 
+@pytest.mark.sample
+@pytest.mark.emulated
+@pytest.mark.parametrize("G", [3, 16])
+def test_runs_of_queries(G):
+    """Queries in tensors of their own, two runs that touch, and one far from them and behind: the bits of one call, dk
+    and dv but for the order of their sums. Written sums are those that are added to zeros."""
+    T, H_kv = 290, 2
+    q, k, v, dout, dlse = (x.to(DEVICE) for x in inputs(T, T, H_kv=H_kv, G=G))
+    options = {"top_k_per_layer": 16, "q_start": 0}
+    expected, _ = gradients(q, k, v, dout, dlse, **options)
+    results = forward(q, k, v, **options)
+    runs, rows = [], [slice(250, 262), slice(262, 290), slice(2, 9)]
+    for own in rows:
+        x = q[:, own].clone()
+        shapes = [[1, x.shape[1], *y.shape[2:]] for y in results[:2]]
+        out, lse = (torch.full(shape, 7.0, dtype=y.dtype, device=DEVICE) for shape, y in zip(shapes, results))
+        selection = torch.full([1, 1, x.shape[1], H_kv, 16], -1, dtype=torch.int32, device=DEVICE)
+        params = tree_params(x, k, v, top_k_per_layer=16, q_start=own.start)
+        of_own = dout[:, own].clone(), dlse[:, own].clone(), torch.full_like(x, 7.0)
+        runs.append(kernels.Run(x, out, lse, selection, params, None, *of_own))
+    workspace = torch.empty(kernels.forward_runs_workspace(runs, k, v), dtype=torch.uint8, device=DEVICE)
+    kernels.forward_runs(runs, k, v, workspace)
+    for run, own in zip(runs, rows, strict=True):
+        same_bits([run.out, run.lse, run.selection], [x[:, own] for x in results[:2]] + [results[2][:, :, own]])
+    found = []
+    for add in (False, True):
+        sums = [torch.zeros(x.shape, dtype=torch.float32, device=DEVICE) for x in (k, v)]
+        if not add:
+            for x in sums:
+                x.fill_(7.0)
+        workspace = torch.empty(kernels.backward_runs_workspace(runs, k, v), dtype=torch.uint8, device=DEVICE)
+        kernels.backward_runs(runs, k, v, *sums, workspace, add=add)
+        for run, own in zip(runs, rows, strict=True):
+            same_bits([run.dq.cpu()], [expected[0][:, own]])
+        found.append(sums)
+    same_bits(*found)
+    # The gradients of k and v: those of one call in which the other queries have none.
+    rest = torch.ones(T, dtype=torch.bool)
+    for own in rows:
+        rest[own] = False
+    dout[:, rest], dlse[:, rest] = 0, 0
+    for x, y in zip(found[0], gradients(q, k, v, dout, dlse, **options)[0][1:], strict=True):
+        x, y = x.cpu(), y.float()
+        assert ((x - y).abs() / (y.abs() + 2.0**-7 * y.abs().max())).max() <= 2.0**-6 and y.abs().max() > 0
+
+
+def test_what_runs_of_queries_may_be():
+    """Refused before any launch."""
+    q, k, v, *_ = (x.to(DEVICE) for x in inputs(40, 40, B=2))
+    two, one = (kernels.Run(x, x, x, None, tree_params(x, k[:1], v[:1])) for x in (q[:1, :4], q[:1, :1]))
+    for runs, keys in (([two, one], slice(0, 1)), ([], slice(0, 1)), ([two._replace(q=q[:, :4])] * 2, slice(0, 2))):
+        for workspace in (kernels.forward_runs_workspace, kernels.backward_runs_workspace):
+            with pytest.raises(ValueError, match="run"):
+                workspace(runs, k[keys], v[keys])
+
+
 @pytest.fixture
 def group(tmp_path):
     """A group of this process alone."""

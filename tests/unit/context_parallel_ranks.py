@@ -3,6 +3,7 @@ writes what each one said, an empty text where it passed."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import htree_cuda
 from htree_cuda import distributed as cp
-from htree_cuda.distributed import attention, exchange
+from htree_cuda.distributed import attention, balance, exchange
 
 TREE = {"compression_rate": 4, "top_k_per_layer": 2, "rope_base": 100.0}
 EXACT = {"rtol": 1e-11, "atol": 1e-12}  # float64, sums in another order
@@ -46,28 +47,43 @@ def on_one(tensors, grads, **options):
     return [out, lse, *torch.autograd.grad((out, lse), own, grads)], selection
 
 
-def on_all(tensors, grads, group, layout, **options):
-    """The same by `context_parallel_forward`, put together again."""
+def on_all(tensors, grads, group, layout, *, selects=True, **options):
+    """The same by `context_parallel_forward`, put together again; without the selection where it is not asked for."""
     own = leaves(cp.shard(x, 1, group, layout) for x in tensors)
-    out, lse, selection = cp.context_parallel_forward(
-        *own, group=group, layout=layout, return_lse=True, return_selection=True, **options
+    out, lse, *selection = cp.context_parallel_forward(
+        *own, group=group, layout=layout, return_lse=True, return_selection=selects, **options
     )
     found = [out, lse, *torch.autograd.grad((out, lse), own, [cp.shard(x, 1, group, layout) for x in grads])]
-    return [cp.unshard(x.detach(), 1, group, layout) for x in found], cp.unshard(selection, 2, group, layout)
+    return [cp.unshard(x.detach(), 1, group, layout) for x in found], [
+        cp.unshard(x, 2, group, layout) for x in selection
+    ]
 
 
-def compare(group=None, layouts=("zigzag", "contiguous"), shape=None, **options):
+@contextlib.contextmanager
+def loans_of_any_size():
+    """Queries are lent even where they are few."""
+    saved = balance.MIN_ROWS, balance.ROW_STEP
+    balance.MIN_ROWS = balance.ROW_STEP = 1
+    balance.loans.cache_clear()
+    try:
+        yield
+    finally:
+        balance.MIN_ROWS, balance.ROW_STEP = saved
+        balance.loans.cache_clear()
+
+
+def compare(group=None, layouts=("zigzag", "contiguous"), shape=None, selects=True, **options):
     group = dist.group.WORLD if group is None else group
     tensors, grads = inputs(**(shape or {}))
     options = {**TREE, **options}
     expected, chosen = on_one(tensors, grads, **options)
     for layout in layouts:
-        found, selection = on_all(tensors, grads, group, layout, **options)
+        found, selection = on_all(tensors, grads, group, layout, selects=selects, **options)
         for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
             torch.testing.assert_close(
                 x, y, **EXACT, msg=lambda text, name=name, layout=layout: f"{layout} {name}: {text}"
             )
-        assert torch.equal(selection, chosen), layout
+        assert all(torch.equal(x, chosen) for x in selection), layout
 
 
 def refused(call, *texts):
@@ -87,6 +103,38 @@ def check_values_and_gradients():
         compare(save_selection=save)
     compare(shape={"B": 2, "T": 48, "H_kv": 1}, strict_causal=False, save_selection=False)
     compare(shape={"T": 32, "H": 2, "H_kv": 2, "K": 4, "V": 6}, max_top_nodes=5, scale=0.7)
+
+
+def check_queries_that_are_lent():
+    """Selections that are kept and made again, one KV head at a time, several sequences. Counted is what every rank
+    computes."""
+    r, top_k = TREE["compression_rate"], TREE["top_k_per_layer"]
+    world = dist.get_world_size()
+    computed = []
+    plain = attention.pieces.forward
+
+    def counted(k, v, runs, **options):
+        computed.append(sum(run.q.shape[1] for run in runs))
+        return plain(k, v, runs, **options)
+
+    with loans_of_any_size():
+        found = balance.loans(96, world, r, top_k, r * top_k)
+        assert found and len({(x.lender, x.borrower) for x in found}) == len(found)
+        attention.pieces.forward = counted
+        try:
+            compare(layouts=["zigzag"], shape={"T": 96}, selects=False)
+        finally:
+            attention.pieces.forward = plain
+        own = 96 // world + sum((x.borrower == dist.get_rank()) * x.count for x in found)
+        assert sum(computed) == own - sum((x.lender == dist.get_rank()) * x.count for x in found)
+        saved, attention.SUM_BYTES = attention.SUM_BYTES, 1
+        try:
+            for strict in (True, False):
+                options = {"save_selection": False, "strict_causal": strict}
+                compare(layouts=["zigzag"], shape={"B": 2, "T": 96, "H_kv": 2}, selects=False, **options)
+        finally:
+            attention.SUM_BYTES = saved
+        compare(layouts=["zigzag"], shape={"T": 96, "K": 8}, selects=False, rope_interleaved=True, rope_dim=4)
 
 
 def check_options_of_the_rotation_and_sinks():
@@ -215,6 +263,8 @@ def check_what_nccl_is_given():
     dist.all_to_all = all_to_all
     try:
         compare(shape={"B": 2, "H": 6, "H_kv": 3})
+        with loans_of_any_size():
+            compare(layouts=["zigzag"], shape={"B": 2, "T": 96}, selects=False)
         check_the_gradient_of_unshard_is_that_of_all_losses()
     finally:
         exchange._takes_lists, dist.all_to_all = takes, original
@@ -293,6 +343,9 @@ def check_ranks_that_disagree_raise_everywhere():
         ({"options": {"top_k_per_layer": 4}}, "top_k_per_layer 2 on rank 0 and 4"),
         ({"options": {"rope_base": 1e4}}, "rope_base"),
         ({"options": {"strict_causal": False}}, "strict_causal"),
+        ({"options": {"attn_sink": torch.ones(4, dtype=torch.float64)}}, "attn_sink None on rank 0 and (4,)"),
+        ({"options": {"deterministic": True}}, "deterministic False on rank 0 and True"),
+        ({"options": {"return_selection": True}}, "return_selection False on rank 0 and True"),
         ({"grad": True}, "whether a gradient is wanted False on rank 0 and True"),
     ]
     fresh, used = dist.new_group(), dist.new_group()
@@ -306,6 +359,8 @@ def check_ranks_that_disagree_raise_everywhere():
             refused(lambda call=call: call(used), "context_parallel_forward: all ranks", text)
         finally:
             del os.environ["HTREE_CUDA_CHECK"]
+    sink = torch.full((4,), float(dist.get_rank()), dtype=torch.float64)
+    refused(lambda: _disagreement(options={"attn_sink": sink})(fresh), "got attn_sink (4,)")
     same(fresh)  # a group that disagreed is whole, and its next call is its first
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import re
 import subprocess
@@ -18,6 +19,7 @@ from htree_cuda import distributed as cp
 from htree_cuda.bench import cli
 from htree_cuda.bench import context_parallel as bench
 from htree_cuda.bench.inputs import visited
+from htree_cuda.distributed import balance
 from tools.update_docs import context_parallel as docs
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
@@ -153,13 +155,52 @@ def test_the_docstring_is_a_contract(name):
 
 
 def test_zigzag_is_balanced_and_contiguous_is_not():
-    """The counted imbalance, which the cost model takes: candidates of the busiest rank over the mean."""
-    T, top_k = 1 << 17, 64
-    zigzag, contiguous = (bench.imbalance(T, 4, layout, top_k) for layout in ("zigzag", "contiguous"))
-    whole = visited(T, 0, T, 16, top_k, 16 * top_k)[0]
-    last = visited(T, T - T // 4, T, 16, top_k, 16 * top_k)[0]
-    assert contiguous == pytest.approx(4 * last / whole) and 1 <= zigzag < 1.05 < contiguous
-    assert bench.imbalance(T, 1, "zigzag", top_k) == 1
+    """The counted imbalance, which the cost model takes: work of the busiest rank over the mean. With loans nothing is
+    left of it."""
+    for T, top_k in ((1 << 17, 64), (1 << 17, 512), (1 << 20, 64), (1 << 20, 512)):
+        for ranks in (2, 4, 8):
+            zigzag, contiguous = (bench.imbalance(T, ranks, layout, top_k) for layout in ("zigzag", "contiguous"))
+            plain = bench.imbalance(T, ranks, "zigzag", top_k, lends=False)
+            assert 1 <= zigzag < min(plain, 1.01) and plain < 1.07 < contiguous
+        assert bench.imbalance(T, 1, "zigzag", top_k) == 1
+
+
+def test_work_is_counted_as_the_tree_is_walked():
+    """The candidates of selected layers and of the entry layer; up to the last node, of which the tree's own walk has
+    fewer children, and but for the layers above, of which it takes all."""
+    T, r, top_k = 4096, 4, 8
+    for t in (0, 1, 30, 31, 32, 127, 128, 500, 511, 512, 2000, 4095):
+        layers = 0
+        while t // r**layers + 1 > top_k * r:
+            layers += 1
+        entry = t // r**layers + 1
+        walked = visited(T, t, t + 1, r, top_k, top_k * r)[0]
+        above = sum(t // r**l + 1 for l in range(layers + 1, 5))
+        of_entry = balance.ENTRY if layers else balance.BOTTOM
+        expected = balance.SELECTED * layers * top_k * r + of_entry * entry
+        assert balance.work_of(t, r, top_k, top_k * r) == expected
+        assert abs(walked - above - layers * top_k * r - entry) <= layers * r
+    work = balance.Work(T, 4, r, top_k, top_k * r)
+    for position in (0, 1, 77, 2048, 4095, 4096):
+        assert work.position(work.up_to(position)) in (position - 1, position)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
+def test_loans_are_of_what_a_rank_has(ranks):
+    """Nobody lends what is not theirs, or twice, or more than half of a part, and who lends does not borrow."""
+    for T in (2 * ranks * n for n in (2, 37, 640, 5000, 40000)):
+        for r, top_k, most in ((16, 64, 1024), (4, 2, 8), (2, 16, 100), (64, 16, 1024)):
+            found = balance.loans(T, ranks, r, top_k, most)
+            n = T // (2 * ranks)
+            lenders = {x.lender for x in found}
+            assert not lenders & {x.borrower for x in found}
+            assert len({(x.lender, x.borrower) for x in found}) == len(found)
+            for lender in lenders:
+                end = (2 * ranks - lender) * n
+                own = sorted((x.start, x.start + x.count) for x in found if x.lender == lender)
+                assert own[-1][1] == end and own[0][0] >= end - n // 2
+                assert all(a[1] == b[0] for a, b in itertools.pairwise(own))
+            assert all(x.count >= balance.MIN_ROWS for x in found)
 
 
 def test_the_benchmark_needs_torchrun(monkeypatch):

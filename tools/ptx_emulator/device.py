@@ -17,11 +17,11 @@ from htree_cuda import kernels, ops
 from . import make
 
 _LAUNCHERS = (
-    "tree_pool", "forward", "forward_varlen", "backward", "backward_varlen", "attn_dist", "sparse_attention",
+    "tree_pool", "forward_runs", "forward_varlen", "backward_runs", "backward_varlen", "attn_dist", "sparse_attention",
     "sparse_attention_backward", "tree_append", "tree_decode", "topk_indices", "indexer_logits",
     "indexer_logits_listed", "indexer_topk",
 )  # fmt: skip
-_WORKSPACES = ("forward_workspace", "forward_varlen_workspace", "backward_workspace", "backward_varlen_workspace")
+_WORKSPACES = tuple(f"{op}{kind}_workspace" for op in ("forward", "backward") for kind in ("", "_runs", "_varlen"))
 _ALIGNMENT = 256  # of a CUDA allocation, which the launchers rely on for the workspace
 
 
@@ -54,7 +54,7 @@ def _load_library(path: Path) -> ctypes.CDLL:
 
 def _allow(values) -> None:
     for x in values:
-        if isinstance(x, tuple):
+        if isinstance(x, (tuple, list)):
             _allow(x)
         elif dataclasses.is_dataclass(x):  # params, which hold a table of angles and sinks
             _allow(getattr(x, field.name) for field in dataclasses.fields(x))
@@ -80,9 +80,9 @@ def emulated(seed: int = 0, sms: int = 3, races: bool = True) -> Iterator[ctypes
         def run(*args, **options):
             library().emulator_forget_allocations()
             if f"{name}_workspace" in _WORKSPACES:
-                *args, workspace, params = args
-                skip = -workspace.data_ptr() % _ALIGNMENT
-                args = [*args, workspace[skip : workspace.numel() - _ALIGNMENT + skip].fill_(0xFF), params]
+                args, at = list(args), -1 if name.endswith("_runs") else -2  # params come behind
+                skip = -args[at].data_ptr() % _ALIGNMENT
+                args[at] = args[at][skip : args[at].numel() - _ALIGNMENT + skip].fill_(0xFF)
             _allow(args)
             _allow(options.values())
             return saved[name](*args, **options)
@@ -90,10 +90,12 @@ def emulated(seed: int = 0, sms: int = 3, races: bool = True) -> Iterator[ctypes
         return run
 
     def workspace(name):
-        size = getattr(compiled, name.replace("_varlen", ""))
+        size = getattr(compiled, name.replace("_varlen", "").replace("_runs", ""))
         if "varlen" in name:
-            return lambda *args: size(kernels.varlen_params(*args), device=0) + _ALIGNMENT
-        return lambda *args, part=(0, 0): size(kernels._forward_params(*args), device=0, part=part) + _ALIGNMENT
+            return lambda *args: size([kernels.varlen_params(*args)], device=0) + _ALIGNMENT
+        if "runs" in name:
+            return lambda *args, part=(0, 0): size(kernels._runs(*args), device=0, part=part) + _ALIGNMENT
+        return lambda *args, part=(0, 0): size([kernels._forward_params(*args)], device=0, part=part) + _ALIGNMENT
 
     try:
         for name in _LAUNCHERS:

@@ -82,6 +82,12 @@ struct Args {
   // Then `chunk` has rows of the call and no position, `tree` and the tables of a head are those of all sequences, words
   // and N those of the longest, and the items above are not looked at.
   sequences::Tables sequences;
+
+  // ---- two runs of queries in a chunk ----
+  void* dq_before;                    // dq of the rows before dq_begin, which are of the first run
+  int dq_begin;
+
+  __device__ __forceinline__ void* dq_of(int row) const { return row < dq_begin ? dq_before : dq; }
 };
 
 }  // namespace htree_cuda::sm90::htree_bwd

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "host/cuda_check.h"
 #include "host/recording.h"
@@ -26,13 +27,37 @@ pack::Source source(void const* in, std::int64_t stride_b, std::int64_t stride_n
   return {in, stride_b, stride_n, stride_h, stride_d, vectors};
 }
 
-// Takes the steps of a call on a stream.
+pack::Source behind(pack::Source source, std::int64_t rows) {
+  source.in = static_cast<char const*>(source.in) - 2 * rows * source.stride_n;
+  return source;
+}
+
+// Takes the steps of a call on a stream. Keys, and where their gradients go, are those of the first run.
 struct Launcher {
-  BackwardParams const& params;
+  Runs<BackwardParams> const& runs;
   ForwardParams const& p;
   Workspace const& w;
   cudaStream_t stream;
+  BackwardParams const& params = *runs.first;
+  Stretch stretch = {};
   std::optional<host::SideStream> side = {};
+
+  void begin(Stretch const& next) { stretch = next; }
+
+  // The runs that have rows of a chunk: use(run, offset, begin, end) of those rows, the last with what pads the chunk.
+  // offset: rows of the stretch before the run.
+  template <class Use>
+  void for_runs(Chunk const& chunk, Use const& use) const {
+    int const second = first_row_of_second(chunk);
+    if (second > 0) use(runs.first[stretch.first], std::int64_t(0), 0, second);
+    if (second < chunk.rows) use(runs.first[stretch.first + stretch.count - 1], stretch.before, second, chunk.rows);
+  }
+
+  // The first row of a chunk that is not of the first of two runs; of one run, row 0.
+  int first_row_of_second(Chunk const& chunk) const {
+    std::int64_t const rows = stretch.before - chunk.first_query;
+    return rows >= chunk.queries ? chunk.rows : static_cast<int>(std::max(rows, std::int64_t(0)));
+  }
 
   // In a pack no row belongs to a batch.
   std::int64_t batch(std::int64_t stride) const { return is_packed() ? 0 : stride; }
@@ -152,15 +177,6 @@ struct Launcher {
     std::int64_t const H = w.row_heads * p.G;
     pack::PackQueries args{};
     args.chunk = chunk;
-    args.q = source(p.q, batch(p.q_stride_b), p.q_stride_t, p.q_stride_h);
-    args.dout = source(params.dout, batch(params.dout_stride_b), params.dout_stride_t, params.dout_stride_h,
-                       params.dout_stride_v);
-    args.out = source(p.out, batch(p.T_q * H * p.V), H * p.V, p.V);
-    args.lse = p.lse;
-    args.dlse = params.dlse;
-    args.dlse_stride_b = batch(params.dlse_stride_b);
-    args.dlse_stride_t = params.dlse_stride_t;
-    args.dlse_stride_h = params.dlse_stride_h;
     args.packed = w.queries;
     args.tiles = w.query_tiles;
     args.tree = w.tree;
@@ -172,7 +188,21 @@ struct Launcher {
     args.K = static_cast<int>(p.K);
     args.V = static_cast<int>(p.V);
     args.scale_log2 = static_cast<float>(p.scale * kLog2E);
-    pack::pack_queries(args, p.dtype, stream);
+    for_runs(chunk, [&](BackwardParams const& run, std::int64_t offset, int begin, int end) {
+      ForwardParams const& own = run.forward;
+      args.begin = begin;
+      args.end = end;
+      args.q = behind(source(own.q, batch(own.q_stride_b), own.q_stride_t, own.q_stride_h), offset);
+      args.dout = behind(source(run.dout, batch(run.dout_stride_b), run.dout_stride_t, run.dout_stride_h, run.dout_stride_v),
+                         offset);
+      args.out = behind(source(own.out, batch(own.T_q * H * p.V), H * p.V, p.V), offset);
+      args.lse = own.lse - offset * H;
+      args.dlse = run.dlse - offset * run.dlse_stride_t;
+      args.dlse_stride_b = batch(run.dlse_stride_b);
+      args.dlse_stride_t = run.dlse_stride_t;
+      args.dlse_stride_h = run.dlse_stride_h;
+      pack::pack_queries(args, p.dtype, stream);
+    });
   }
 
   // Counters of work items and segments are zeroed with the tables of the index.
@@ -184,12 +214,16 @@ struct Launcher {
     args.tree = w.tree;
     args.layers = w.max_entry;
     args.index = w.index;
-    args.selection = p.selection;
     args.T_q = batch(p.T_q);
     args.H_kv = static_cast<int>(w.row_heads);
-    args.rows_of_q = has_sequences(p) ? p.sequences.total_q : p.B * p.T_q;
     args.sequences = tables(w, chunk);
-    reverse_index::build(args, stream);
+    for_runs(chunk, [&](BackwardParams const& run, std::int64_t offset, int begin, int end) {
+      args.begin = begin;
+      args.end = end;
+      args.selection = run.forward.selection - offset * w.row_heads * p.top_k;
+      args.rows_of_q = has_sequences(p) ? p.sequences.total_q : p.B * run.forward.T_q;
+      reverse_index::build(args, stream);
+    });
   }
 
   void list_visits(Args args) {
@@ -201,7 +235,10 @@ struct Launcher {
 
   void multiply(Rule const& rule, Args args) {
     args.scale = static_cast<float>(p.scale);
-    args.dq = params.dq;
+    std::int64_t const row_bytes = 2 * w.row_heads * p.G * p.K;
+    args.dq_before = runs.first[stretch.first].dq;
+    args.dq = static_cast<char*>(runs.first[stretch.first + stretch.count - 1].dq) - stretch.before * row_bytes;
+    args.dq_begin = first_row_of_second(args.chunk);
     args.T_q = batch(p.T_q);
     args.H_kv = static_cast<int>(w.row_heads);
     args.G = static_cast<int>(p.G);
@@ -230,7 +267,8 @@ struct Launcher {
       args.node_rows = w.node_rows;
       std::copy(std::begin(w.begin), std::end(w.begin), args.begin);
       args.out = out;
-      args.add_float32 = params.add_float32;
+      args.float32 = params.float32;
+      args.add = params.add;
       args.first_head = first_head;
       args.heads = heads;
       args.H_kv = static_cast<int>(p.H_kv);
@@ -249,8 +287,9 @@ struct Launcher {
 };
 
 
-void check(ForwardParams const& p, PartParams const& part) {
-  host::tree_args::check(kOp, p);
+void check(Runs<ForwardParams> const& runs, PartParams const& part) {
+  host::tree_args::check_runs(kOp, runs);
+  ForwardParams const& p = *runs.first;
   bool const some_heads = part.H_kv > 0;
   if (part.queries < 0 || part.H_kv < 0 || (some_heads && (p.B != 1 || p.H_kv > part.H_kv || has_sequences(p)))) {
     host::tree_args::reject(kOp, "a part of a call has no fewer than 0 queries, and where it has some of the KV heads, B 1 and "
@@ -261,47 +300,60 @@ void check(ForwardParams const& p, PartParams const& part) {
 }
 
 // Without a query there is nothing to compute.
-bool is_empty(ForwardParams const& p) {
-  return has_sequences(p) ? p.sequences.total_q * p.T_q == 0 : p.B * p.T_q == 0;
+bool is_empty(Runs<ForwardParams> const& runs) {
+  return std::all_of(runs.begin(), runs.end(), [](ForwardParams const& p) {
+    return has_sequences(p) ? p.sequences.total_q * p.T_q == 0 : p.B * p.T_q == 0;
+  });
 }
 
+std::vector<ForwardParams> forwards_of(Runs<BackwardParams> const& runs) {
+  std::vector<ForwardParams> result;
+  for (BackwardParams const& run : runs) result.push_back(host::tree_args::with_keys_of(runs.first->forward, run.forward));
+  return result;
+}
 
 }  // namespace
 }  // namespace htree_cuda::sm90::htree_bwd
 
 namespace htree_cuda {
 
-std::int64_t backward_workspace(ForwardParams const& p) { return backward_workspace(p, {}); }
+std::int64_t backward_workspace(ForwardParams const& p) { return backward_workspace(Runs<ForwardParams>{&p, 1}, {}); }
 
-std::int64_t backward_workspace(ForwardParams const& p, PartParams const& part) {
+std::int64_t backward_workspace(Runs<ForwardParams> const& runs, PartParams const& part) {
   using namespace sm90::htree_bwd;
-  check(p, part);
-  if (is_empty(p)) return 0;
-  return host::workspace_of_parts(p, [&](ForwardParams const& own) { return Workspace(own, part, nullptr).bytes; });
+  check(runs, part);
+  if (is_empty(runs)) return 0;
+  if (runs.count > 1) return Workspace(runs, part, nullptr).bytes;
+  return host::workspace_of_parts(*runs.first, [&](ForwardParams const& own) { return Workspace({&own, 1}, part, nullptr).bytes; });
 }
 
-void backward(BackwardParams const& params, void* stream) { backward(params, {}, stream); }
+void backward(BackwardParams const& params, void* stream) { backward(Runs<BackwardParams>{&params, 1}, {}, stream); }
 
-void backward(BackwardParams const& params, PartParams const& part, void* stream) {
+void backward(Runs<BackwardParams> const& runs, PartParams const& part, void* stream) {
   using namespace sm90::htree_bwd;
+  std::vector<ForwardParams> const forwards = forwards_of(runs);
+  Runs<ForwardParams> const all{forwards.data(), runs.count};
+  check(all, part);
+  BackwardParams const& params = *runs.first;
   ForwardParams const& p = params.forward;
-  check(p, part);
   cudaStream_t const s = static_cast<cudaStream_t>(stream);
-  if (is_empty(p)) {
+  if (is_empty(all)) {
     std::int64_t const queries = has_sequences(p) ? p.sequences.total_q : 0;  // padding, where no sequence may have any
     if (queries > 0) HTREE_CUDA_CHECK(cudaMemsetAsync(params.dq, 0, queries * p.H_kv * p.G * p.K * 2, s));
-    if (params.add_float32) return;
+    if (params.float32 && params.add) return;
     std::int64_t const rows = p.H_kv * (has_sequences(p) ? p.sequences.total_k : p.B * p.T);
-    HTREE_CUDA_CHECK(cudaMemsetAsync(params.dk, 0, rows * p.K * 2, s));
-    HTREE_CUDA_CHECK(cudaMemsetAsync(params.dv, 0, rows * p.V * 2, s));
+    HTREE_CUDA_CHECK(cudaMemsetAsync(params.dk, 0, rows * p.K * (params.float32 ? 4 : 2), s));
+    HTREE_CUDA_CHECK(cudaMemsetAsync(params.dv, 0, rows * p.V * (params.float32 ? 4 : 2), s));
     return;
   }
-  host::for_parts(p, [&](ForwardParams const& own) {
-    Workspace const w(own, part, static_cast<char*>(own.workspace));
-    host::tree_args::check_workspace(kOp, own, w.bytes);
-    Launcher launcher{params, own, w, s};
-    schedule(own, w, launcher);
-  });
+  auto const launch = [&](Runs<ForwardParams> const& own) {
+    Workspace const w(own, part, static_cast<char*>(own.first->workspace));
+    host::tree_args::check_workspace(kOp, *own.first, w.bytes);
+    Launcher launcher{runs, *own.first, w, s};
+    schedule(*own.first, w, launcher);
+  };
+  if (runs.count > 1) return launch(all);
+  host::for_parts(p, [&](ForwardParams const& own) { launch({&own, 1}); });
 }
 
 }  // namespace htree_cuda

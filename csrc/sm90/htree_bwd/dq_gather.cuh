@@ -60,7 +60,7 @@ struct GatherCta {
   __device__ __forceinline__ explicit GatherCta(Args const& args) {
     // `ctas` counts the CTAs of one head.
     bool const of_sequences = args.sequences.any();
-    int const ctas = of_sequences ? args.sequences.gather_ctas : (args.chunk.rows + args.gather_rows - 1) / args.gather_rows;
+    int const ctas = of_sequences ? args.sequences.gather_ctas : (args.chunk.queries + args.gather_rows - 1) / args.gather_rows;
     head = static_cast<int>(blockIdx.x) / ctas;
     int const cta = ctas - 1 - static_cast<int>(blockIdx.x) % ctas;
     rows = nullptr;
@@ -147,9 +147,8 @@ private:
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         uint32_t const visits = 4 * four + i >= begin && 4 * four + i < cta.queries ? visited[i] >> first_bit : 0;
-        // The product spreads four bits to the lowest bit of a byte each: 0x204081 puts bit b at 8 b.
-        bits[0] |= ((visits & 0xfu) * 0x204081u & 0x01010101u) << i;
-        bits[1] |= ((visits >> 4 & 0xfu) * 0x204081u & 0x01010101u) << i;
+        bits[0] |= reverse_index::spread_four(visits) << i;
+        bits[1] |= reverse_index::spread_four(visits >> 4) << i;
       }
 #pragma unroll
       for (int p = 0; p < kLaneBlocks; ++p) {
@@ -484,7 +483,7 @@ private:
                                          (sums_[tile][step][2 * i + 1] + __ldg(at + kK)) * args_.scale);
           uint32_t const words = ptx::transpose_matrix(pair);
           if (exists) {
-            *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(args_.dq) + out + 16 * step + 8 * i) = words;
+            *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(args_.dq_of(row_g)) + out + 16 * step + 8 * i) = words;
           }
         }
       }

@@ -67,9 +67,8 @@ __device__ void produce_kv_blocks(Args const& args, KvRing<Cfg> const& ring) {
         uint4 const& four = visited[i / 4];
         uint32_t mask = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
         mask = selecting >> i & 1u ? mask >> first_bit : 0;
-        // The product spreads four bits to the lowest bit of a byte each: 0x204081 puts bit b at 8 b.
-        query_masks[0] |= ((mask & 0xfu) * 0x204081u & 0x01010101u) << i;
-        query_masks[1] |= ((mask >> 4 & 0xfu) * 0x204081u & 0x01010101u) << i;
+        query_masks[0] |= reverse_index::spread_four(mask) << i;
+        query_masks[1] |= reverse_index::spread_four(mask >> 4) << i;
       }
       int count = 0;
 #pragma unroll
@@ -348,7 +347,7 @@ private:
       int const g = g_ + 8 * i;
       if (g >= args_.G) continue;
       float const inverse = inverse_of(weight_scale_[i]);
-      uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<Element*>(args_.dq) + (first + g) * kK) + tq_;
+      uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<Element*>(args_.dq_of(row_)) + (first + g) * kK) + tq_;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         float2 const share = __ldg(reinterpret_cast<float2 const*>(share_of_row + g * kK + 8 * tile));

@@ -41,6 +41,7 @@ public:
     }
   }
 
+  void begin(Stretch const&) {}
   void describe_sequences() {}
   void describe_chunk(Chunk const&) {}
 
@@ -89,7 +90,8 @@ public:
     std::int64_t const queries = rule.kernel == Kernel::kDqSelected ? kCtaQueries
                                  : rule.ctas == Ctas::kGather       ? args.gather_rows
                                                                     : kCtaQueries * pack;
-    row.ctas += rule.ctas == Ctas::kPersistent ? sms_ : args.chunk.heads * ceil_div(args.chunk.rows, queries);
+    std::int64_t const rows = rule.ctas == Ctas::kGather ? args.chunk.queries : args.chunk.rows;
+    row.ctas += rule.ctas == Ctas::kPersistent ? sms_ : args.chunk.heads * ceil_div(rows, queries);
     row.first_query = sweep.first;
     row.end_query = sweep.end;
     row.pairs = sweep.pairs * p_.B * p_.H_kv;
@@ -145,7 +147,7 @@ void explain_backward(ForwardParams const& p, PartParams const& part, int proces
   using namespace sm90::htree_bwd;
   host::tree_args::check("explain_backward", p);
   if (p.B * p.T_q == 0) return;
-  Workspace const workspace(p, part, nullptr);
+  Workspace const workspace({&p, 1}, part, nullptr);
   Counter counter(p, workspace, processors);
   schedule(p, workspace, counter);
   for (auto const& row : counter.rows()) host::tell(row, row.layer, sink, context);

@@ -36,7 +36,8 @@ void launch_unit(Kernel kernel, Args const& args, int ctas, cudaStream_t stream)
       if constexpr (kHeads < kMaxGroupHeads && std::is_same_v<Element, __nv_bfloat16>) {
         using DqGather = DqGatherTraits<K, V, kHeads>;
         bool const of_sequences = args.sequences.any();
-        int const count = of_sequences ? args.chunk.heads * args.sequences.gather_ctas : of_rows(args.gather_rows);
+        int const of_queries = (args.chunk.queries + args.gather_rows - 1) / args.gather_rows;
+        int const count = args.chunk.heads * (of_sequences ? args.sequences.gather_ctas : of_queries);
         launch<DqGather>(dq_gather_kernel<DqGather>, args, count, stream);
       }
   }

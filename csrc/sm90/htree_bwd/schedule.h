@@ -48,7 +48,7 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
   args.segments_added = w.segments_added;
   args.tile_segments_added = w.tile_segments_added;
   args.query_tiles = w.query_tiles;
-  args.gather_rows = w.gather_rows;
+  args.gather_rows = w.gather_rows_of(chunk);
   args.next_tile_item = w.next_tile_item;
   args.entry_sums = w.entry_sums;
   bool const several = w.sequences_given;
@@ -96,7 +96,7 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
 
 // Sink: describe_sequences(), describe_chunk(chunk), make_rotations(), pool(), pack_kv(layer, in_tiles, first_head, heads),
 // clear_sums(heads), pack_queries(chunk), build_index(chunk), list_visits(args), multiply(rule, args), add_segments(args),
-// distribute(first_head, heads). Between fork() and join() what is beside dkdv_selected runs on a second stream, which begins
+// distribute(first_head, heads), begin(stretch). Between fork() and join() what is beside dkdv_selected runs on a second stream, which begins
 // behind the first and which the first waits for.
 template <class Sink>
 void schedule_chunk(Workspace const& w, Chunk const& chunk, Sink& sink) {
@@ -133,9 +133,9 @@ void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
       if (l >= w.min_entry) sink.pack_kv(l, true, head, heads);
     }
     sink.clear_sums(heads);
-    std::int64_t queries = w.first_rows();
-    for (std::int64_t first = 0; first < w.all_rows; first += queries, queries = w.rows) {
-      schedule_chunk(w, {head, heads, first, static_cast<int>(queries), static_cast<int>(w.rows), p.q_start}, sink);
+    for (Stretch const& stretch : w.stretches) {
+      sink.begin(stretch);
+      w.for_chunks(stretch, head, heads, [&](Chunk const& chunk) { schedule_chunk(w, chunk, sink); });
     }
     sink.distribute(head, heads);
   }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "host/math.h"
 #include "host/tree_args.h"
@@ -63,6 +64,15 @@ static_assert((2 * kMaxSmallGroupRows + kRowStep) * 3 / 2 + kRowStep <= reverse_
 
 inline std::int64_t round_up(std::int64_t x, std::int64_t step) { return ceil_div(x, step) * step; }
 
+// Runs of queries whose rows share chunks: one, or two of which the second goes on where the first ends.
+struct Stretch {
+  std::int64_t first = 0;    // number of the first run
+  int count = 1;
+  std::int64_t q_start = 0;
+  std::int64_t rows = 0;     // of a head
+  std::int64_t before = 0;   // rows of the first run, where there are two
+};
+
 // Sizes where `base` is null, addresses otherwise.
 struct Workspace {
   Tree tree{};
@@ -86,12 +96,13 @@ struct Workspace {
   std::int64_t pack = 0;                     // queries that fill 16 rows of a product
   std::int64_t all_heads = 0;
   std::int64_t row_heads = 0;                // from row to row of out, lse, selection and dq
-  std::int64_t all_rows = 0;                 // of a head in the call, at most
+  std::vector<Stretch> stretches;
+  std::int64_t all_rows = 0;                 // of a head in the call, or in its longest stretch, at most
   int blocks[kMaxLayers] = {};               // KV blocks of a sequence, at most; likewise pairs of KV tiles
   int pairs[kMaxLayers] = {};
   bool sequences_given = false;              // of different lengths
   int row_tile = 0;                          // rows of a sequence come in multiples of it, where lengths differ
-  int gather_rows = 0;                       // of a CTA of dq_gather
+  int gather_rows = 0;                       // of a CTA of dq_gather, at most
   int gather_ctas = 0;                       // of a head of a chunk; of sequences of different lengths, like the next three
   std::int64_t entry_room = 0;
   std::int64_t selected_room = 0;
@@ -132,8 +143,9 @@ struct Workspace {
   std::int32_t* stream_begins = nullptr;
   std::int32_t* stream_ends = nullptr;
 
-  Workspace(ForwardParams const& p, PartParams const& part, char* base) {
-    shape(p);
+  Workspace(Runs<ForwardParams> const& runs, PartParams const& part, char* base) {
+    ForwardParams const& p = *runs.first;
+    shape(runs);
     row_heads = part.H_kv > 0 ? part.H_kv : p.H_kv;
     std::int64_t const block_bytes = kBlockHeader + operand_bytes(p.K, p.V);
     std::int64_t const query_bytes = htree_bwd::query_bytes(p.K, p.V, unit_heads(static_cast<int>(p.G)));
@@ -144,7 +156,9 @@ struct Workspace {
     hands_over_ds = unit < kMaxGroupHeads && p.dtype == DType::kBFloat16;
     std::int64_t const row_ds = hands_over_ds ? p.top_k * ds_bytes(unit) : 0;
     for (int l = 0; l < max_entry; ++l) row_bytes += 4 * tree.words[l] + row_ds + p.top_k * sizeof(uint2);
-    std::int64_t const rows_of_q = std::max(has_sequences(p) ? p.sequences.total_q : p.T_q, part.queries);
+    std::int64_t rows_of_q = has_sequences(p) ? p.sequences.total_q : 0;
+    for (ForwardParams const& run : runs) rows_of_q += has_sequences(p) ? 0 : run.T_q;
+    rows_of_q = std::max(rows_of_q, part.queries);
     std::int64_t const call_heads = all_heads / p.H_kv * row_heads;
     std::int64_t const input_bytes = 2 * call_heads * rows_of_q * p.G * (p.K + p.V);
     bool const large = hands_over_ds && !sequences_given;
@@ -172,7 +186,7 @@ struct Workspace {
       if (large) rows = rows_by_rounds(rows);
     }
     if (!host::is_packed(p)) row_room = rows;
-    even_gather_rows();
+    if (sequences_given) gather_rows = even_gather_rows(heads, rows);
     pack = kMaxGroupHeads / unit;
     for (int l = 0; l < tree.layers; ++l) split(wanted_segments(l, rows), kMinSegmentRows, segments[l], segment_rows[l]);
     for (int l = min_entry; l <= max_entry; ++l) {
@@ -205,7 +219,7 @@ struct Workspace {
     place(dv, base, heads * node_rows * p.V);
     place(queries, base, heads * row_room * query_bytes);
     place(query_tiles, base, heads * row_room / queries_of_tile * tile_bytes);
-    items_apart = std::max(max_items_apart(p, heads), max_items_apart(p, all_heads % heads));
+    items_apart = std::max(max_items_apart(heads), max_items_apart(all_heads % heads));
     place(entry_sums, base, items_apart * kItemNodes * (p.K + p.V));
     std::int64_t const before = bytes;
     place(next_item, base, 1);
@@ -226,9 +240,20 @@ struct Workspace {
   }
   bool has_tables(Chunk const& chunk) const { return chunk.first_head > 0 && chunks() <= table_chunks; }
 
-  // Rows of the first chunk: those that whole chunks leave over. Where the call begins with its sequence, it has the
-  // least work.
-  std::int64_t first_rows() const { return sequences_given ? rows : (all_rows - 1) % rows + 1; }
+  // The chunks of a stretch for some heads, in their order. The first one has the rows that whole chunks leave over: where
+  // the stretch begins with its sequence, it has the least work.
+  template <class Use>
+  void for_chunks(Stretch const& stretch, std::int64_t first_head, int of_heads, Use const& use) const {
+    std::int64_t queries = sequences_given ? rows : (stretch.rows - 1) % rows + 1;
+    for (std::int64_t first = 0; first < stretch.rows; first += queries, queries = rows) {
+      use(Chunk{first_head, of_heads, first, static_cast<int>(queries), static_cast<int>(rows), stretch.q_start});
+    }
+  }
+
+  // Rows of a CTA of dq_gather in a chunk.
+  int gather_rows_of(Chunk const& chunk) const {
+    return sequences_given ? gather_rows : even_gather_rows(chunk.heads, chunk.queries);
+  }
 
   // Rows of a segment of an entry layer, at least, where items add their sums in order.
   std::int64_t min_entry_rows() const { return pack > 1 ? 2 * kMinSegmentRows : kMinSegmentRows; }
@@ -255,17 +280,18 @@ private:
 
   // Work items of dkdv_entry in a chunk of so many heads that leave their sums apart, at most. The last chunk of heads may
   // have fewer than the others, and fewer heads are cut into more items.
-  std::int64_t max_items_apart(ForwardParams const& p, std::int64_t chunk_heads) const {
+  std::int64_t max_items_apart(std::int64_t chunk_heads) const {
     std::int64_t most = 0;
     if (sequences_given || chunk_heads == 0) return most;
-    for (std::int64_t first = 0, queries = first_rows(); first < all_rows; first += queries, queries = rows) {
-      Chunk const chunk{0, static_cast<int>(chunk_heads), first, static_cast<int>(queries), static_cast<int>(rows), p.q_start};
-      std::int64_t items = 0;
-      for (int l = min_entry; l <= max_entry; ++l) {
-        EntrySegments const split = entry_segments(chunk, l);
-        if (split.sums_apart) items += chunk_heads * split.pairs * split.segments;
-      }
-      most = std::max(most, items);
+    for (Stretch const& stretch : stretches) {
+      for_chunks(stretch, 0, static_cast<int>(chunk_heads), [&](Chunk const& chunk) {
+        std::int64_t items = 0;
+        for (int l = min_entry; l <= max_entry; ++l) {
+          EntrySegments const split = entry_segments(chunk, l);
+          if (split.sums_apart) items += chunk_heads * split.pairs * split.segments;
+        }
+        most = std::max(most, items);
+      });
     }
     return most;
   }
@@ -282,10 +308,10 @@ private:
 
   // As few rows a CTA of dq_gather as its rounds leave, whole fours: the CTAs of a last round that is not full would take
   // as long as those of the others.
-  void even_gather_rows() {
-    std::int64_t const rounds = ceil_div(heads * ceil_div(rows, std::int64_t(gather_rows)), kRoundCtas);
-    std::int64_t const ctas = std::max<std::int64_t>(rounds * kRoundCtas / heads, 1);
-    gather_rows = static_cast<int>(std::min<std::int64_t>(round_up(ceil_div(rows, ctas), 4), gather_rows));
+  int even_gather_rows(std::int64_t of_heads, std::int64_t of_rows) const {
+    std::int64_t const rounds = ceil_div(of_heads * ceil_div(of_rows, std::int64_t(gather_rows)), kRoundCtas);
+    std::int64_t const ctas = std::max<std::int64_t>(rounds * kRoundCtas / of_heads, 1);
+    return static_cast<int>(std::min<std::int64_t>(round_up(ceil_div(of_rows, ctas), 4), gather_rows));
   }
 
   // Rows of whole rounds, of which about `fit` rows fit: of as many as all rows need, or to the nearest.
@@ -364,7 +390,22 @@ private:
   }
   static_assert(kItemTiles * kTileRows == 1 << 7 && kTileRows == 1 << 6);
 
-  void shape(ForwardParams const& p) {
+  void join_runs(Runs<ForwardParams> const& runs) {
+    for (std::int64_t i = 0; i < runs.count; ++i) {
+      ForwardParams const& run = runs.first[i];
+      Stretch* const last = stretches.empty() ? nullptr : &stretches.back();
+      if (last != nullptr && last->count == 1 && last->q_start + last->rows == run.q_start) {
+        last->count = 2;
+        last->before = last->rows;
+        last->rows += run.T_q;
+      } else {
+        stretches.push_back({i, 1, run.q_start, run.T_q, 0});
+      }
+    }
+  }
+
+  void shape(Runs<ForwardParams> const& runs) {
+    ForwardParams const& p = *runs.first;
     bool const several = sequences_given = has_sequences(p);
     std::int64_t const total_k = p.sequences.total_k;
     std::int64_t const count = p.sequences.count;
@@ -372,10 +413,16 @@ private:
     row_tile = 8 * pack;
     gather_rows = gather_warps(kMaxGroupHeads / pack) * pack;
     all_heads = (several ? 1 : p.B) * p.H_kv;
-    all_rows = p.T_q;
+    join_runs(runs);
+    std::int64_t first_position = p.q_start, end_position = 0;
+    for (Stretch const& stretch : stretches) {
+      all_rows = std::max(all_rows, stretch.rows);
+      first_position = std::min(first_position, stretch.q_start);
+      end_position = std::max(end_position, stretch.q_start + stretch.rows);
+    }
     if (several) {
       std::int64_t const of_rows = p.sequences.total_q / row_tile + count;
-      all_rows = std::min(of_rows, count * ceil_div(p.T_q, std::int64_t(row_tile))) * row_tile;
+      stretches.front().rows = all_rows = std::min(of_rows, count * ceil_div(p.T_q, std::int64_t(row_tile))) * row_tile;
     }
     tree.top_k = static_cast<int>(p.top_k);
     tree.N[0] = p.T;
@@ -397,8 +444,8 @@ private:
       begin[l] = node_rows;
       node_rows += std::int64_t(tree.kv_blocks[l]) * kSiblings;
     }
-    min_entry = several ? 0 : entry_layer(p.q_start, tree.top_k);
-    max_entry = entry_layer((several ? p.T : p.q_start + p.T_q) - 1, tree.top_k);
+    min_entry = several ? 0 : entry_layer(first_position, tree.top_k);
+    max_entry = entry_layer((several ? p.T : end_position) - 1, tree.top_k);
     for (int l = min_entry; l <= max_entry; ++l) {
       pairs[l] = static_cast<int>(ceil_div(std::min(blocks[l], tree.top_k), kItemTiles * kTileBlocks));
       tiles[l] = kItemTiles * pairs[l];

@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "host/cuda_check.h"
 #include "host/mixed_dims.h"
@@ -54,6 +55,12 @@ Launch launch_of(Variant variant) {
 class Executor {
 public:
   Executor(ForwardParams const& p, Workspace const& w, cudaStream_t stream) : p_(p), w_(w), stream_(stream) {}
+
+  // What follows is of these queries.
+  void set_run(ForwardParams const& run, Workspace const& w) {
+    p_ = run;
+    w_ = w;
+  }
 
   void describe_sequences() {
     tree::sequences::Args args{};
@@ -317,33 +324,25 @@ private:
     });
   }
 
-  ForwardParams const& p_;
-  Workspace const& w_;
+  ForwardParams p_;
+  Workspace w_;
   cudaStream_t const stream_;
   std::optional<SideStream> side_;
 };
 
-}  // namespace
-
-}  // namespace htree_cuda::sm90::htree_fwd
-
-namespace htree_cuda {
-
-std::int64_t forward_workspace(ForwardParams const& p) { return forward_workspace(p, {}); }
-
-std::int64_t forward_workspace(ForwardParams const& p, PartParams const& part) {
-  using namespace sm90::htree_fwd;
-  tree_args::check(kOp, p);
-  if (rows_of_call(p) == 0) return 0;
-  return workspace_of_parts(p, [&](ForwardParams const& own) { return Workspace(own, part, nullptr, sm_count()).bytes; });
+// The queries of all runs as those of one call; nothing reads its tensors of queries.
+ForwardParams together(Runs<ForwardParams> const& runs) {
+  ForwardParams all = *runs.first;
+  std::int64_t end = 0;
+  for (ForwardParams const& run : runs) {
+    all.q_start = std::min(all.q_start, run.q_start);
+    end = std::max(end, run.q_start + run.T_q);
+  }
+  all.T_q = end - all.q_start;
+  return all;
 }
 
-void forward(ForwardParams const& p, void* stream) { forward(p, {}, stream); }
-
-void forward(ForwardParams const& p, PartParams const& part, void* stream) {
-  using namespace sm90::htree_fwd;
-  tree_args::check(kOp, p);
-  if (rows_of_call(p) == 0) return;
+void check(ForwardParams const& p) {
   if (std::int64_t const past = misalignment(p.selection, 16); past != 0) {
     tree_args::reject(kOp, "selection must be 16-byte aligned, got an address " + std::to_string(past) +
                                " bytes past a multiple of 16");
@@ -351,6 +350,44 @@ void forward(ForwardParams const& p, PartParams const& part, void* stream) {
   if (p.selection != nullptr && p.given != nullptr) {
     tree_args::reject(kOp, "selection must be null where a selection is given");
   }
+}
+
+void launch_runs(Runs<ForwardParams> const& runs, PartParams const& part, cudaStream_t stream) {
+  std::vector<ForwardParams> own;
+  for (ForwardParams const& run : runs) own.push_back(tree_args::with_keys_of(*runs.first, run));
+  Runs<ForwardParams> const all{own.data(), runs.count};
+  ForwardParams const p = together(all);
+  Workspace const workspace(p, part, static_cast<char*>(p.workspace), sm_count());
+  tree_args::check_workspace(kOp, p, workspace.bytes);
+  Executor executor(p, workspace, stream);
+  schedule(p, all, workspace, executor);
+}
+
+}  // namespace
+
+}  // namespace htree_cuda::sm90::htree_fwd
+
+namespace htree_cuda {
+
+std::int64_t forward_workspace(ForwardParams const& p) { return forward_workspace(Runs<ForwardParams>{&p, 1}, {}); }
+
+std::int64_t forward_workspace(Runs<ForwardParams> const& runs, PartParams const& part) {
+  using namespace sm90::htree_fwd;
+  tree_args::check_runs(kOp, runs);
+  ForwardParams const p = together(runs);
+  if (rows_of_call(p) == 0) return 0;
+  return workspace_of_parts(p, [&](ForwardParams const& own) { return Workspace(own, part, nullptr, sm_count()).bytes; });
+}
+
+void forward(ForwardParams const& p, void* stream) { forward(Runs<ForwardParams>{&p, 1}, {}, stream); }
+
+void forward(Runs<ForwardParams> const& runs, PartParams const& part, void* stream) {
+  using namespace sm90::htree_fwd;
+  tree_args::check_runs(kOp, runs);
+  for (ForwardParams const& run : runs) check(run);
+  if (runs.count > 1) return launch_runs(runs, part, static_cast<cudaStream_t>(stream));
+  ForwardParams const& p = *runs.first;
+  if (rows_of_call(p) == 0) return;
   for_parts(p, [&](ForwardParams const& own) {
     Workspace const workspace(own, part, static_cast<char*>(own.workspace), sm_count());
     tree_args::check_workspace(kOp, own, workspace.bytes);

@@ -141,8 +141,9 @@ void name_selection(Workspace const& w, Chunk const& chunk, Sink& sink) {
   for (int l = w.layers - 1; l > 0; --l) sink.select(chunk, l);
 }
 
+// The tree and what is packed of it, for all queries of the call.
 template <class Sink>
-void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
+void prepare(ForwardParams const& p, Workspace const& w, Sink& sink) {
   if (has_sequences(p)) sink.describe_sequences();
   if (p.sequences.part == 0) sink.make_rotations();  // the same for all parts of a pack
   if (w.layers > 1) sink.pool();
@@ -151,10 +152,13 @@ void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
       if (w.of(l, kind).nodes > 0) sink.pack(l, kind);
     }
   }
+}
+
+// The chunks of a run; `lane` is that of the next one.
+template <class Sink>
+void schedule_run(ForwardParams const& p, Workspace const& w, int& lane, Sink& sink) {
   std::int64_t tiles = w.lead_tiles > 0 ? w.lead_tiles : w.chunk_tiles;
   bool const late_first = has_sequences(p) && w.layers > 1;
-  if (w.lane_count > 1) sink.fork();
-  int lane = 0;
   if (late_first) attend_bottom_entries(p, w, sink);
   for (std::int64_t begin = 0; begin < w.tiles; begin += tiles, tiles = w.chunk_tiles) {
     tiles = std::min(tiles, w.tiles - begin);
@@ -170,6 +174,28 @@ void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
       continue;
     }
     lane = (lane + 1) % w.lane_count;
+  }
+}
+
+template <class Sink>
+void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
+  prepare(p, w, sink);
+  int lane = 0;
+  if (w.lane_count > 1) sink.fork();
+  schedule_run(p, w, lane, sink);
+  if (w.lane_count > 1) sink.join();
+}
+
+// Several runs of queries, whose positions together are those of p.
+template <class Sink>
+void schedule(ForwardParams const& p, Runs<ForwardParams> const& runs, Workspace w, Sink& sink) {
+  prepare(p, w, sink);
+  int lane = 0;
+  if (w.lane_count > 1) sink.fork();
+  for (ForwardParams const& run : runs) {
+    w.set_run(run);
+    sink.set_run(run, w);
+    schedule_run(run, w, lane, sink);
   }
   if (w.lane_count > 1) sink.join();
 }

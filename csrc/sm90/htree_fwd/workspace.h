@@ -76,6 +76,7 @@ struct Workspace {
   std::int64_t tiles = 0;        // of the call
   std::int64_t chunk_tiles = 0;  // of a chunk
   std::int64_t lead_tiles = 0;   // of the first chunk, where it has fewer
+  std::int64_t wave = 0;         // tiles that the GPU has CTAs for at a time
   std::int64_t list_room = 0;    // blocks in the union of a tile, at most
   std::int64_t bytes = 0;
 
@@ -133,8 +134,8 @@ struct Workspace {
     // Below the top every layer that selects may have top_k * 16 candidates.
     std::int64_t const candidates = layers > 2 ? p.top_k * kSiblings : N[layers - 1];
     width = ceil_div(candidates, 2 * kSiblings) * 2 * kSiblings;  // the marks of two blocks are read at once
-    tiles_per_head = ceil_div(p.T_q, kQueryTile);
-    tiles = p.B * p.H_kv * tiles_per_head;
+    wave = processors * queries_of_entry(p);
+    set_tiles(p);
 
     std::int64_t heads = p.B * p.H_kv;
     if (has_sequences(p)) {
@@ -190,7 +191,6 @@ struct Workspace {
     chunk_tiles = 1;
     take_lane(lanes[0], p, nullptr);
     std::int64_t const tile_bytes = bytes - tree_bytes;
-    std::int64_t const wave = processors * queries_of_entry(p);
     // The room of a pack follows from its rows, however many sequences they are. Every sequence has tiles that it does not
     // fill; where these exceed the sixteenth that is added here, the call has a chunk more.
     std::int64_t const lane_tiles =
@@ -204,12 +204,19 @@ struct Workspace {
     chunk_tiles = std::min(lane_tiles, std::max<std::int64_t>(room, 1));
     if (chunk_tiles < lane_tiles && chunk_tiles > wave) chunk_tiles -= chunk_tiles % wave;  // whole waves
     chunk_tiles = std::max<std::int64_t>(chunk_tiles / tile_round, 1) * tile_round;
-    // What whole waves leave over comes first where a sequence starts: its first queries have the least to do.
-    if (!has_sequences(p) && tiles > wave && chunk_tiles >= wave && p.q_start < wave * kQueryTile) {
-      lead_tiles = tiles % wave;
-    }
+    set_lead(p);
     bytes = tree_bytes;
     for (int i = 0; i < lane_count; ++i) take_lane(lanes[i], p, base);
+  }
+
+  // The tiles of a run of queries, of the call that the workspace is for.
+  void set_run(ForwardParams const& run) {
+    set_tiles(run);
+    if (layers > 1) {
+      set_lead(run);
+    } else {
+      chunk_tiles = std::min(tiles, kMaxTiles);
+    }
   }
 
   Packed& of(int layer, LayerKind kind) { return packed[layer][static_cast<int>(kind)]; }
@@ -219,6 +226,17 @@ struct Workspace {
   bool gathers(int layer) const { return of(layer, LayerKind::kSelected).nodes == 0; }
 
 private:
+  void set_tiles(ForwardParams const& p) {
+    tiles_per_head = ceil_div(p.T_q, kQueryTile);
+    tiles = p.B * p.H_kv * tiles_per_head;
+  }
+
+  // What whole waves leave over comes first where a sequence starts: its first queries have the least to do.
+  void set_lead(ForwardParams const& p) {
+    lead_tiles = 0;
+    if (!has_sequences(p) && tiles > wave && chunk_tiles >= wave && p.q_start < wave * kQueryTile) lead_tiles = tiles % wave;
+  }
+
   // Two chunks at once, where each has a wave of CTAs: the SMs that the end of a launch, a selection or a union of the
   // one leaves idle serve the other. The lanes share the room of a chunk. Groups of more than 8 heads gain nothing.
   bool has_lanes(ForwardParams const& p, std::int64_t lane_tiles, std::int64_t wave, std::int64_t tile_bytes) const {

@@ -1,6 +1,6 @@
 // Gradients of nodes become gradients of tokens: a node is the mean of its children, so that each child receives the
 // node's sum divided by their number. Memory bound; a thread has four neighbouring elements of one token. Element is the
-// dtype that they are rounded to, or float: then they are added to what is there.
+// dtype that they are rounded to, or float: then they may be added to what is there.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -37,6 +37,7 @@ __global__ void __launch_bounds__(kThreads) distribute_kernel(const __grid_const
     t -= sequence.key;
     if (t < 0 || t >= sequence.keys) {  // padding
       if constexpr (!std::is_same_v<Element, float>) *reinterpret_cast<uint2*>(out) = {0, 0};
+      else if (!args.add) *reinterpret_cast<float4*>(out) = {0.0f, 0.0f, 0.0f, 0.0f};
       return;
     }
   }
@@ -61,8 +62,9 @@ __global__ void __launch_bounds__(kThreads) distribute_kernel(const __grid_const
     x.x /= count, x.y /= count, x.z /= count, x.w /= count;
   }
   if constexpr (std::is_same_v<Element, float>) {
-    float4 const before = *reinterpret_cast<float4 const*>(out);
-    *reinterpret_cast<float4*>(out) = {before.x + x.x, before.y + x.y, before.z + x.z, before.w + x.w};
+    float4* const sum = reinterpret_cast<float4*>(out);
+    float4 const before = args.add ? *sum : float4{0.0f, 0.0f, 0.0f, 0.0f};
+    *sum = {before.x + x.x, before.y + x.y, before.z + x.z, before.w + x.w};
   } else {
     alignas(8) Element const rounded[4] = {Element(x.x), Element(x.y), Element(x.z), Element(x.w)};
     *reinterpret_cast<uint2*>(out) = *reinterpret_cast<uint2 const*>(rounded);

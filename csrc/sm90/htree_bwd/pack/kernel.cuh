@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kThreads) pack_queries_kernel(const __grid_con
   std::int64_t const item = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   int const row = static_cast<int>(item % args.chunk.rows);
   int const head = static_cast<int>(item / args.chunk.rows);
-  if (head >= args.chunk.heads) return;
+  if (head >= args.chunk.heads || row < args.begin || row >= args.end) return;
   std::int64_t const bh = args.chunk.first_head + head;
   std::int64_t const first = bh % args.H_kv * args.G;  // the first query head of the group
   bool exists = row < args.chunk.queries;

@@ -44,7 +44,7 @@ void add_segments(Args const& args, int K, int V, cudaStream_t stream) {
 void distribute(Distribute const& args, DType dtype, cudaStream_t stream) {
   std::int64_t const tokens = args.sequences == nullptr ? args.tree.N[0] : args.tokens;
   unsigned const blocks = grid_blocks("backward", args.heads * tokens * (args.dim / 4), kThreads);
-  if (args.add_float32) {
+  if (args.float32) {
     launch_overlapped(distribute_kernel<float>, blocks, kThreads, 0, stream, args);
   } else if (dtype == DType::kFloat16) {
     launch_overlapped(distribute_kernel<__half>, blocks, kThreads, 0, stream, args);

@@ -48,6 +48,8 @@ void pack_kv(PackKv const& args, DType dtype, cudaStream_t stream);
 
 struct PackQueries {
   Chunk chunk;
+  int begin;                // the rows of this launch
+  int end;
   Source q;
   Source dout;
   Source out;
@@ -81,7 +83,8 @@ struct Distribute {
   std::int64_t node_rows;          // of a head: 16 times its KV blocks in all layers
   std::int64_t begin[kMaxLayers];  // first node row of each layer
   void* out;                       // [B, T, H_kv, dim] contiguous
-  bool add_float32;                // `out` is float32 and is added to, else of the dtype and written
+  bool float32;                    // `out` is float32, else of the dtype
+  bool add;                        // float32 is added to instead of written
   std::int64_t first_head;
   int heads;
   int H_kv;

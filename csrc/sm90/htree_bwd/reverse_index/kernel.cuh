@@ -25,7 +25,7 @@ static __global__ void __launch_bounds__(kThreads) reverse_index_kernel(const __
   std::int64_t const list = item / args.chunk.rows;
   int const head = static_cast<int>(list % args.chunk.heads);
   int const layer = static_cast<int>(list / args.chunk.heads);  // the layer of the blocks that the list names
-  if (layer >= args.layers || row >= args.chunk.queries) return;
+  if (layer >= args.layers || row >= args.chunk.queries || row < args.begin || row >= args.end) return;
   std::int64_t const bh = args.chunk.first_head + head;
   std::int64_t const h = bh % args.H_kv;
   std::int64_t t = args.chunk.position(row);

@@ -15,6 +15,9 @@ __device__ __forceinline__ std::uint32_t const* word_at(Args const& args, int la
          (static_cast<std::int64_t>(head) * args.tree.words[layer] + word) * args.chunk.rows + row;
 }
 
+// Bit i of the last four bits goes to the lowest bit of byte i: the product puts bit b at 8 b.
+__device__ __forceinline__ uint32_t spread_four(uint32_t bits) { return (bits & 0xfu) * 0x204081u & 0x01010101u; }
+
 // The first row that visits a KV block of a layer, or a later block: no row visits a block of tokens after its own, nor
 // is this a selected layer of rows before top_k parents exist. The number of rows where there is none.
 __device__ __forceinline__ int first_row_that_visits(Args const& args, int layer, int block) {

@@ -15,6 +15,8 @@ inline constexpr int kMaxListedRows = 255 * 32 * kListWarps;  // of a segment: a
 
 struct BuildArgs {
   Chunk chunk;
+  int begin;                      // the rows of this launch
+  int end;
   Tree tree;
   int layers;                     // layers that have a table
   ReverseIndex index;             // zeros when the kernel begins

@@ -67,9 +67,6 @@ struct ListStorage {
   uint32_t ends[kWordBlocks];
 };
 
-// Bit i of the last four bits goes to the lowest bit of byte i: the product puts bit b at 8 b.
-__device__ __forceinline__ uint32_t spread_four(uint32_t bits) { return (bits & 0xfu) * 0x204081u & 0x01010101u; }
-
 template <int kQueries>
 __device__ __forceinline__ void list_visits_of(Args const& args, ListCta const& cta, ListStorage& store) {
   auto& [places, totals, ends] = store;
