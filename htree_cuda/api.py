@@ -13,6 +13,8 @@ from .autocast import autocast as _autocast
 
 def _one_each(q_start: object) -> bool:
     """Whether there is one start for every sequence: a list, or an array of NumPy."""
+    if isinstance(q_start, (int, torch.SymInt)):  # torch.compile traces no question about an attribute of such an int
+        return False
     return (isinstance(q_start, Sequence) and not isinstance(q_start, (str, bytes))) or getattr(q_start, "ndim", 0) == 1
 
 

@@ -471,6 +471,18 @@ def test_compile_fullgraph_with_dynamic_sizes(stage):
     assert counter.frame_count <= 2, "one graph for all lengths"
 
 
+@torch.no_grad()
+def test_compiled_steps_from_a_past_that_grows():
+    torch._dynamo.reset()
+    module, x = layer(index_topk=5).eval(), tokens()
+    step = torch.compile(module, fullgraph=True, backend="aot_eager")
+    _, _, past = module(x[:, :4], return_kv=True)
+    for t in range(4, 9):
+        expected = module(x[:, t : t + 1], past=past)[0]
+        out, _, past = step(x[:, t : t + 1], past=past, return_kv=True)
+        torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
+
+
 def test_it_says_what_it_is():
     text = repr(layer())
     assert all(name in text for name in ("index_topk=5", "rope_interleaved=True", "stage='sparse'", "sm_scale=0.316"))
