@@ -122,6 +122,27 @@ def test_weights_of_another_tree_are_refused(tmp_path, name, change, mine, their
     assert torch.equal(module.q_proj.weight, state["0.q_proj.weight"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_state_dict_that_was_cast_loads(dtype):
+    """A base of 500000 is infinite in float16, and no scale of these head dimensions is a number of 24 bits."""
+    for options in ({}, {"rope_base": 500000.0}, {"scale": 0.1}):
+        module = attention(**options)
+        state = {name: x.to(dtype) for name, x in module.state_dict().items()}
+        module.load_state_dict(state)
+        module.load_state_dict({name: x.double() for name, x in state.items()})
+    with pytest.raises(ValueError, match=r"scale of the state dict must be .* \(0\.40824829.*\);.* got 0\.(1|09)"):
+        attention().load_state_dict(state | {"_extra_state": attention(scale=0.1).state_dict()["_extra_state"].to(dtype)})
+
+
+def test_a_state_dict_on_meta_is_compared_by_shapes_alone():
+    module = attention()
+    state = {name: x.to("meta") for name, x in module.state_dict().items()}
+    attention(device="meta").load_state_dict(state)
+    attention(device="meta").load_state_dict(module.state_dict(), assign=True)
+    with pytest.raises(ValueError, match="HTreeAttention: _extra_state must be a tensor of 6 numbers, got 5 numbers"):
+        module.load_state_dict({**state, "_extra_state": state["_extra_state"][:5]})
+
+
 @pytest.mark.parametrize("state, found", [(None, "NoneType"), (torch.zeros(3), "3 numbers")])
 def test_numbers_of_a_tree_that_are_none_are_refused(state, found):
     module = attention()
