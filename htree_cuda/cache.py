@@ -548,16 +548,8 @@ class TreeCache:
 
     def load_state_dict(self, state: dict) -> None:
         """Takes what `state_dict` of a cache of the same settings gave, from any device."""
-        wanted = ["settings", *(name.lstrip("_") for name in self._STATE), *(["pages"] if self._pool else [])]
-        if missing := [name for name in wanted if name not in state]:
-            checks.common.fail(
-                "load_state_dict", "the state must be what state_dict of a TreeCache gave", f"none of {missing}"
-            )
-        if state["settings"] != self._settings():
-            differ = {
-                k: (v, state["settings"].get(k)) for k, v in self._settings().items() if state["settings"].get(k) != v
-            }
-            checks.common.fail("load_state_dict", "settings must be those of this cache", f"(here, there) {differ}")
+        mine = {name.lstrip("_"): getattr(self, name) for name in self._STATE}
+        checks.cache.state(state, self._settings(), mine, counts_pages=self._pool is not None)
         for name in self._STATE:
             getattr(self, name).copy_(state[name.lstrip("_")])
         if self._pool:

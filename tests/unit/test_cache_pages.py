@@ -127,6 +127,31 @@ def test_a_table_of_the_caller():
             call()
 
 
+def test_states_of_other_caches_are_refused_before_anything_is_written():
+    k, v = tokens(2, 310)
+    own = filled(k, v, (300, 17), page_size=256)
+    callers = new_cache(2, page_size=256, num_pages=4, block_table=int32(0, 1, 2, 3).view(2, 2))
+    callers.append(k, v, seqused=int32(9, 8))
+    state = own.state_dict()
+    for cache, wrong, error, match in (
+        (callers, state, ValueError, "the cache must count its pages, as the one of the state did, got a block_table"),
+        (own, callers.state_dict(), ValueError, "pages of the state must be those of 2 sequences, got those of 0"),
+        (own, None, TypeError, "the state must be a dict, as state_dict of a TreeCache gives, got NoneType"),
+        (own, {**state, "settings": None}, TypeError, "settings of the state must be a dict, got NoneType"),
+        (own, {**state, "lengths": [1, 2]}, TypeError, "lengths of the state must be a torch.Tensor, got list"),
+        (own, {**state, "k": state["k"][:1]}, ValueError, r"k of the state must have the shape \(4, 2, .* got \(1, 2, "),
+        (own, {**state, "pages": [[0, 4], []]}, ValueError, "every page of the state must be at most 3, got 4"),
+    ):
+        lengths, table = cache.lengths.tolist(), cache.block_table.tolist()
+        with pytest.raises(error, match=f"load_state_dict: {match}"):
+            cache.load_state_dict(wrong)
+        assert (cache.lengths.tolist(), cache.block_table.tolist()) == (lengths, table)
+    again = new_cache(2, page_size=256, num_pages=4, block_table=torch.zeros_like(callers.block_table))
+    again.load_state_dict(callers.state_dict())
+    q = queries(2, 2)
+    assert torch.equal(run(q, again)[0], run(q, callers)[0])
+
+
 # ------------------------------------------------------------------------------------------------ any sequence of calls
 
 
