@@ -202,6 +202,7 @@ class DSAttention(nn.Module):
             setattr(self, name, value)
         # Not a buffer: a buffer would be cast with the module, and bfloat16 frequencies are others.
         self.rope_inv_freq = None if rope_inv_freq is None else rope_inv_freq.detach().to(torch.float64)
+        self._moved_table: tuple[Tensor | None, Tensor | None] = (None, None)  # what was copied to a device, and the copy
         self.rope_interleaved, self.index_rope_interleaved = rope_interleaved, index_rope_interleaved
         self.backend = backend
         self.stage = stage
@@ -238,10 +239,15 @@ class DSAttention(nn.Module):
         )  # fmt: skip
 
     def _frequencies(self, device: torch.device) -> Tensor | None:
-        """The table on the device of the call, where it stays."""
-        if self.rope_inv_freq is not None and self.rope_inv_freq.device != device:
-            self.rope_inv_freq = self.rope_inv_freq.to(device)
-        return self.rope_inv_freq
+        """The table on the device of the call. Its copy is kept beside it, since one on meta holds no numbers."""
+        table = self.rope_inv_freq
+        if table is None or table.device == device:
+            return table
+        source, copy = self._moved_table
+        if source is not table or copy.device != device:
+            copy = table.to(device)
+            self._moved_table = (table, copy)
+        return copy
 
     def _key_and_value_weights(self) -> tuple[Tensor, Tensor]:
         """wkv_b as [n_heads, qk_nope_head_dim, kv_lora_rank] and [n_heads, v_head_dim, kv_lora_rank]."""

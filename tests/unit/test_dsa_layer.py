@@ -133,6 +133,17 @@ def test_a_table_of_frequencies_and_a_scale_of_the_model():
     assert "rope_inv_freq" not in module.state_dict()
 
 
+def test_a_call_on_meta_leaves_the_table():
+    table = torch.tensor([0.9, 0.013])
+    module = layer(rope_base=None, rope_inv_freq=table).to("meta")
+    x = tokens()
+    for _ in range(2):
+        assert module(x.to("meta"))[0].is_meta
+    module.to_empty(device="cpu")
+    module.reset_parameters()
+    compare(module, x, topk=5, freqs=table.double())
+
+
 # ------------------------------------------------------------------------------------------------ wrong variants
 
 
