@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import checks, ops_cache  # noqa: F401  (importing ops_cache registers its ops)
+from .autocast import autocast_enabled
 from .definition import layer_sizes
 from .layout import TreeLayout, default_layers
 from .pages import PagePool
@@ -264,8 +265,8 @@ class TreeCache:
         if seqused is not None:
             checks.common.tensor("append", "seqused", seqused)
         checks.common.backend_name("append", backend)
-        if torch.is_autocast_enabled(self.device.type):
-            k, v = k.to(self.dtype), v.to(self.dtype)
+        if autocast_enabled(self.device.type):
+            k, v = (x.to(self.dtype) if x.is_floating_point() else x for x in (k, v))
         if _checks_always():
             checks.cache.seqused_values("append", "seqused", seqused, "T_new of k", k)
         t = self._tensors()
@@ -654,7 +655,7 @@ def forward_cached(
     checks.cache.no_gradient(op, q, attn_sink)
     if _checks_always():
         checks.cache.seqused_values(op, "seqused_q", seqused_q, "T_q of q", q)
-    if torch.is_autocast_enabled(q.device.type) and q.is_floating_point():
+    if autocast_enabled(q.device.type) and q.is_floating_point():
         q = q.to(cache.dtype)
     t = cache._tensors()
     table = cache._rope_table(tree["top_k_per_layer"], tree["max_top_nodes"], rope_base, rope_inv_freq, rope_dim)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from . import checks
 from .api import forward
+from .autocast import autocast_enabled
 from .cache import TreeCache, forward_cached
 from .layout import layers_for
 from .varlen import forward_varlen
@@ -289,7 +290,7 @@ class HTreeAttention(nn.Module):
         if cache is not None:
             return self.o_proj(self.attend_cached(q, k, v, cache, seqused).flatten(2))
         if past is not None:
-            if not torch.is_autocast_enabled(x.device.type):
+            if not autocast_enabled(x.device.type):
                 checks.common.same_dtype("HTreeAttention", "x", k, **{"k of past": past[0], "v of past": past[1]})
             k, v = (torch.cat((old, new), dim=1) for old, new in zip(past, (k, v)))
         if cu_seqlens is not None:

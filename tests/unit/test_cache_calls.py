@@ -318,3 +318,24 @@ def test_autocast():
         other.append(k.float(), v.float())
         found = run(q.float(), other)
     assert all(torch.equal(x, y) for x, y in zip(found, run(q, cache), strict=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        for bad in (k.long(), k.bool()):
+            with pytest.raises(ValueError, match="append: k must be float16, bfloat16, float32 or float64, got"):
+                other.append(bad, v)
+
+
+@torch.no_grad()
+def test_meta_tensors():
+    """No autocast exists on meta, and no call asks for it there."""
+    k, v = (x.to("meta") for x in tokens(2, 5))
+    cache = new_cache(2, device="meta")
+    cache.append(k, v)
+    assert forward_cached(queries(2, 3).to("meta"), cache, **TREE).shape == (2, 3, 4, 6)
+    attention = htree_cuda.HTreeAttention(16, 4, 2, top_k_per_layer=4, device="meta")
+    x = torch.empty(1, 3, 16, device="meta")
+    _, past = attention(x, return_kv=True)
+    out, past = attention(x, past=past, return_kv=True)
+    assert out.is_meta and past[0].shape == (1, 6, 2, 4)
+    assert attention(x, cache=attention.new_cache(1, 100)).is_meta
+    with pytest.raises(ValueError, match="x must have the dtype of the parameters"):
+        attention(x.double())
