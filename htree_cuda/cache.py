@@ -11,7 +11,7 @@ from torch import Tensor
 from . import checks, ops_cache  # noqa: F401  (importing ops_cache registers its ops)
 from .autocast import autocast_enabled
 from .definition import layer_sizes
-from .layout import TreeLayout, default_layers
+from .layout import TreeLayout, default_layers, layers_for
 from .pages import PagePool
 from .torch_backend import decode
 from .torch_backend.decode import CacheTensors
@@ -85,6 +85,8 @@ class TreeCache:
 
     Source: docs/guides/decoding.md; the block table is that of FlashAttention.
     """
+
+    _max_top_nodes: int | None = None  # of the module that chose num_layers by it; `resize` chooses again
 
     def __init__(
         self,
@@ -390,15 +392,18 @@ class TreeCache:
     def resize(self, max_tokens: int) -> None:
         """Changes the room of every sequence, on the host, by new buffers: graphs that were captured are void.
 
-        A pool of pages whose size was not given grows with it; a pool of a given size stays, and `reserve` says where
-        it is too small.
+        The layers become those of a new cache of max_tokens, a num_layers that was given stays. A pool of pages whose
+        size was not given grows with it; a pool of a given size stays, and `reserve` says where it is too small.
         """
         max_tokens = checks.common.integer("resize", "max_tokens", max_tokens)
         longest = max(self.lengths.tolist(), default=0)
         checks.common.size("resize", "max_tokens", max_tokens, max(1, longest), checks.common.MAX_INT32)
         old, old_pages = self.layout, self.num_pages
-        was_default = old.num_layers == default_layers(old.max_tokens, old.compression_rate)
-        num_layers = default_layers(max_tokens, old.compression_rate) if was_default else old.num_layers
+        num_layers = old.num_layers
+        if self._max_top_nodes is not None:
+            num_layers = layers_for(max_tokens, old.compression_rate, self._max_top_nodes)
+        elif num_layers == default_layers(old.max_tokens, old.compression_rate):
+            num_layers = default_layers(max_tokens, old.compression_rate)
         layout = TreeLayout(old.compression_rate, max_tokens, num_layers, old.page_size)
         if not self._owns_table and layout.max_pages > self.block_table.shape[1]:
             rule = f"max_tokens needs {layout.max_pages} columns of the caller's block_table"

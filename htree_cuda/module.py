@@ -246,12 +246,15 @@ class HTreeAttention(nn.Module):
         weight = self.k_proj.weight
         max_tokens = checks.common.integer("TreeCache", "max_tokens", max_tokens)
         checks.common.size("TreeCache", "max_tokens", max_tokens)
+        most = None
         if "num_layers" not in options and "compression_rate" not in options:  # of another rate: `TreeCache` judges it
             most = int(self._tree_numbers()["max_top_nodes"])
             options["num_layers"] = layers_for(max_tokens, self.options["compression_rate"], most)
         place = {"dtype": weight.dtype, "device": weight.device, "compression_rate": self.options["compression_rate"]}
         shape = (batch_size, max_tokens, self.n_kv_heads, self.head_dim, self.v_head_dim)
-        return TreeCache(*shape, **{**place, **options})
+        cache = TreeCache(*shape, **{**place, **options})
+        cache._max_top_nodes = most
+        return cache
 
     def attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, seqused: Tensor | None) -> Tensor:
         """Appends k, v to the cache and attends from q, of the shapes of `attend`, of which the first seqused exist."""

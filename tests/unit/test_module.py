@@ -234,6 +234,20 @@ def test_a_cache_has_the_layers_that_the_module_needs():
             module.new_cache(**{"batch_size": 1, "max_tokens": 200, **change})
 
 
+@torch.no_grad()
+def test_a_cache_keeps_the_layers_that_the_module_needs_when_it_is_resized():
+    module = attention(compression_rate=16, top_k_per_layer=4, max_top_nodes=4)
+    x = torch.randn(1, 400, 12, dtype=torch.float64)
+    cache = module.new_cache(1, 100)
+    module(x[:, :50], cache=cache)
+    cache = cache.clone()
+    for max_tokens in (2000, 300, 5000):
+        cache.resize(max_tokens)
+        assert cache.num_layers == module.new_cache(1, max_tokens).num_layers
+    parts = [module(part, cache=cache) for part in (x[:, 50:300], x[:, 300:301], x[:, 301:])]
+    torch.testing.assert_close(torch.cat(parts, 1), module(x)[:, 50:], rtol=1e-11, atol=1e-12)
+
+
 def test_a_cached_call_cuts_no_gradient():
     module = attention()
     module.q_proj.requires_grad_(False)
