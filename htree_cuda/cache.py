@@ -490,9 +490,10 @@ class TreeCache:
         Args:
             row: int, a sequence without tokens and pages (`reset` makes one).
             pages: the pages of the prefix in order, as `pages` of another sequence gives them.
-            length: int, tokens of the prefix; it ends in the last of the pages.
+            length: int, tokens of the prefix; it ends in the last of the pages, within the tokens that a sequence has.
 
         Notes:
+            Reads the lengths, so it waits for the device.
             The layers above the pages are built from them, with the bits of appending the tokens. Appending to a
             sequence whose end lies in a page that others hold needs `reserve` first, which copies that page.
         """
@@ -512,8 +513,14 @@ class TreeCache:
         if -(-length // size) != len(pages) or length > self.max_tokens:
             rule = f"length must lie in the last of the {len(pages)} pages of {size} tokens and in max_tokens"
             checks.common.fail("attach", rule, length)
-        if self._pool.of[row] or self.lengths[row].item():
+        lengths = self.lengths.tolist()
+        if self._pool.of[row] or lengths[row]:
             checks.common.fail("attach", "row must be a sequence without tokens and pages", row)
+        for i, page in enumerate(pages):
+            written = self._pool.written(page, lengths, size)
+            if min(size, length - i * size) > written:
+                rule = f"length must be at most {i * size + written}: page {page} holds {written} tokens of a sequence"
+                checks.common.fail("attach", rule, length)
         self._pool.share(row, pages)
         new = torch.zeros_like(self.lengths, dtype=torch.int64)
         new[row] = length

@@ -48,6 +48,29 @@ def test_shared_pages():
     assert cache.free_pages == 7
 
 
+def test_no_more_is_attached_than_was_written():
+    k, v = tokens(3, 310)
+    cache = TreeCache(3, 800, 2, 8, 6, compression_rate=4, dtype=F64, page_size=256, num_pages=9)
+    cache.reserve([800, 0, 0])
+    cache.append(k[:, :300], v[:, :300], seqused=int32(300, 0, 0))
+    pages = cache.pages(0)
+    for length, message in (
+        (512, f"at most 300: page {pages[1]} holds 44 tokens of a sequence, got 512"),
+        (301, f"at most 300: page {pages[1]} holds 44 tokens of a sequence, got 301"),
+        (513, f"at most 300: page {pages[1]} holds 44 tokens of a sequence, got 513"),
+    ):
+        with pytest.raises(ValueError, match=f"attach: length must be {message}"):
+            cache.attach(1, pages[: -(-length // 256)], length)
+    with pytest.raises(ValueError, match=f"attach: length must be at most 0: page {pages[2]} holds 0 tokens"):
+        cache.attach(1, [pages[2], pages[0]], 300)
+    assert cache.pages(1) == [] and cache.lengths.tolist() == [300, 0, 0]
+    cache.attach(1, pages[:2], 300)
+    cache.reset(0)  # what the second one holds is there still
+    cache.attach(2, pages[:2], 300)
+    q = queries(3, 2)
+    check_rows(run(q, cache), q, k[[0, 0, 0]], v[[0, 0, 0]], (0, 300, 300))
+
+
 def test_a_shared_page_is_copied_before_it_is_written():
     k, v = tokens(2, 800)
     other_k, other_v = tokens(2, 800, seed=4)
