@@ -362,7 +362,8 @@ class TreeCache:
             indices: int32 or int64 tensor, or ints; each 0 .. batch_size - 1 (a tensor is clamped).
 
         Notes:
-            For caches without pages; pages are shared by `attach`.
+            For caches without pages; pages are shared by `attach`. The new cache has buffers of its own, so that a CUDA
+            graph of the old one does not serve it.
         """
         if self.layout.page_size:
             checks.common.fail("select", "the cache must have no pages", f"page_size {self.page_size}")
@@ -373,6 +374,8 @@ class TreeCache:
         else:
             indices = checks.cache.rows("select", "indices", indices, self.batch_size)
         source = torch.as_tensor(indices, device=self.device).long().clamp(0, max(0, self.batch_size - 1))
+        if source.numel() and not self.batch_size:
+            checks.common.fail("select", "indices must be empty: the cache has no sequence", f"{source.numel()} of them")
         new = copy.copy(self)
         new.batch_size = source.numel()
         for name in ("lengths", "overflowed", "_k", "_v", "_k_upper", "_v_upper", "block_table", "reserved", "_shared"):

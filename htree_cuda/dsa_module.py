@@ -145,7 +145,8 @@ class DSAttention(nn.Module):
         are detached, the selection and the target are constants. Add the losses of all layers to the model's own.
         The warm-up freezes the model: ``model.requires_grad_(False)``, then ``layer.indexer.requires_grad_(True)``.
         With ``index_topk`` >= the number of keys both stages compute the same.
-        indexer.weights_proj has float32 parameters, float64 in a float64 module; it multiplies in no less than float32.
+        indexer.weights_proj is made with float32 parameters, float64 in a float64 module, which a cast such as
+        ``module.bfloat16()`` rounds like all others; it multiplies in no less than float32.
         Memory: the list and its target, 4 to 12 bytes a query and slot, beside what the three functions need.
         Determinism: as `htree_cuda.sparse_attention` and `htree_cuda.indexer_topk`. Autocast: as nn.Linear; the
         indexer's weights stay float32.

@@ -307,6 +307,10 @@ def test_empty_sizes(B, T_q):
     out, lse, selection = run(queries(B, T_q), cache)
     assert out.shape == (B, T_q, 4, 6) and lse.shape == (B, T_q, 4) and selection.shape == (3, B, T_q, 2, 4)
     cache.truncate(0), cache.reset(), cache.reorder(list(range(B)))
+    assert cache.select(torch.arange(B)).batch_size == B
+    if B == 0:
+        with pytest.raises(ValueError, match="select: indices must be empty: the cache has no sequence, got 1 of them"):
+            cache.select(torch.tensor([0]))
 
 
 def test_autocast():
