@@ -375,7 +375,7 @@ class TreeCache:
             indices = checks.cache.rows("select", "indices", indices, self.batch_size)
         source = torch.as_tensor(indices, device=self.device).long().clamp(0, max(0, self.batch_size - 1))
         if source.numel() and not self.batch_size:
-            checks.common.fail("select", "indices must be empty: the cache has no sequence", f"{source.numel()} of them")
+            checks.common.fail("select", "indices must be empty: the cache has no sequence", f"{len(source)} of them")
         new = copy.copy(self)
         new.batch_size = source.numel()
         for name in ("lengths", "overflowed", "_k", "_v", "_k_upper", "_v_upper", "block_table", "reserved", "_shared"):

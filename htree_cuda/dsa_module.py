@@ -203,7 +203,7 @@ class DSAttention(nn.Module):
             setattr(self, name, value)
         # Not a buffer: a buffer would be cast with the module, and bfloat16 frequencies are others.
         self.rope_inv_freq = None if rope_inv_freq is None else rope_inv_freq.detach().to(torch.float64)
-        self._moved_table: tuple[Tensor | None, Tensor | None] = (None, None)  # what was copied to a device, and the copy
+        self._moved_table: tuple[Tensor | None, Tensor | None] = (None, None)  # copied to a device, its copy
         self.rope_interleaved, self.index_rope_interleaved = rope_interleaved, index_rope_interleaved
         self.backend = backend
         self.stage = stage

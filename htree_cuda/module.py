@@ -192,8 +192,8 @@ class HTreeAttention(nn.Module):
             if theirs not in [exact.to(dtype).item() for dtype in checks.common.FLOAT_DTYPES]:
                 checks.common.fail(
                     "HTreeAttention",
-                    f"{name} of the state dict must be that of the module ({value:.17g}); weights that shall be used with "
-                    "another tree are loaded without the entry _extra_state",
+                    f"{name} of the state dict must be that of the module ({value:.17g}); weights that shall be used "
+                    "with another tree are loaded without the entry _extra_state",
                     f"{theirs:.17g}",
                 )
 

@@ -305,7 +305,7 @@ def state(state: Any, settings: dict[str, Any], tensors: dict[str, Tensor], *, c
     of this cache, and the pages of each sequence where the cache counts them."""
     op = "load_state_dict"
     if not isinstance(state, Mapping):
-        raise TypeError(f"{op}: the state must be a dict, as state_dict of a TreeCache gives, got {type(state).__name__}")
+        raise TypeError(f"{op}: the state must be a dict of state_dict of a TreeCache, got {type(state).__name__}")
     wanted = ["settings", *tensors, *(["pages"] if counts_pages else [])]
     if missing := [name for name in wanted if name not in state]:
         fail(op, "the state must be what state_dict of a TreeCache gave", f"none of {missing}")

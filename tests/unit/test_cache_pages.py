@@ -159,10 +159,10 @@ def test_states_of_other_caches_are_refused_before_anything_is_written():
     for cache, wrong, error, match in (
         (callers, state, ValueError, "the cache must count its pages, as the one of the state did, got a block_table"),
         (own, callers.state_dict(), ValueError, "pages of the state must be those of 2 sequences, got those of 0"),
-        (own, None, TypeError, "the state must be a dict, as state_dict of a TreeCache gives, got NoneType"),
+        (own, None, TypeError, "the state must be a dict of state_dict of a TreeCache, got NoneType"),
         (own, {**state, "settings": None}, TypeError, "settings of the state must be a dict, got NoneType"),
         (own, {**state, "lengths": [1, 2]}, TypeError, "lengths of the state must be a torch.Tensor, got list"),
-        (own, {**state, "k": state["k"][:1]}, ValueError, r"k of the state must have the shape \(4, 2, .* got \(1, 2, "),
+        (own, {**state, "k": state["k"][:1]}, ValueError, r"k of the state must have the shape \(4, .* got \(1, "),
         (own, {**state, "pages": [[0, 4], []]}, ValueError, "every page of the state must be at most 3, got 4"),
     ):
         lengths, table = cache.lengths.tolist(), cache.block_table.tolist()
