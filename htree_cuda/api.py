@@ -13,6 +13,8 @@ from .autocast import autocast as _autocast
 
 def _one_each(q_start: object) -> bool:
     """Whether there is one start for every sequence: a list, or an array of NumPy."""
+    if isinstance(q_start, (int, torch.SymInt)):  # torch.compile traces no question about an attribute of such an int
+        return False
     return (isinstance(q_start, Sequence) and not isinstance(q_start, (str, bytes))) or getattr(q_start, "ndim", 0) == 1
 
 
@@ -140,7 +142,8 @@ def forward(
         Rotation: a float64 rope_inv_freq of ``rope_base ** (-2 * torch.arange(R // 2, dtype=torch.float64) / R)``, made
         on q's device, gives the bits of rope_base; a table on a GPU is not read by the host, so that what is not finite
         there gives NaN. With rope_interleaved, or rope_dim below K, the kernels work on a rearranged copy of q and k.
-        A NaN or infinity reaches the output only where it is attended; later tokens never matter.
+        A NaN or infinity reaches the output only where it is attended; later tokens never matter. A key whose score is
+        -inf has the weight 0 or gives NaN.
         Rows of different lengths are right-padded: seqused_k says how many keys exist. `forward_varlen` takes them
         packed. Neither depends on its neighbours.
         Dropout and masks are not supported. For decoding, `TreeCache` keeps the tree.

@@ -6,12 +6,17 @@ import torch
 from torch import Tensor
 
 
+def autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is on for a type of device; not where it does not exist, as for meta tensors."""
+    # torch.compile of older versions cannot trace the question whether autocast exists: not asked where it does.
+    exists = device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
+    return exists and torch.is_autocast_enabled(device_type)
+
+
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, floating tensors (float64 apart) take the autocast dtype, as in PyTorch's own attention."""
     device_type = tensors[0].device.type
-    # torch.compile of older versions cannot trace the question whether autocast exists: not asked where it does.
-    exists = device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
-    if not exists or not torch.is_autocast_enabled(device_type):
+    if not autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from . import checks, ops_cache  # noqa: F401  (importing ops_cache registers its ops)
+from .autocast import autocast_enabled
 from .definition import layer_sizes
-from .layout import TreeLayout, default_layers
+from .layout import TreeLayout, default_layers, layers_for
 from .pages import PagePool
 from .torch_backend import decode
 from .torch_backend.decode import CacheTensors
@@ -84,6 +85,8 @@ class TreeCache:
 
     Source: docs/guides/decoding.md; the block table is that of FlashAttention.
     """
+
+    _max_top_nodes: int | None = None  # of the module that chose num_layers by it; `resize` chooses again
 
     def __init__(
         self,
@@ -264,8 +267,8 @@ class TreeCache:
         if seqused is not None:
             checks.common.tensor("append", "seqused", seqused)
         checks.common.backend_name("append", backend)
-        if torch.is_autocast_enabled(self.device.type):
-            k, v = k.to(self.dtype), v.to(self.dtype)
+        if autocast_enabled(self.device.type):
+            k, v = (x.to(self.dtype) if x.is_floating_point() else x for x in (k, v))
         if _checks_always():
             checks.cache.seqused_values("append", "seqused", seqused, "T_new of k", k)
         t = self._tensors()
@@ -359,7 +362,8 @@ class TreeCache:
             indices: int32 or int64 tensor, or ints; each 0 .. batch_size - 1 (a tensor is clamped).
 
         Notes:
-            For caches without pages; pages are shared by `attach`.
+            For caches without pages; pages are shared by `attach`. The new cache has buffers of its own, so that a CUDA
+            graph of the old one does not serve it.
         """
         if self.layout.page_size:
             checks.common.fail("select", "the cache must have no pages", f"page_size {self.page_size}")
@@ -370,6 +374,8 @@ class TreeCache:
         else:
             indices = checks.cache.rows("select", "indices", indices, self.batch_size)
         source = torch.as_tensor(indices, device=self.device).long().clamp(0, max(0, self.batch_size - 1))
+        if source.numel() and not self.batch_size:
+            checks.common.fail("select", "indices must be empty: the cache has no sequence", f"{len(source)} of them")
         new = copy.copy(self)
         new.batch_size = source.numel()
         for name in ("lengths", "overflowed", "_k", "_v", "_k_upper", "_v_upper", "block_table", "reserved", "_shared"):
@@ -389,15 +395,18 @@ class TreeCache:
     def resize(self, max_tokens: int) -> None:
         """Changes the room of every sequence, on the host, by new buffers: graphs that were captured are void.
 
-        A pool of pages whose size was not given grows with it; a pool of a given size stays, and `reserve` says where
-        it is too small.
+        The layers become those of a new cache of max_tokens, a num_layers that was given stays. A pool of pages whose
+        size was not given grows with it; a pool of a given size stays, and `reserve` says where it is too small.
         """
         max_tokens = checks.common.integer("resize", "max_tokens", max_tokens)
         longest = max(self.lengths.tolist(), default=0)
         checks.common.size("resize", "max_tokens", max_tokens, max(1, longest), checks.common.MAX_INT32)
         old, old_pages = self.layout, self.num_pages
-        was_default = old.num_layers == default_layers(old.max_tokens, old.compression_rate)
-        num_layers = default_layers(max_tokens, old.compression_rate) if was_default else old.num_layers
+        num_layers = old.num_layers
+        if self._max_top_nodes is not None:
+            num_layers = layers_for(max_tokens, old.compression_rate, self._max_top_nodes)
+        elif num_layers == default_layers(old.max_tokens, old.compression_rate):
+            num_layers = default_layers(max_tokens, old.compression_rate)
         layout = TreeLayout(old.compression_rate, max_tokens, num_layers, old.page_size)
         if not self._owns_table and layout.max_pages > self.block_table.shape[1]:
             rule = f"max_tokens needs {layout.max_pages} columns of the caller's block_table"
@@ -484,9 +493,10 @@ class TreeCache:
         Args:
             row: int, a sequence without tokens and pages (`reset` makes one).
             pages: the pages of the prefix in order, as `pages` of another sequence gives them.
-            length: int, tokens of the prefix; it ends in the last of the pages.
+            length: int, tokens of the prefix; it ends in the last of the pages, within the tokens that a sequence has.
 
         Notes:
+            Reads the lengths, so it waits for the device.
             The layers above the pages are built from them, with the bits of appending the tokens. Appending to a
             sequence whose end lies in a page that others hold needs `reserve` first, which copies that page.
         """
@@ -506,8 +516,14 @@ class TreeCache:
         if -(-length // size) != len(pages) or length > self.max_tokens:
             rule = f"length must lie in the last of the {len(pages)} pages of {size} tokens and in max_tokens"
             checks.common.fail("attach", rule, length)
-        if self._pool.of[row] or self.lengths[row].item():
+        lengths = self.lengths.tolist()
+        if self._pool.of[row] or lengths[row]:
             checks.common.fail("attach", "row must be a sequence without tokens and pages", row)
+        for i, page in enumerate(pages):
+            written = self._pool.written(page, lengths, size)
+            if min(size, length - i * size) > written:
+                rule = f"length must be at most {i * size + written}: page {page} holds {written} tokens of a sequence"
+                checks.common.fail("attach", rule, length)
         self._pool.share(row, pages)
         new = torch.zeros_like(self.lengths, dtype=torch.int64)
         new[row] = length
@@ -548,16 +564,8 @@ class TreeCache:
 
     def load_state_dict(self, state: dict) -> None:
         """Takes what `state_dict` of a cache of the same settings gave, from any device."""
-        wanted = ["settings", *(name.lstrip("_") for name in self._STATE), *(["pages"] if self._pool else [])]
-        if missing := [name for name in wanted if name not in state]:
-            checks.common.fail(
-                "load_state_dict", "the state must be what state_dict of a TreeCache gave", f"none of {missing}"
-            )
-        if state["settings"] != self._settings():
-            differ = {
-                k: (v, state["settings"].get(k)) for k, v in self._settings().items() if state["settings"].get(k) != v
-            }
-            checks.common.fail("load_state_dict", "settings must be those of this cache", f"(here, there) {differ}")
+        mine = {name.lstrip("_"): getattr(self, name) for name in self._STATE}
+        checks.cache.state(state, self._settings(), mine, counts_pages=self._pool is not None)
         for name in self._STATE:
             getattr(self, name).copy_(state[name.lstrip("_")])
         if self._pool:
@@ -662,7 +670,7 @@ def forward_cached(
     checks.cache.no_gradient(op, q, attn_sink)
     if _checks_always():
         checks.cache.seqused_values(op, "seqused_q", seqused_q, "T_q of q", q)
-    if torch.is_autocast_enabled(q.device.type) and q.is_floating_point():
+    if autocast_enabled(q.device.type) and q.is_floating_point():
         q = q.to(cache.dtype)
     t = cache._tensors()
     table = cache._rope_table(tree["top_k_per_layer"], tree["max_top_nodes"], rope_base, rope_inv_freq, rope_dim)

@@ -252,7 +252,7 @@ def forward(
                 )
                 s = torch.cat([step.scores[:, step.leaves] for step, _ in steps], dim=1)
                 values = torch.cat([tree_v[step.layer][b, step.candidates[step.leaves], h_kv] for step, _ in steps])
-                lse = torch.logsumexp(s, dim=1)
+                lse = infinite_to_nan(torch.logsumexp(s, dim=1))
                 lse_rows.append(lse)
                 sink = None if attn_sink is None else attn_sink[h_kv * G : (h_kv + 1) * G].to(compute_dtype)
                 out_rows.append(torch.exp(s - denominator(lse, sink)[:, None]) @ values)
@@ -265,7 +265,7 @@ def forward(
         return Result(q.new_zeros(B, T_q, H, V), q.new_zeros(B, T_q, H), chosen, kept)
     out = torch.stack(out_rows).reshape(B, T_q, H, V)
     lse = torch.stack(lse_rows).reshape(B, T_q, H)
-    return Result(infinite_to_nan(out), infinite_to_nan(lse), chosen, kept)
+    return Result(infinite_to_nan(out), lse, chosen, kept)
 
 
 def backward(
@@ -322,7 +322,7 @@ def backward(
                 )
                 s = torch.cat([step.scores[:, step.leaves] for step, _ in steps], dim=1)
                 values = torch.cat([tree_v[step.layer][b, step.candidates[step.leaves], h_kv] for step, _ in steps])
-                lse = torch.logsumexp(s, dim=1)
+                lse = infinite_to_nan(torch.logsumexp(s, dim=1))
                 sink = None if attn_sink is None else attn_sink[heads].to(compute_dtype)
                 P = torch.exp(s - denominator(lse, sink)[:, None])
                 delta = (do * (P @ values)).sum(1, keepdim=True)

@@ -261,8 +261,9 @@ def quantize_fp8(x: Tensor, *, block_size: int | None = 128, scale_format: str =
         (y, scale); ``y * scale`` approximates x.
         y: [..., D] float8_e4m3fn.
         scale: float32 [..., ceil(D / block_size)], or [...] with ``block_size=None``.
-        Magnitudes below 1e-4 count as 1e-4 for the scale, so a block of zeros gives zeros. A block that holds a NaN or
-        an infinity has scale NaN and holds NaN only. Empty leading dimensions give empty tensors.
+        Magnitudes below 1e-4 count as 1e-4 for the scale, so a block of zeros gives zeros. A block that holds a NaN, an
+        infinity or a float64 beyond float32's range has scale NaN and holds NaN only. Empty leading dimensions give
+        empty tensors.
 
     Raises:
         TypeError, ValueError: as `forward`.
@@ -315,8 +316,8 @@ def hadamard_transform(x: Tensor, *, scale: float | None = None) -> Tensor:
 
     Notes:
         Differentiable. Plain PyTorch operations on any device: log2(D) additions in float32 (float64 for float64
-        inputs), rounded once. DeepSeek-V3.2 transforms the indexer's queries and keys after RoPE and before
-        `quantize_fp8`: their products stay, and outliers spread over the row.
+        inputs), rounded once; infinite only where a result is. DeepSeek-V3.2 transforms the indexer's queries and keys
+        after RoPE and before `quantize_fp8`: their products stay, and outliers spread over the row.
 
     Example:
         >>> x = torch.randn(16, 128)
@@ -333,10 +334,12 @@ def hadamard_transform(x: Tensor, *, scale: float | None = None) -> Tensor:
         scale = D**-0.5
     else:
         checks.common.scale_number(op, "scale", scale, x.dtype)
-    y = x.to(accumulation_dtype(x.dtype))
+    # The power of two in scale comes before the sums: it rounds nothing, and no sum is infinite unless a result is.
+    rest, exponent = math.frexp(scale)
+    y = x.to(accumulation_dtype(x.dtype)) * 2.0 ** (exponent - 1)
     half = 1
     while half < D:
         a, b = y.reshape(*x.shape[:-1], D // (2 * half), 2, half).unbind(-2)
         y = torch.stack((a + b, a - b), -2).reshape(x.shape)
         half *= 2
-    return (y * scale).to(x.dtype)
+    return (y * (2.0 * rest)).to(x.dtype)

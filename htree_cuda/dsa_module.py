@@ -145,7 +145,8 @@ class DSAttention(nn.Module):
         are detached, the selection and the target are constants. Add the losses of all layers to the model's own.
         The warm-up freezes the model: ``model.requires_grad_(False)``, then ``layer.indexer.requires_grad_(True)``.
         With ``index_topk`` >= the number of keys both stages compute the same.
-        indexer.weights_proj has float32 parameters, float64 in a float64 module; it multiplies in no less than float32.
+        indexer.weights_proj is made with float32 parameters, float64 in a float64 module, which a cast such as
+        ``module.bfloat16()`` rounds like all others; it multiplies in no less than float32.
         Memory: the list and its target, 4 to 12 bytes a query and slot, beside what the three functions need.
         Determinism: as `htree_cuda.sparse_attention` and `htree_cuda.indexer_topk`. Autocast: as nn.Linear; the
         indexer's weights stay float32.
@@ -202,6 +203,7 @@ class DSAttention(nn.Module):
             setattr(self, name, value)
         # Not a buffer: a buffer would be cast with the module, and bfloat16 frequencies are others.
         self.rope_inv_freq = None if rope_inv_freq is None else rope_inv_freq.detach().to(torch.float64)
+        self._moved_table: tuple[Tensor | None, Tensor | None] = (None, None)  # copied to a device, its copy
         self.rope_interleaved, self.index_rope_interleaved = rope_interleaved, index_rope_interleaved
         self.backend = backend
         self.stage = stage
@@ -238,10 +240,15 @@ class DSAttention(nn.Module):
         )  # fmt: skip
 
     def _frequencies(self, device: torch.device) -> Tensor | None:
-        """The table on the device of the call, where it stays."""
-        if self.rope_inv_freq is not None and self.rope_inv_freq.device != device:
-            self.rope_inv_freq = self.rope_inv_freq.to(device)
-        return self.rope_inv_freq
+        """The table on the device of the call. Its copy is kept beside it, since one on meta holds no numbers."""
+        table = self.rope_inv_freq
+        if table is None or table.device == device:
+            return table
+        source, copy = self._moved_table
+        if source is not table or copy.device != device:
+            copy = table.to(device)
+            self._moved_table = (table, copy)
+        return copy
 
     def _key_and_value_weights(self) -> tuple[Tensor, Tensor]:
         """wkv_b as [n_heads, qk_nope_head_dim, kv_lora_rank] and [n_heads, v_head_dim, kv_lora_rank]."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from . import checks
 from .api import forward
+from .autocast import autocast_enabled
 from .cache import TreeCache, forward_cached
 from .layout import layers_for
 from .varlen import forward_varlen
@@ -48,7 +49,7 @@ class HTreeAttention(nn.Module):
         bias: bool; biases in the four projections; default False.
         dropout: must be 0. It is named only so that a block with attention dropout fails here and not in silence.
         compression_rate, top_k_per_layer, max_top_nodes, scale, rope_base, strict_causal, backend, deterministic,
-            save_selection: as in `htree_cuda.forward`.
+            save_selection: as in `htree_cuda.forward`; rope_base is a number here, never None.
         context_parallel_group: torch.distributed process group, or `DeviceMesh` of one dimension, whose ranks share
             each sequence: x then holds this rank's tokens, and attention is
             `htree_cuda.distributed.context_parallel_forward`; default None.
@@ -85,7 +86,8 @@ class HTreeAttention(nn.Module):
         bias a ``.bias`` each, with qk_norm ``q_norm.weight`` and ``k_norm.weight`` [head_dim]. These names are kept.
         ``_extra_state`` [6] float64 holds the numbers of the tree (compression_rate, top_k_per_layer, max_top_nodes,
         scale, rope_base, strict_causal): loading raises ValueError where the module has others, because weights belong
-        to the tree that they were trained with. A state dict without the entry loads.
+        to the tree that they were trained with. A state dict without the entry loads, and so does one that was cast to
+        another floating dtype or holds meta tensors.
         lse: the module returns none. The lse of `htree_cuda.forward` is a natural logarithm; that of
         `htree_cuda.sparse_attention` and `htree_cuda.attn_dist` has the base ``lse_base``, 2 unless told.
         Cache: keys are cached without RoPE, because a key's position depends on who looks at it, so a cache never
@@ -182,13 +184,17 @@ class HTreeAttention(nn.Module):
         if not isinstance(state, Tensor) or state.numel() != len(mine):
             found = f"{state.numel()} numbers" if isinstance(state, Tensor) else type(state).__name__
             checks.common.fail("HTreeAttention", f"_extra_state must be a tensor of {len(mine)} numbers", found)
+        if state.is_meta:  # as the other entries of such a state dict, it has a shape alone
+            return
         for (name, value), theirs in zip(mine.items(), state.flatten().tolist(), strict=True):
-            if value != theirs:
+            # Whoever casts a checkpoint casts this entry too, perhaps more than once.
+            exact = torch.tensor(value, dtype=torch.float64, device="cpu")
+            if theirs not in [exact.to(dtype).item() for dtype in checks.common.FLOAT_DTYPES]:
                 checks.common.fail(
                     "HTreeAttention",
-                    f"{name} of the state dict must be that of the module ({value:g}); weights that shall be used with "
-                    "another tree are loaded without the entry _extra_state",
-                    f"{theirs:g}",
+                    f"{name} of the state dict must be that of the module ({value:.17g}); weights that shall be used "
+                    "with another tree are loaded without the entry _extra_state",
+                    f"{theirs:.17g}",
                 )
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *others) -> None:
@@ -240,12 +246,15 @@ class HTreeAttention(nn.Module):
         weight = self.k_proj.weight
         max_tokens = checks.common.integer("TreeCache", "max_tokens", max_tokens)
         checks.common.size("TreeCache", "max_tokens", max_tokens)
+        most = None
         if "num_layers" not in options and "compression_rate" not in options:  # of another rate: `TreeCache` judges it
             most = int(self._tree_numbers()["max_top_nodes"])
             options["num_layers"] = layers_for(max_tokens, self.options["compression_rate"], most)
         place = {"dtype": weight.dtype, "device": weight.device, "compression_rate": self.options["compression_rate"]}
         shape = (batch_size, max_tokens, self.n_kv_heads, self.head_dim, self.v_head_dim)
-        return TreeCache(*shape, **{**place, **options})
+        cache = TreeCache(*shape, **{**place, **options})
+        cache._max_top_nodes = most
+        return cache
 
     def attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, seqused: Tensor | None) -> Tensor:
         """Appends k, v to the cache and attends from q, of the shapes of `attend`, of which the first seqused exist."""
@@ -284,7 +293,7 @@ class HTreeAttention(nn.Module):
         if cache is not None:
             return self.o_proj(self.attend_cached(q, k, v, cache, seqused).flatten(2))
         if past is not None:
-            if not torch.is_autocast_enabled(x.device.type):
+            if not autocast_enabled(x.device.type):
                 checks.common.same_dtype("HTreeAttention", "x", k, **{"k of past": past[0], "v of past": past[1]})
             k, v = (torch.cat((old, new), dim=1) for old, new in zip(past, (k, v)))
         if cu_seqlens is not None:

@@ -49,6 +49,11 @@ class PagePool:
         """Pages of a sequence up to the last one that others hold too."""
         return max((i + 1 for i, page in enumerate(self.of[row]) if self.holders[page] > 1), default=0)
 
+    def written(self, page: int, lengths: Sequence[int], size: int) -> int:
+        """Tokens of a page, the first ones, that some sequence holds; of lengths[b] tokens, size a page."""
+        rows = ((pages, length) for pages, length in zip(self.of, lengths, strict=True) if page in pages)
+        return max((min(size, max(0, length - pages.index(page) * size)) for pages, length in rows), default=0)
+
     def reserve(self, lengths: Sequence[int], counts: Sequence[int], size: int) -> list[tuple[int, int]]:
         """Gives every sequence of lengths[b] tokens pages of its own for counts[b] more. Returns (from, to) of the
         pages whose content is to be copied."""

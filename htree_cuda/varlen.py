@@ -48,7 +48,8 @@ def ragged(
         checks.common.dimensions(op, name, x, ("B", dims, "H" if name == "q" else "H_kv", "K"))
     B, T_q, T = q.shape[0], q.shape[1], k.shape[1]
     if q_start is not None and not isinstance(q_start, Tensor):
-        several = isinstance(q_start, Sequence) or getattr(q_start, "ndim", 0) == 1
+        one = isinstance(q_start, (int, torch.SymInt))  # asked first, as in `api.forward`
+        several = not one and (isinstance(q_start, Sequence) or getattr(q_start, "ndim", 0) == 1)
         starts = checks.varlen.start_numbers(op, q_start if several else [q_start] * B, B, T_q, T)
         if len(set(starts)) == 1:
             q_start = torch.full((B,), starts[0], dtype=torch.int32, device=q.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -298,6 +298,37 @@ def numbers(op: str, name: str, value: Any, batch_size: int) -> list[int]:
         size(op, name, x, 0, MAX_INT32)
     equal(op, f"the number of {name}", len(values), "batch_size of the cache", batch_size)
     return values
+
+
+def state(state: Any, settings: dict[str, Any], tensors: dict[str, Tensor], *, counts_pages: bool) -> None:
+    """Rules of what ``TreeCache.load_state_dict`` takes, all of them before anything is written: settings and tensors
+    of this cache, and the pages of each sequence where the cache counts them."""
+    op = "load_state_dict"
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{op}: the state must be a dict of state_dict of a TreeCache, got {type(state).__name__}")
+    wanted = ["settings", *tensors, *(["pages"] if counts_pages else [])]
+    if missing := [name for name in wanted if name not in state]:
+        fail(op, "the state must be what state_dict of a TreeCache gave", f"none of {missing}")
+    theirs = state["settings"]
+    if not isinstance(theirs, Mapping):
+        raise TypeError(f"{op}: settings of the state must be a dict, got {type(theirs).__name__}")
+    if theirs != settings:
+        differ = {name: (x, theirs.get(name)) for name, x in settings.items() if theirs.get(name) != x}
+        fail(op, "settings must be those of this cache", f"(here, there) {differ}")
+    for name, mine in tensors.items():
+        tensor(op, f"{name} of the state", state[name])
+        if state[name].shape != mine.shape:
+            fail(op, f"{name} of the state must have the shape {tuple(mine.shape)}", tuple(state[name].shape))
+    pages = state.get("pages", [])
+    if not counts_pages:
+        if pages:
+            fail(op, "the cache must count its pages, as the one of the state did", "a block_table of the caller")
+        return
+    if len(pages) != settings["batch_size"]:
+        rule = f"pages of the state must be those of {settings['batch_size']} sequences"
+        fail(op, rule, f"those of {len(pages)} (a cache with a block_table of the caller counts none)")
+    for page in (page for held in pages for page in held):
+        size(op, "every page of the state", integer(op, "a page of the state", page), 0, settings["num_pages"] - 1)
 
 
 def rows(op: str, name: str, value: Any, batch_size: int) -> list[int]:

@@ -45,6 +45,13 @@ def checks_values() -> bool:
 # ------------------------------------------------------------------------------------------------ Python-level types
 
 
+@torch.compiler.assume_constant_result
+def _traces_transform() -> bool:
+    """Whether torch.compile traces the inside of a torch.func transform. A traced tensor does not tell, its level does,
+    which dynamo enters while it traces."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 def tensor(op: str, name: str, value: Any) -> None:
     """A plain tensor: neither nested nor inside a torch.func transform, and without a forward-mode tangent."""
     if not isinstance(value, Tensor):
@@ -52,14 +59,17 @@ def tensor(op: str, name: str, value: Any) -> None:
     if value.is_nested:
         raise ValueError(f"{op}: {name} must be a dense (strided) tensor, got a nested one")
     if torch.compiler.is_compiling():
-        return
-    functorch = torch._C._functorch
-    if functorch.is_batchedtensor(value) or functorch.is_gradtrackingtensor(value):
+        transformed, tangent = _traces_transform(), torch.autograd.forward_ad._current_level >= 0
+    else:
+        functorch = torch._C._functorch
+        transformed = functorch.is_batchedtensor(value) or functorch.is_gradtrackingtensor(value)
+        tangent = not transformed and torch.autograd.forward_ad.unpack_dual(value).tangent is not None
+    if transformed:
         raise RuntimeError(
             f"{op}: {name} is inside a torch.func transform (vmap, grad, jvp), which is not supported: "
             "the batch dimension takes the place of vmap, torch.autograd gives gradients"
         )
-    if torch.autograd.forward_ad.unpack_dual(value).tangent is not None:
+    if tangent:
         raise RuntimeError(f"{op}: {name} carries a forward-mode tangent; only reverse-mode gradients are supported")
 
 

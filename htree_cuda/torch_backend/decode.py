@@ -223,9 +223,9 @@ def forward_cached(
         len(layer_sizes(layout.max_tokens, params.compression_rate, params.max_top_nodes)),
     )
     position, used = query_positions(cache.lengths, seqused_q, T_q, layout.max_tokens)
+    t = position.clamp(min=0).masked_fill(~used, 0)  # rows that do not exist lie in the tree too
     # On a CPU lengths are read, which waits for nothing; elsewhere the cache's bound stands in for the longest.
-    longest = max(1, int(position.max()) + 1) if device.type == "cpu" and position.numel() else layout.max_tokens
-    t = position.clamp(min=0)
+    longest = int(t.max()) + 1 if device.type == "cpu" and t.numel() else layout.max_tokens
 
     rows = _Rows(
         q.unflatten(2, (H_kv, G)).permute(0, 2, 1, 3, 4).reshape(B * H_kv * T_q, G, K),

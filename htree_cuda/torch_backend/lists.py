@@ -187,7 +187,8 @@ def sparse_attention_backward(
         q_rows, do = q[b, rows].to(acc), dout[b, rows].to(acc)
         row_lse = lse[b, rows, :, None] * math.log(lse_base)
         invalid = ~valid[:, None]
-        P = _list_scores(q_rows, keys, valid, sm_scale).sub_(row_lse).exp_().masked_fill_(invalid, 0.0)
+        # By their own maximum and sum: a large lse is rounded, and all weights of its row would be off by one factor.
+        P = _list_scores(q_rows, keys, valid, sm_scale).softmax(2).masked_fill_(invalid, 0.0)
         delta = (do * out[b, rows].to(acc)).sum(2, keepdim=True)
         weights = P
         if attn_sink is not None:

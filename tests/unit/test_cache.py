@@ -64,6 +64,23 @@ def test_ragged_queries(T_q, page_size):
     check_rows(results, q, k, v, lengths, used)
 
 
+@PAGES
+def test_rows_that_do_not_exist_may_lie_past_a_full_sequence(page_size):
+    """Row j of a sequence of 310 tokens and no used row would be position 310 + j, of which nothing is stored."""
+    lengths, used = (50, 310), (5, 0)
+    k, v = tokens(2, 310)
+    q = queries(2, 5)
+    results = run(q, filled(k, v, lengths, page_size=page_size), seqused_q=int32(*used))
+    check_rows(results, q, k, v, lengths, used)
+    cache = TreeCache(2, 12, 1, 2, dtype=F64)
+    k, v = (x[:, :, :1, :2] for x in tokens(2, 12))
+    cache.append(k, v)
+    q = queries(2, 5)[:, :, :1, :2]
+    out = forward_cached(q, cache, seqused_q=int32(5, 0))
+    torch.testing.assert_close(out[:1], htree_cuda.forward(q[:1], k[:1], v[:1]), atol=1e-12, rtol=0)
+    assert not out[1].any()
+
+
 @pytest.mark.parametrize("T_q", [2, 10])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_other_dtypes(dtype, T_q):

@@ -307,6 +307,10 @@ def test_empty_sizes(B, T_q):
     out, lse, selection = run(queries(B, T_q), cache)
     assert out.shape == (B, T_q, 4, 6) and lse.shape == (B, T_q, 4) and selection.shape == (3, B, T_q, 2, 4)
     cache.truncate(0), cache.reset(), cache.reorder(list(range(B)))
+    assert cache.select(torch.arange(B)).batch_size == B
+    if B == 0:
+        with pytest.raises(ValueError, match="select: indices must be empty: the cache has no sequence, got 1 of them"):
+            cache.select(torch.tensor([0]))
 
 
 def test_autocast():
@@ -318,3 +322,24 @@ def test_autocast():
         other.append(k.float(), v.float())
         found = run(q.float(), other)
     assert all(torch.equal(x, y) for x, y in zip(found, run(q, cache), strict=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        for bad in (k.long(), k.bool()):
+            with pytest.raises(ValueError, match="append: k must be float16, bfloat16, float32 or float64, got"):
+                other.append(bad, v)
+
+
+@torch.no_grad()
+def test_meta_tensors():
+    """No autocast exists on meta, and no call asks for it there."""
+    k, v = (x.to("meta") for x in tokens(2, 5))
+    cache = new_cache(2, device="meta")
+    cache.append(k, v)
+    assert forward_cached(queries(2, 3).to("meta"), cache, **TREE).shape == (2, 3, 4, 6)
+    attention = htree_cuda.HTreeAttention(16, 4, 2, top_k_per_layer=4, device="meta")
+    x = torch.empty(1, 3, 16, device="meta")
+    _, past = attention(x, return_kv=True)
+    out, past = attention(x, past=past, return_kv=True)
+    assert out.is_meta and past[0].shape == (1, 6, 2, 4)
+    assert attention(x, cache=attention.new_cache(1, 100)).is_meta
+    with pytest.raises(ValueError, match="x must have the dtype of the parameters"):
+        attention(x.double())

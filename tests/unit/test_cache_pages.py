@@ -48,6 +48,29 @@ def test_shared_pages():
     assert cache.free_pages == 7
 
 
+def test_no_more_is_attached_than_was_written():
+    k, v = tokens(3, 310)
+    cache = TreeCache(3, 800, 2, 8, 6, compression_rate=4, dtype=F64, page_size=256, num_pages=9)
+    cache.reserve([800, 0, 0])
+    cache.append(k[:, :300], v[:, :300], seqused=int32(300, 0, 0))
+    pages = cache.pages(0)
+    for length, message in (
+        (512, f"at most 300: page {pages[1]} holds 44 tokens of a sequence, got 512"),
+        (301, f"at most 300: page {pages[1]} holds 44 tokens of a sequence, got 301"),
+        (513, f"at most 300: page {pages[1]} holds 44 tokens of a sequence, got 513"),
+    ):
+        with pytest.raises(ValueError, match=f"attach: length must be {message}"):
+            cache.attach(1, pages[: -(-length // 256)], length)
+    with pytest.raises(ValueError, match=f"attach: length must be at most 0: page {pages[2]} holds 0 tokens"):
+        cache.attach(1, [pages[2], pages[0]], 300)
+    assert cache.pages(1) == [] and cache.lengths.tolist() == [300, 0, 0]
+    cache.attach(1, pages[:2], 300)
+    cache.reset(0)  # what the second one holds is there still
+    cache.attach(2, pages[:2], 300)
+    q = queries(3, 2)
+    check_rows(run(q, cache), q, k[[0, 0, 0]], v[[0, 0, 0]], (0, 300, 300))
+
+
 def test_a_shared_page_is_copied_before_it_is_written():
     k, v = tokens(2, 800)
     other_k, other_v = tokens(2, 800, seed=4)
@@ -125,6 +148,31 @@ def test_a_table_of_the_caller():
     for call in (lambda: cache.reserve(1), lambda: cache.attach(0, [1], 5), lambda: cache.pages(0)):
         with pytest.raises(ValueError, match="must own its block_table, got a caller's"):
             call()
+
+
+def test_states_of_other_caches_are_refused_before_anything_is_written():
+    k, v = tokens(2, 310)
+    own = filled(k, v, (300, 17), page_size=256)
+    callers = new_cache(2, page_size=256, num_pages=4, block_table=int32(0, 1, 2, 3).view(2, 2))
+    callers.append(k, v, seqused=int32(9, 8))
+    state = own.state_dict()
+    for cache, wrong, error, match in (
+        (callers, state, ValueError, "the cache must count its pages, as the one of the state did, got a block_table"),
+        (own, callers.state_dict(), ValueError, "pages of the state must be those of 2 sequences, got those of 0"),
+        (own, None, TypeError, "the state must be a dict of state_dict of a TreeCache, got NoneType"),
+        (own, {**state, "settings": None}, TypeError, "settings of the state must be a dict, got NoneType"),
+        (own, {**state, "lengths": [1, 2]}, TypeError, "lengths of the state must be a torch.Tensor, got list"),
+        (own, {**state, "k": state["k"][:1]}, ValueError, r"k of the state must have the shape \(4, .* got \(1, "),
+        (own, {**state, "pages": [[0, 4], []]}, ValueError, "every page of the state must be at most 3, got 4"),
+    ):
+        lengths, table = cache.lengths.tolist(), cache.block_table.tolist()
+        with pytest.raises(error, match=f"load_state_dict: {match}"):
+            cache.load_state_dict(wrong)
+        assert (cache.lengths.tolist(), cache.block_table.tolist()) == (lengths, table)
+    again = new_cache(2, page_size=256, num_pages=4, block_table=torch.zeros_like(callers.block_table))
+    again.load_state_dict(callers.state_dict())
+    q = queries(2, 2)
+    assert torch.equal(run(q, again)[0], run(q, callers)[0])
 
 
 # ------------------------------------------------------------------------------------------------ any sequence of calls

@@ -133,6 +133,17 @@ def test_a_table_of_frequencies_and_a_scale_of_the_model():
     assert "rope_inv_freq" not in module.state_dict()
 
 
+def test_a_call_on_meta_leaves_the_table():
+    table = torch.tensor([0.9, 0.013])
+    module = layer(rope_base=None, rope_inv_freq=table).to("meta")
+    x = tokens()
+    for _ in range(2):
+        assert module(x.to("meta"))[0].is_meta
+    module.to_empty(device="cpu")
+    module.reset_parameters()
+    compare(module, x, topk=5, freqs=table.double())
+
+
 # ------------------------------------------------------------------------------------------------ wrong variants
 
 
@@ -469,6 +480,18 @@ def test_compile_fullgraph_with_dynamic_sizes(stage):
         for a, b in zip(*gradients, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
     assert counter.frame_count <= 2, "one graph for all lengths"
+
+
+@torch.no_grad()
+def test_compiled_steps_from_a_past_that_grows():
+    torch._dynamo.reset()
+    module, x = layer(index_topk=5).eval(), tokens()
+    step = torch.compile(module, fullgraph=True, backend="aot_eager")
+    _, _, past = module(x[:, :4], return_kv=True)
+    for t in range(4, 9):
+        expected = module(x[:, t : t + 1], past=past)[0]
+        out, _, past = step(x[:, t : t + 1], past=past, return_kv=True)
+        torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
 
 
 def test_it_says_what_it_is():

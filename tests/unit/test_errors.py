@@ -202,6 +202,34 @@ def test_transforms_are_refused():
         htree_cuda.forward(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), k, v, **SMALL)
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_transforms_are_refused_by_compiled_calls(fullgraph):
+    q, k, v = qkv()
+
+    def call(x):
+        return htree_cuda.forward(x, k, v, **SMALL)
+
+    def tangent(x):
+        with torch.autograd.forward_ad.dual_level():
+            return torch.autograd.forward_ad.unpack_dual(call(torch.autograd.forward_ad.make_dual(x, x))).tangent
+
+    for transformed, match in (
+        (lambda x: torch.func.jvp(call, (x,), (x,))[1], "forward: q is inside a torch.func transform"),
+        (torch.func.grad(lambda x: call(x).sum()), "forward: q is inside a torch.func transform"),
+        (lambda x: torch.func.vmap(call)(x[None]), "forward: q is inside a torch.func transform"),
+        (tangent, "forward: q carries a forward-mode tangent"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(RuntimeError, match=match):
+            torch.compile(transformed, fullgraph=fullgraph, backend="aot_eager")(q)
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=fullgraph, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(compiled(q), call(q))
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="carries a forward-mode tang"):
+            compiled(torch.autograd.forward_ad.make_dual(q, q))
+
+
 def test_backward_op_checks_what_it_is_given():
     q, k, v = qkv()
     out, lse, selection = torch.ops.htree_cuda.forward(q, k, v, **TREE, need_selection=True, backend="auto")

@@ -50,7 +50,7 @@ def test_decoding():
             variables["cache"].append(k, v)
         if "attach" in block:
             variables["cache"].reset(1)
-            variables["cache"].append(*tokens(100), seqused=torch.tensor([100, 0], dtype=torch.int32))
+            variables["cache"].append(*tokens(112), seqused=torch.tensor([112, 0], dtype=torch.int32))  # two full pages
         exec(compile(block, DECODING.name, "exec"), variables)
         variables["cache"].check()
         ran += 1

@@ -122,6 +122,27 @@ def test_weights_of_another_tree_are_refused(tmp_path, name, change, mine, their
     assert torch.equal(module.q_proj.weight, state["0.q_proj.weight"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_state_dict_that_was_cast_loads(dtype):
+    """A base of 500000 is infinite in float16, and no scale of these head dimensions is a number of 24 bits."""
+    for options in ({}, {"rope_base": 500000.0}, {"scale": 0.1}):
+        module = attention(**options)
+        state = {name: x.to(dtype) for name, x in module.state_dict().items()}
+        module.load_state_dict(state)
+        module.load_state_dict({name: x.double() for name, x in state.items()})
+    with pytest.raises(ValueError, match=r"scale of the state dict must be .* \(0\.40824829.*\);.* got 0\.(1|09)"):
+        attention().load_state_dict({name: x.to(dtype) for name, x in attention(scale=0.1).state_dict().items()})
+
+
+def test_a_state_dict_on_meta_is_compared_by_shapes_alone():
+    module = attention()
+    state = {name: x.to("meta") for name, x in module.state_dict().items()}
+    attention(device="meta").load_state_dict(state)
+    attention(device="meta").load_state_dict(module.state_dict(), assign=True)
+    with pytest.raises(ValueError, match="HTreeAttention: _extra_state must be a tensor of 6 numbers, got 5 numbers"):
+        module.load_state_dict({**state, "_extra_state": state["_extra_state"][:5]})
+
+
 @pytest.mark.parametrize("state, found", [(None, "NoneType"), (torch.zeros(3), "3 numbers")])
 def test_numbers_of_a_tree_that_are_none_are_refused(state, found):
     module = attention()
@@ -211,6 +232,20 @@ def test_a_cache_has_the_layers_that_the_module_needs():
     ):
         with pytest.raises(error, match=message):
             module.new_cache(**{"batch_size": 1, "max_tokens": 200, **change})
+
+
+@torch.no_grad()
+def test_a_cache_keeps_the_layers_that_the_module_needs_when_it_is_resized():
+    module = attention(compression_rate=16, top_k_per_layer=4, max_top_nodes=4)
+    x = torch.randn(1, 400, 12, dtype=torch.float64)
+    cache = module.new_cache(1, 100)
+    module(x[:, :50], cache=cache)
+    cache = cache.clone()
+    for max_tokens in (2000, 300, 5000):
+        cache.resize(max_tokens)
+        assert cache.num_layers == module.new_cache(1, max_tokens).num_layers
+    parts = [module(part, cache=cache) for part in (x[:, 50:300], x[:, 300:301], x[:, 301:])]
+    torch.testing.assert_close(torch.cat(parts, 1), module(x)[:, 50:], rtol=1e-11, atol=1e-12)
 
 
 def test_a_cached_call_cuts_no_gradient():

@@ -80,6 +80,21 @@ def test_compile_fullgraph_with_dynamic_length():
             assert torch.equal(x, y)
 
 
+def test_compile_with_a_start_that_changes():
+    q, k, v = qkv(T=70, T_q=5)
+    used, indices = torch.tensor([69], dtype=torch.int32), dist_args()[2]
+    rows, keys = torch.randn(5, 3, 8), torch.randn(40, 1, 8)
+    for call in (
+        lambda start: htree_cuda.forward(q, k, v, q_start=start, **SMALL),
+        lambda start: htree_cuda.forward(q, k, v, q_start=start, seqused_k=used, **SMALL),
+        lambda start: htree_cuda.sparse_attention(rows, keys, indices, d_v=6, q_start=start)[0],
+    ):
+        torch._dynamo.reset()
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for start in (0, 3, 5):
+            assert torch.equal(compiled(start), call(start))
+
+
 def test_compile_gradients_and_attn_dist():
     q, k, v = qkv(grad=True)
     compiled = torch.compile(lambda q, k, v: htree_cuda.forward(q, k, v, **SMALL).square().sum(), fullgraph=True)

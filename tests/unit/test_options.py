@@ -181,6 +181,18 @@ def test_a_sink_that_takes_everything_leaves_no_gradient():
     assert all(x.isfinite().all() for x in grads) and grads[3].dtype == torch.float32
 
 
+@pytest.mark.parametrize("sink", [None, torch.zeros(2, dtype=F64)])
+def test_a_query_whose_scores_are_all_minus_infinity_is_nan(sink):
+    """With a sink too; where another score is finite, a weight of 0 is what minus infinity stands for."""
+    q, k, v = torch.zeros(1, 2, 2, 4, dtype=F64), torch.zeros(1, 2, 1, 4, dtype=F64), torch.randn(1, 2, 1, 4, dtype=F64)
+    q[..., 0], k[0, 0, 0, 0] = 1, -math.inf
+    tree = {"compression_rate": 4, "top_k_per_layer": 2, "rope_base": None, "attn_sink": sink}
+    exact = definition.forward(q, k, v, **tree)
+    for out, lse in (htree_cuda.forward(q, k, v, return_lse=True, **tree), (exact.out, exact.lse)):
+        assert out[0, 0].isnan().all() and lse[0, 0].isnan().all()
+        torch.testing.assert_close(out[0, 1], v[0, 1].expand(2, 4) * (1.0 if sink is None else 0.5))
+
+
 def test_sinks_of_rows_without_a_key():
     """A row that no sequence has gives a sink no gradient, -inf sinks included, and its dlse stays a number."""
     sink = torch.tensor([-math.inf, 0.0, math.inf], dtype=F64)

@@ -107,6 +107,12 @@ def test_a_value_that_is_not_finite_shows_in_its_block_alone(bad, scale_format):
     assert torch.equal(y[[0, 1, 3]], clean[[0, 1, 3]]) and torch.equal(y[2, :128], clean[2, :128])
 
 
+def test_a_float64_beyond_the_range_of_float32_counts_as_infinite():
+    y, scale = htree_cuda.quantize_fp8(torch.tensor([[1e39, 1.0], [1e38, 1.0]], dtype=torch.float64), block_size=None)
+    assert scale[0].isnan() and as_double(y)[0].isnan().all()
+    assert torch.equal(scale[1], torch.tensor(1e38) / 448) and as_double(y)[1].tolist() == [448, 0]
+
+
 def test_zeros_and_empty_tensors():
     y, scale = htree_cuda.quantize_fp8(torch.zeros(2, 128))
     assert (y.float() == 0).all() and torch.equal(scale, torch.full((2, 1), 1e-4) / 448)
@@ -147,6 +153,16 @@ def test_hadamard_gradient_and_rounding():
     q, k, weights = torch.randn(3, 2, 16).double(), torch.randn(9, 1, 16).double(), torch.randn(3, 2).double()
     rotated = htree_cuda.indexer_logits(*(htree_cuda.hadamard_transform(x) for x in (q, k)), weights)
     torch.testing.assert_close(rotated, htree_cuda.indexer_logits(q, k, weights), rtol=0, atol=1e-12)
+
+
+def test_hadamard_of_large_numbers():
+    assert torch.equal(htree_cuda.hadamard_transform(torch.full((4,), 1e38)), torch.tensor([2e38, 0.0, 0.0, 0.0]))
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(0))
+    for scale in (None, 0.3, -7.0, 2.0**-100, 1.0):
+        found = htree_cuda.hadamard_transform(x, scale=scale)
+        after = htree_cuda.hadamard_transform(x, scale=1.0) * (512**-0.5 if scale is None else scale)
+        assert torch.equal(found, after), "the bits of a scale that comes after the sums"
+    assert not htree_cuda.hadamard_transform(x, scale=0.0).any()
 
 
 @pytest.mark.parametrize(

@@ -360,6 +360,20 @@ def test_scores_of_any_size(size):
     assert (out - exact).abs().max() < 1e-6 * max(1.0, size)
 
 
+@pytest.mark.parametrize("size", [1e4, 1e6])
+def test_gradients_of_large_scores(size):
+    """An lse of 1e6 in float32 is rounded to a sixteenth, which the weights of the backward do not see."""
+    torch.manual_seed(0)
+    q, kv, indices = problem(s_kv=60, topk=30, d_qk=16)
+    inputs = [x.detach().requires_grad_() for x in ((q * size).float(), kv.float())]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    d_out, d_lse = torch.randn(5, 6, 5), torch.randn(5, 6)
+    found = gradients(htree_cuda.sparse_attention, inputs, d_out, d_lse, indices, d_v=5)
+    wanted = gradients(definition.sparse_attention, exact, d_out.double(), d_lse.double(), indices, d_v=5)
+    for x, y in zip(found, wanted, strict=True):
+        assert (x - y).abs().max() <= 1e-5 * y.abs().max()
+
+
 def test_views_and_chunks(monkeypatch):
     q, kv, indices = problem(s_q=11, B=2)
     expected = check(q, kv, indices, q_start=[10, 30])

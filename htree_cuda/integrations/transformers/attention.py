@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import htree_cuda
 
 from ... import checks
+from ...autocast import autocast_enabled
 from .cache import HTreeCacheLayer, htree_layers
 from .call import Call, make_call
 from .rotation import Rotation
@@ -142,7 +143,7 @@ def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tupl
         )
     cos, _ = args[1] if len(args) > 1 else kwargs["position_embeddings"]
     dtype = cos.dtype
-    if torch.is_autocast_enabled(cos.device.type) and dtype != torch.float64:
+    if autocast_enabled(cos.device.type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(cos.device.type)  # else queries and keys would become float32
     one = torch.ones((1, 1, cos.shape[-1]), dtype=dtype, device=cos.device)
     identity = (one, torch.zeros_like(one))

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ... import checks
+from ...autocast import autocast_enabled
 from ...cache import TreeCache
 from .call import Call
 
@@ -72,7 +73,7 @@ class HTreeCacheLayer(CacheLayerMixin):
         B, heads, T, head_dim = key_states.shape
         device = key_states.device
         dtype = key_states.dtype
-        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+        if autocast_enabled(device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device.type)
         self.tree = TreeCache(
             B, self.capacity or T + MORE_TOKENS, heads, head_dim, value_states.shape[-1],
