@@ -27,7 +27,7 @@ struct Runs {
   Params const* end() const { return first + count; }
 };
 
-// As the functions of params.h. The workspace of a forward is for all positions from the first run's to the last one's.
+// As the functions of params.h.
 HTREE_CUDA_API std::int64_t forward_workspace(Runs<ForwardParams> const& runs, PartParams const& part);
 HTREE_CUDA_API void forward(Runs<ForwardParams> const& runs, PartParams const& part, void* stream);
 HTREE_CUDA_API std::int64_t backward_workspace(Runs<ForwardParams> const& runs, PartParams const& part);

@@ -519,11 +519,10 @@ class TreeCache:
         lengths = self.lengths.tolist()
         if self._pool.of[row] or lengths[row]:
             checks.common.fail("attach", "row must be a sequence without tokens and pages", row)
-        for i, page in enumerate(pages):
-            written = self._pool.written(page, lengths, size)
-            if min(size, length - i * size) > written:
-                rule = f"length must be at most {i * size + written}: page {page} holds {written} tokens of a sequence"
-                checks.common.fail("attach", rule, length)
+        written = self._pool.written(pages, lengths, size)
+        if length > written:
+            rule = f"length must be at most {written}, the tokens that sequences have written to the pages"
+            checks.common.fail("attach", rule, length)
         self._pool.share(row, pages)
         new = torch.zeros_like(self.lengths, dtype=torch.int64)
         new[row] = length

@@ -49,10 +49,21 @@ class PagePool:
         """Pages of a sequence up to the last one that others hold too."""
         return max((i + 1 for i, page in enumerate(self.of[row]) if self.holders[page] > 1), default=0)
 
-    def written(self, page: int, lengths: Sequence[int], size: int) -> int:
-        """Tokens of a page, the first ones, that some sequence holds; of lengths[b] tokens, size a page."""
-        rows = ((pages, length) for pages, length in zip(self.of, lengths, strict=True) if page in pages)
-        return max((min(size, max(0, length - pages.index(page) * size)) for pages, length in rows), default=0)
+    def written(self, pages: Sequence[int], lengths: Sequence[int], size: int) -> int:
+        """How many tokens of a prefix in these pages have been written; of lengths[b] tokens, size a page."""
+        pages = list(pages)
+        whole = [n for own, n in zip(self.of, lengths, strict=True) if own[: len(pages)] == pages]
+        if whole:  # the usual prefix is that of one sequence
+            return min(max(whole), len(pages) * size)
+        found = dict.fromkeys(pages, 0)  # tokens of each page
+        for own, n in zip(self.of, lengths, strict=True):
+            for i, page in enumerate(own):
+                if page in found:
+                    found[page] = max(found[page], min(size, max(0, n - i * size)))
+        for i, page in enumerate(pages):
+            if found[page] < size:
+                return i * size + found[page]
+        return len(pages) * size
 
     def reserve(self, lengths: Sequence[int], counts: Sequence[int], size: int) -> list[tuple[int, int]]:
         """Gives every sequence of lengths[b] tokens pages of its own for counts[b] more. Returns (from, to) of the

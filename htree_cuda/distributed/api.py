@@ -171,7 +171,8 @@ def context_parallel_forward(
     """`htree_cuda.forward` of sequences whose tokens lie on several ranks, a share of each sequence on each.
 
     Every rank of the group makes the call with its own tokens and gets the results of its own queries. Keys and values
-    are gathered, since any query may select any earlier token; queries and results stay where they are.
+    are gathered, since any query may select any earlier token. In the zigzag layout the second of two ranks lends some
+    per cent of its queries to the first, which has less work, and gets their results back.
 
     Args:
         q: [B, T / ranks, H, K] float16, bfloat16, float32 or float64, this rank's tokens of a sequence of T, in the
@@ -212,8 +213,10 @@ def context_parallel_forward(
             over any group that splits the tokens of a batch. Every rank must run its backward where one does.
         Memory: beyond what `htree_cuda.forward` takes for these queries over T tokens, one gathered k and v, not kept
             for the backward, which gathers them again; there also dk and dv in float32 for as many KV heads as 512 MiB
-            hold (one at least); and at most 64 MiB of what other ranks added to them.
-        Time: the exchange runs beside the kernels where these do not need what it brings.
+            hold (one at least); at most 64 MiB of what other ranks added to them; and what borrowed queries have,
+            of which q, out and lse are kept for the backward.
+        Time: the exchange runs beside the kernels where these do not need what it brings. With return_selection or a
+            selection to replay no query is lent.
         torch.compile: the graph breaks at the call.
 
     Example:

@@ -130,7 +130,7 @@ class _Stage:
 
 
 def _stages(lending: Lending, local: int, strict_causal: bool) -> list[_Stage]:
-    """Runs in the order of positions: those that touch share chunks of the backward."""
+    """Runs of a stage in the order of positions: two that touch share chunks of the backward."""
     place = lending.place
     n = local // place.stages
     found, number = [], itertools.count()
@@ -177,7 +177,7 @@ class Attention(torch.autograd.Function):
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
         selections: list[list[Tensor]] = []
-        borrowed: list[list[list[Tensor]]] = []  # of each sequence and loan q, out and lse [1, count, ..]
+        borrowed: list[list[list[Tensor]]] = []  # kept of each sequence and loan: q, out and lse [1, count, ..]
         returns: list[Travel] = []
 
         def start(b: int):
@@ -190,7 +190,8 @@ class Attention(torch.autograd.Function):
             loaned = [[x[None], x.new_empty(1, *x.shape[:2], v.shape[3]), lse.new_empty(1, *x.shape[:2])]
                       for x in (sent[0][0] if sent else ())]  # fmt: skip
             selections.append([])
-            borrowed.append(loaned)
+            if call.needs_grad:
+                borrowed.append(loaned)
             for stage in stages:
                 whole.ready(stage.last_stage)
                 if sent and stage is stages[-1]:

@@ -1,9 +1,12 @@
 """Which queries a rank computes for another one, so that the ranks of a zigzag have equal work.
 
 Two ranks share a sequence as parts 0 and 3, and 1 and 2. Early queries pass fewer layers than late ones, so that the
-middle of a sequence has some percent more work than its ends. A rank with more work than the mean therefore lends the
-last queries of its late part to one that has less: they travel there, and their results travel back. Keys and values
-are on every rank in any case. Every rank finds the same loans, from shapes alone.
+middle of a sequence has some percent more work than its ends. The second rank therefore lends its last queries to the
+first, whose own go on where they end: they travel there, and their results travel back. Keys and values are on both
+ranks in any case, and both find the same loan, from shapes alone.
+
+More ranks lend nothing. What a rank borrowed of several would lie apart from its own queries, in chunks of the backward
+that are too short to pay.
 """
 
 from __future__ import annotations
@@ -63,30 +66,11 @@ class Work:
 
 @functools.lru_cache(maxsize=64)
 def loans(T: int, ranks: int, r: int, top_k: int, max_nodes: int) -> tuple[Loan, ...]:
-    """Those of a sequence of T tokens in the zigzag layout. A rank lends the last queries of its late part."""
-    n = T // (2 * ranks)
-    work = Work(T, 2 * ranks, r, top_k, max_nodes)
-
-    def of_rows(begin: int, end: int) -> int:
-        return work.up_to(end) - work.up_to(begin)
-
-    mean = work.up_to(T) // ranks
-    ends = [(2 * ranks - rank) * n for rank in range(ranks)]  # of the late parts, and of what is left of them
-    more = [of_rows(i * n, (i + 1) * n) + of_rows(ends[i] - n, ends[i]) - mean for i in range(ranks)]
-    lenders, borrowers = ([i for i in range(ranks) if sign * more[i] > 0] for sign in (1, -1))
-    found = []
-    while lenders and borrowers:
-        lender, borrower = lenders[0], borrowers[0]
-        moved = min(more[lender], -more[borrower])
-        more[lender] -= moved
-        more[borrower] += moved
-        end = ends[lender]
-        most = end - ((2 * ranks - lender) * n - n // 2)  # a lender keeps half of a part
-        count = min(end - work.position(work.up_to(end) - moved), most) // ROW_STEP * ROW_STEP
-        if count >= MIN_ROWS:
-            found.append(Loan(lender, borrower, end - count, count))
-            ends[lender] -= count
-        for some, i in ((lenders, lender), (borrowers, borrower)):
-            if more[i] == 0:
-                some.pop(0)
-    return tuple(found)
+    """Those of a sequence of T tokens in the zigzag layout."""
+    if ranks != 2:
+        return ()
+    work = Work(T, 4, r, top_k, max_nodes)
+    begin, end = T // 4, 3 * T // 4  # what the second rank has
+    more = work.up_to(end) - work.up_to(begin) - work.up_to(T) // 2
+    count = min(end - work.position(work.up_to(end) - more), T // 8) // ROW_STEP * ROW_STEP if more > 0 else 0
+    return (Loan(1, 0, end - count, count),) if count >= MIN_ROWS else ()

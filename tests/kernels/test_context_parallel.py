@@ -123,6 +123,36 @@ def test_runs_of_queries(G):
         assert ((x - y).abs() / (y.abs() + 2.0**-7 * y.abs().max())).max() <= 2.0**-6 and y.abs().max() > 0
 
 
+@pytest.mark.emulated
+def test_runs_of_few_queries():
+    """So few that only the blocks that they select are packed, those of each run one behind another: the bits of calls
+    for one run."""
+    T, H_kv = 6500, 2
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, h, 64, generator=g).bfloat16().to(DEVICE) for n, h in ((20, 6), (T, 2), (T, 2)))
+
+    def runs(*cuts):
+        for begin, end in cuts:
+            x = q[:, begin:end].clone()
+            params = tree_params(x, k, v, top_k_per_layer=16, q_start=T - 20 + begin)
+            selection = torch.full((2, 1, end - begin, H_kv, 16), -1, dtype=torch.int32, device=DEVICE)
+            yield kernels.Run(
+                x, torch.full_like(x, 7.0), torch.full(x.shape[:3], 7.0, device=DEVICE), selection, params
+            )
+
+    def call(found):
+        workspace = torch.empty(kernels.forward_runs_workspace(found, k, v), dtype=torch.uint8, device=DEVICE)
+        kernels.forward_runs(found, k, v, workspace)
+        return found
+
+    cuts = (0, 12), (12, 20)
+    for several, one in zip(call(list(runs(*cuts))), runs(*cuts), strict=True):
+        same_bits(
+            [several.out, several.lse, several.selection],
+            [getattr(call([one])[0], n) for n in ("out", "lse", "selection")],
+        )
+
+
 def test_what_runs_of_queries_may_be():
     """Refused before any launch."""
     q, k, v, *_ = (x.to(DEVICE) for x in inputs(40, 40, B=2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import sys
 import emulated_tests
 import pytest
 
+from .. import conftest
 from .common import ROOT
 
 OF_THE_EMULATOR = {"emulator", "benchmarks"}  # their tests lie beside it and choose their kernels themselves
@@ -87,9 +87,8 @@ def test_the_sample_meets_every_family():
             assert any(file in done.stdout for file in emulated_tests.test_files(family)), name
 
 
-def test_a_wrong_choice_is_an_error():
-    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/kernels/test_module.py"]
-    environment = {**os.environ, "HTREE_CUDA_EMULATED": "some"}
-    done = subprocess.run(collect, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "HTREE_CUDA_EMULATED must be of none, sample, marked, all, got 'some'" in done.stdout + done.stderr
+def test_a_wrong_choice_is_an_error(monkeypatch):
+    monkeypatch.delenv("HTREE_CUDA_EMULATED_KERNELS", raising=False)
+    monkeypatch.setenv("HTREE_CUDA_EMULATED", "some")
+    with pytest.raises(pytest.UsageError, match="HTREE_CUDA_EMULATED must be of none, sample, marked, all, got 'some'"):
+        conftest.emulated_kernels()

@@ -119,7 +119,7 @@ def check_queries_that_are_lent():
 
     with loans_of_any_size():
         found = balance.loans(96, world, r, top_k, r * top_k)
-        assert found and len({(x.lender, x.borrower) for x in found}) == len(found)
+        assert bool(found) == (world == 2)
         attention.pieces.forward = counted
         try:
             compare(layouts=["zigzag"], shape={"T": 96}, selects=False)

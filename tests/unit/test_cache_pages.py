@@ -55,13 +55,13 @@ def test_no_more_is_attached_than_was_written():
     cache.append(k[:, :300], v[:, :300], seqused=int32(300, 0, 0))
     pages = cache.pages(0)
     for length, message in (
-        (512, f"at most 300: page {pages[1]} holds 44 tokens of a sequence, got 512"),
-        (301, f"at most 300: page {pages[1]} holds 44 tokens of a sequence, got 301"),
-        (513, f"at most 300: page {pages[1]} holds 44 tokens of a sequence, got 513"),
+        (512, "at most 300, the tokens .* have written .*, got 512"),
+        (301, "at most 300, the tokens .* have written .*, got 301"),
+        (513, "at most 300, the tokens .* have written .*, got 513"),
     ):
         with pytest.raises(ValueError, match=f"attach: length must be {message}"):
             cache.attach(1, pages[: -(-length // 256)], length)
-    with pytest.raises(ValueError, match=f"attach: length must be at most 0: page {pages[2]} holds 0 tokens"):
+    with pytest.raises(ValueError, match="attach: length must be at most 0, the tokens"):
         cache.attach(1, [pages[2], pages[0]], 300)
     assert cache.pages(1) == [] and cache.lengths.tolist() == [300, 0, 0]
     cache.attach(1, pages[:2], 300)

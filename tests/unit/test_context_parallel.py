@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
 import re
 import subprocess
@@ -155,13 +154,14 @@ def test_the_docstring_is_a_contract(name):
 
 
 def test_zigzag_is_balanced_and_contiguous_is_not():
-    """The counted imbalance, which the cost model takes: work of the busiest rank over the mean. With loans nothing is
-    left of it."""
+    """The counted imbalance, which the cost model takes: work of the busiest rank over the mean. With the loan of two
+    ranks nothing is left of it."""
     for T, top_k in ((1 << 17, 64), (1 << 17, 512), (1 << 20, 64), (1 << 20, 512)):
         for ranks in (2, 4, 8):
             zigzag, contiguous = (bench.imbalance(T, ranks, layout, top_k) for layout in ("zigzag", "contiguous"))
             plain = bench.imbalance(T, ranks, "zigzag", top_k, lends=False)
-            assert 1 <= zigzag < min(plain, 1.01) and plain < 1.07 < contiguous
+            assert 1 <= zigzag <= plain < 1.07 < contiguous
+            assert (zigzag < 1.001) == (ranks == 2)
         assert bench.imbalance(T, 1, "zigzag", top_k) == 1
 
 
@@ -185,22 +185,17 @@ def test_work_is_counted_as_the_tree_is_walked():
         assert work.position(work.up_to(position)) in (position - 1, position)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
-def test_loans_are_of_what_a_rank_has(ranks):
-    """Nobody lends what is not theirs, or twice, or more than half of a part, and who lends does not borrow."""
-    for T in (2 * ranks * n for n in (2, 37, 640, 5000, 40000)):
+def test_a_loan_is_of_what_a_rank_has():
+    """The last queries of the second of two ranks, at most half of a part; nothing where they are few."""
+    lent = 0
+    for T in (4 * n for n in (2, 37, 640, 5000, 40000)):
         for r, top_k, most in ((16, 64, 1024), (4, 2, 8), (2, 16, 100), (64, 16, 1024)):
-            found = balance.loans(T, ranks, r, top_k, most)
-            n = T // (2 * ranks)
-            lenders = {x.lender for x in found}
-            assert not lenders & {x.borrower for x in found}
-            assert len({(x.lender, x.borrower) for x in found}) == len(found)
-            for lender in lenders:
-                end = (2 * ranks - lender) * n
-                own = sorted((x.start, x.start + x.count) for x in found if x.lender == lender)
-                assert own[-1][1] == end and own[0][0] >= end - n // 2
-                assert all(a[1] == b[0] for a, b in itertools.pairwise(own))
-            assert all(x.count >= balance.MIN_ROWS for x in found)
+            for loan in balance.loans(T, 2, r, top_k, most):
+                lent += 1
+                assert (loan.lender, loan.borrower) == (1, 0) and loan.start + loan.count == 3 * T // 4
+                assert balance.MIN_ROWS <= loan.count <= T // 8
+            assert balance.loans(2 * T, 4, r, top_k, most) == ()
+    assert lent > 5
 
 
 def test_the_benchmark_needs_torchrun(monkeypatch):

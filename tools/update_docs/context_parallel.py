@@ -74,7 +74,7 @@ def model() -> str:
     return (
         f"**Computed, not measured.** The forward of one layer, T {length(f['T'])}, H {f['H']}, H_kv {f['H_kv']}, "
         f"K = V = {f['K']}, top_k {f['top_k']}, iid. Compute is the measured {f['ms']:.0f} ms of {on_gpu(report)}, "
-        "over the number of GPUs, times the imbalance counted from candidates. The rates are what the makers name, for "
+        "over the number of GPUs, times the imbalance of the counted work. The rates are what the makers name, for "
         "NVLink within a host of eight and for a network card of 400 Gb/s for each GPU. They were not measured.\n\n"
         + markdown(header, rows)
     )

@@ -131,5 +131,8 @@ inline bool has_kind(ForwardParams const& p, LayerKind kind, int l) {
   auto const meet = [&](Pass pass) { return Positions(p, pass, kind, l).meet(first_position(p), end_position(p)); };
   return meet(Pass::kAttend) || (l > 0 && meet(Pass::kScore));
 }
+inline bool has_kind(Runs<ForwardParams> const& runs, LayerKind kind, int l) {
+  return std::any_of(runs.begin(), runs.end(), [&](ForwardParams const& run) { return has_kind(run, kind, l); });
+}
 
 }  // namespace htree_cuda::sm90::htree_fwd

@@ -146,7 +146,7 @@ void explain_forward(ForwardParams const& p, int processors, LaunchSink sink, vo
   using namespace sm90::htree_fwd;
   tree_args::check("explain_forward", p);
   if (p.B * p.T_q == 0) return;
-  Workspace const workspace(p, {}, nullptr, processors);
+  Workspace const workspace({&p, 1}, {}, nullptr, processors);
   Counter counter(p, workspace);
   schedule(p, workspace, counter);
   counter.each([&](auto const& row) { host::tell(row, row.step < 2 ? -1 : row.layer, sink, context); });

@@ -330,18 +330,6 @@ private:
   std::optional<SideStream> side_;
 };
 
-// The queries of all runs as those of one call; nothing reads its tensors of queries.
-ForwardParams together(Runs<ForwardParams> const& runs) {
-  ForwardParams all = *runs.first;
-  std::int64_t end = 0;
-  for (ForwardParams const& run : runs) {
-    all.q_start = std::min(all.q_start, run.q_start);
-    end = std::max(end, run.q_start + run.T_q);
-  }
-  all.T_q = end - all.q_start;
-  return all;
-}
-
 void check(ForwardParams const& p) {
   if (std::int64_t const past = misalignment(p.selection, 16); past != 0) {
     tree_args::reject(kOp, "selection must be 16-byte aligned, got an address " + std::to_string(past) +
@@ -356,11 +344,10 @@ void launch_runs(Runs<ForwardParams> const& runs, PartParams const& part, cudaSt
   std::vector<ForwardParams> own;
   for (ForwardParams const& run : runs) own.push_back(tree_args::with_keys_of(*runs.first, run));
   Runs<ForwardParams> const all{own.data(), runs.count};
-  ForwardParams const p = together(all);
-  Workspace const workspace(p, part, static_cast<char*>(p.workspace), sm_count());
-  tree_args::check_workspace(kOp, p, workspace.bytes);
-  Executor executor(p, workspace, stream);
-  schedule(p, all, workspace, executor);
+  Workspace const workspace(all, part, static_cast<char*>(runs.first->workspace), sm_count());
+  tree_args::check_workspace(kOp, *runs.first, workspace.bytes);
+  Executor executor(*all.first, workspace, stream);
+  schedule(all, workspace, executor);
 }
 
 }  // namespace
@@ -374,9 +361,10 @@ std::int64_t forward_workspace(ForwardParams const& p) { return forward_workspac
 std::int64_t forward_workspace(Runs<ForwardParams> const& runs, PartParams const& part) {
   using namespace sm90::htree_fwd;
   tree_args::check_runs(kOp, runs);
-  ForwardParams const p = together(runs);
-  if (rows_of_call(p) == 0) return 0;
-  return workspace_of_parts(p, [&](ForwardParams const& own) { return Workspace(own, part, nullptr, sm_count()).bytes; });
+  auto const bytes = [&](Runs<ForwardParams> const& own) { return Workspace(own, part, nullptr, sm_count()).bytes; };
+  if (runs.count > 1) return bytes(runs);
+  if (rows_of_call(*runs.first) == 0) return 0;
+  return workspace_of_parts(*runs.first, [&](ForwardParams const& own) { return bytes({&own, 1}); });
 }
 
 void forward(ForwardParams const& p, void* stream) { forward(Runs<ForwardParams>{&p, 1}, {}, stream); }
@@ -389,7 +377,7 @@ void forward(Runs<ForwardParams> const& runs, PartParams const& part, void* stre
   ForwardParams const& p = *runs.first;
   if (rows_of_call(p) == 0) return;
   for_parts(p, [&](ForwardParams const& own) {
-    Workspace const workspace(own, part, static_cast<char*>(own.workspace), sm_count());
+    Workspace const workspace({&own, 1}, part, static_cast<char*>(own.workspace), sm_count());
     tree_args::check_workspace(kOp, own, workspace.bytes);
     Executor executor(own, workspace, static_cast<cudaStream_t>(stream));
     schedule(own, workspace, executor);

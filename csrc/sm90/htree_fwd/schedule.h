@@ -186,10 +186,10 @@ void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
   if (w.lane_count > 1) sink.join();
 }
 
-// Several runs of queries, whose positions together are those of p.
+// Several runs of queries.
 template <class Sink>
-void schedule(ForwardParams const& p, Runs<ForwardParams> const& runs, Workspace w, Sink& sink) {
-  prepare(p, w, sink);
+void schedule(Runs<ForwardParams> const& runs, Workspace w, Sink& sink) {
+  prepare(*runs.first, w, sink);
   int lane = 0;
   if (w.lane_count > 1) sink.fork();
   for (ForwardParams const& run : runs) {

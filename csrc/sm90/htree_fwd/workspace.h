@@ -24,8 +24,11 @@ constexpr std::int64_t kMaxTiles = std::numeric_limits<int>::max() / kQueryTile;
 constexpr std::int64_t kMinChunkBytes = std::int64_t(192) << 20;
 constexpr std::int64_t kMaxChunkBytes = std::int64_t(384) << 20;
 
-inline std::int64_t chunk_bytes(ForwardParams const& p, PartParams const& part) {
-  std::int64_t const rows = std::max(rows_of_call(p), part.queries);
+inline std::int64_t chunk_bytes(Runs<ForwardParams> const& runs, PartParams const& part) {
+  ForwardParams const& p = *runs.first;
+  std::int64_t rows = 0;
+  for (ForwardParams const& run : runs) rows += rows_of_call(run);
+  rows = std::max(rows, part.queries);
   std::int64_t const ends = 2 * rows * p.H_kv * p.G * (p.K + p.V);
   return std::clamp(ends / 3, kMinChunkBytes, kMaxChunkBytes);
 }
@@ -109,7 +112,8 @@ struct Workspace {
   Lane lanes[kMaxLanes];
 
   // processors: SMs of the GPU. Their number decides how many queries a chunk has, and no result.
-  Workspace(ForwardParams const& p, PartParams const& part, char* base, std::int64_t processors) {
+  Workspace(Runs<ForwardParams> const& runs, PartParams const& part, char* base, std::int64_t processors) {
+    ForwardParams const& p = *runs.first;
     int const top_k = static_cast<int>(p.top_k);
     N[0] = p.T;
     layers = 1;
@@ -120,22 +124,24 @@ struct Workspace {
       M += has_sequences(p) ? sequence_nodes(p.sequences.total_k, sequences_of_room(p, from), layers, from) : N[layers];
       ++layers;
     }
-    last_entry_layer = entry_layer(end_position(p) - 1, static_cast<int>(p.top_k));
+    std::int64_t end = 0;
+    for (ForwardParams const& run : runs) end = std::max(end, end_position(run));
+    last_entry_layer = entry_layer(end - 1, static_cast<int>(p.top_k));
     block_bytes = ceil_div(kSiblings * (4 + 2 * (p.K + p.V)), kLineBytes) * kLineBytes;
     positions = std::min(p.T, p.top_k * kSiblings);
     for (int l = 0; l < last_entry_layer; ++l) {
-      if (has_kind(p, LayerKind::kHalfSelected, l)) {
+      if (has_kind(runs, LayerKind::kHalfSelected, l)) {
         // A tile may end in a layer's next block, with a query for which the layer is of another kind.
         positions = std::min<std::int64_t>(p.T, (max_half_selected_parents(p) + 1) * kSiblings);
         forward_restarts = max_half_selected_parents(p) * kSiblings;
       }
-      if (has_kind(p, LayerKind::kSelected, l)) restarts = p.top_k * kSiblings;
+      if (has_kind(runs, LayerKind::kSelected, l)) restarts = p.top_k * kSiblings;
     }
     // Below the top every layer that selects may have top_k * 16 candidates.
     std::int64_t const candidates = layers > 2 ? p.top_k * kSiblings : N[layers - 1];
     width = ceil_div(candidates, 2 * kSiblings) * 2 * kSiblings;  // the marks of two blocks are read at once
     wave = processors * queries_of_entry(p);
-    set_tiles(p);
+    for (ForwardParams const& run : runs) add_tiles(run);
 
     std::int64_t heads = p.B * p.H_kv;
     if (has_sequences(p)) {
@@ -165,18 +171,20 @@ struct Workspace {
     take(has_nonfinite_v, base, 1);
     take(k_tree, base, heads * M * p.K * 2);
     take(v_tree, base, heads * M * p.V * 2);
-    list_room = std::min<std::int64_t>(p.T_q, kQueryTile) * p.top_k;
+    std::int64_t most_rows = 0;
+    for (ForwardParams const& run : runs) most_rows = std::max(most_rows, run.T_q);
+    list_room = std::min<std::int64_t>(most_rows, kQueryTile) * p.top_k;
     std::int64_t const max_gathered =
         has_sequences(p) ? std::numeric_limits<std::int64_t>::max() : tiles_per_head * list_room;
     for (int l = 0; l <= last_entry_layer; ++l) {
-      if (has_kind(p, LayerKind::kEntry, l)) {
+      if (has_kind(runs, LayerKind::kEntry, l)) {
         take_packed(of(l, LayerKind::kEntry), p, l, std::min(N[l], p.top_k * kSiblings), kTileBlocks, heads, base);
       }
-      if (has_kind(p, LayerKind::kHalfSelected, l)) {
+      if (has_kind(runs, LayerKind::kHalfSelected, l)) {
         std::int64_t const nodes = std::min<std::int64_t>(N[l], (max_half_selected_parents(p) + 1) * kSiblings);
         take_packed(of(l, LayerKind::kHalfSelected), p, l, nodes, 1, heads, base);
       }
-      if (!has_kind(p, LayerKind::kSelected, l)) continue;
+      if (!has_kind(runs, LayerKind::kSelected, l)) continue;
       if (max_gathered < ceil_div(N[l], kSiblings)) {
         has_gathered = true;
       } else {
@@ -199,7 +207,7 @@ struct Workspace {
     // A wave of CTAs, or two in each of two lanes, where the bounds allow it: small groups have less of q and out, and up
     // to four queries a warp.
     std::int64_t const wanted = lane_count == 1 ? wave : 2 * lane_count * wave;
-    std::int64_t room = std::max(chunk_bytes(p, part), std::min(wanted * tile_bytes, kMaxChunkBytes)) / tile_bytes;
+    std::int64_t room = std::max(chunk_bytes(runs, part), std::min(wanted * tile_bytes, kMaxChunkBytes)) / tile_bytes;
     if (lane_count > 1) room = std::min(room, ceil_div(lane_tiles, wave) * wave) / lane_count;
     chunk_tiles = std::min(lane_tiles, std::max<std::int64_t>(room, 1));
     if (chunk_tiles < lane_tiles && chunk_tiles > wave) chunk_tiles -= chunk_tiles % wave;  // whole waves
@@ -211,7 +219,9 @@ struct Workspace {
 
   // The tiles of a run of queries, of the call that the workspace is for.
   void set_run(ForwardParams const& run) {
-    set_tiles(run);
+    tiles_per_head = tiles = 0;
+    add_tiles(run);
+    if (has_gathered) gathered.blocks_per_head = tiles_per_head * list_room;
     if (layers > 1) {
       set_lead(run);
     } else {
@@ -226,8 +236,8 @@ struct Workspace {
   bool gathers(int layer) const { return of(layer, LayerKind::kSelected).nodes == 0; }
 
 private:
-  void set_tiles(ForwardParams const& p) {
-    tiles_per_head = ceil_div(p.T_q, kQueryTile);
+  void add_tiles(ForwardParams const& p) {
+    tiles_per_head += ceil_div(p.T_q, kQueryTile);
     tiles = p.B * p.H_kv * tiles_per_head;
   }
 
