@@ -27,6 +27,7 @@ from htree_cuda import distributed as cp
 from htree_cuda.distributed import attention, balance, exchange
 
 TREE = {"compression_rate": 4, "top_k_per_layer": 2, "rope_base": 100.0}
+OF_TWO_RANKS = ("check_training_example", "check_benchmark")  # which more ranks would not test better
 EXACT = {"rtol": 1e-11, "atol": 1e-12}  # float64, sums in another order
 
 
@@ -516,7 +517,7 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     said = {}
     for name, check in list(globals().items()):
-        if name.startswith("check_"):
+        if name.startswith("check_") and not (world > 2 and name in OF_TWO_RANKS):
             try:
                 check()
                 said[name] = ""
