@@ -1,4 +1,4 @@
-"""Times variants of the kernels interleaved: one loan of a GPU, a process for each.
+"""Times variants of the kernels interleaved: on one GPU, a process for each.
 
     python tools/gpu_variants.py build NAME [--csrc DIR | --ref COMMIT] [--patch FILE ...] [--leave-out PART ...]
     python tools/gpu_variants.py time NAME... [--op backward] [--lengths 65536,131072] [--inputs local] [--rounds 2]
