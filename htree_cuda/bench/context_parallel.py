@@ -23,8 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import distributed, forward
+from ..definition import layer_sizes
 from ..distributed import attention, balance, lending, pieces
-from ..distributed.exchange import Gathered
+from ..distributed.exchange import Gathered, wait
+from ..distributed.exchange import trade as trade_rows
 from ..distributed.placement import Placement
 from .inputs import DTYPES, tree_inputs, visited
 from .protocol import identity, write_report
@@ -104,8 +106,12 @@ def _peak(call: Callable[[], object], device: str) -> int:
 def no_compute():
     """Inside, a call exchanges and computes nothing."""
 
-    def nothing(k: Tensor, v: Tensor, runs: list[pieces.Run], *, top_k_per_layer: int, **options) -> list[Tensor]:
-        return [x.q.new_empty(0, *x.q.shape[:2], k.shape[2], top_k_per_layer, dtype=torch.int32) for x in runs]
+    def nothing(k: Tensor, v: Tensor, runs: list[pieces.Run], *, need_selection: bool, **options) -> list:
+        if not need_selection:
+            return [None] * len(runs)
+        r, top_k, most = (options[x] for x in ("compression_rate", "top_k_per_layer", "max_top_nodes"))
+        layers = len(layer_sizes(k.shape[1], r, top_k * r if most is None else most))
+        return [x.q.new_empty(layers - 1, *x.q.shape[:2], k.shape[2], top_k, dtype=torch.int32) for x in runs]
 
     names = {"forward": nothing, "Pack": pieces.Pack, "Run": pieces.Run, "Whole": pieces.Whole}
     kept, stub = attention.pieces, types.SimpleNamespace(**names)
@@ -119,20 +125,25 @@ def no_compute():
 
 @contextlib.contextmanager
 def no_exchange():
-    """Inside, a call computes on what the first one gathered and sends nothing. Borrowed queries are random numbers."""
+    """Inside, a call computes on what the first one received and sends nothing."""
     found: dict[tuple, Gathered] = {}
+    traded: dict[tuple, list[Tensor]] = {}
 
-    def gathered(place: Placement, group: dist.ProcessGroup, tensors: list[Tensor]) -> Gathered:
+    def gathered(place: Placement, group: dist.ProcessGroup, tensors: list[Tensor], seen: list[int]) -> Gathered:
         key = tuple((x.data_ptr(), x.shape) for x in tensors)
         if key not in found:
-            found[key] = Gathered(place, group, tensors).start()
+            found[key] = Gathered(place, group, tensors, seen).start()
             found[key].ready(place.stages - 1)
         return types.SimpleNamespace(whole=found[key].whole, ready=lambda stage: None, start=lambda: found[key])
 
     def trade(place: Placement, group: dist.ProcessGroup, tensors: list[tuple[Tensor, dict, dict]]) -> None:
-        for _, _, received in tensors:
-            for rows in received.values():
-                rows.normal_()
+        sent, received = ([x for row in tensors for x in row[i].values()] for i in (1, 2))
+        key = tuple((x.shape, x.dtype) for x in sent), tuple((x.shape, x.dtype) for x in received)
+        if key not in traded:
+            wait(tensors[0][0], trade_rows(place, group, tensors))
+            traded[key] = [x.clone() for x in received]
+        for x, first in zip(received, traded[key], strict=True):
+            x.copy_(first)
 
     kept = attention.Gathered, attention.reduce, lending.trade
     attention.Gathered, attention.reduce, lending.trade = gathered, lambda *arguments: None, trade
@@ -234,18 +245,19 @@ def _memory(own: tuple[Tensor, ...], call: Callable[..., Tensor], place: Placeme
     }  # fmt: skip
 
 
-def imbalance(T: int, ranks: int, layout: str, top_k: int, lends: bool = True) -> float:
+def imbalance(T: int, ranks: int, layout: str, top_k: int, group_size: int, part: str, lends: bool = True) -> float:
     """Work of the rank that has the most, over the mean, as `distributed.balance` counts it: what the cost model takes
-    for compute. lends: with its loans."""
+    for compute. part: forward or backward; lends: with its loan."""
     sizes = 16, top_k, 16 * top_k
     n = T // Placement(layout, 0, ranks).parts
-    work = balance.Work(T, T // n, *sizes)
+    work = balance.Work(T, T // n, *sizes, {"forward": balance.FORWARD, "backward": balance.BACKWARD}[part])
     of = lambda start, count: work.up_to(start + count) - work.up_to(start)  # noqa: E731
     counts = []
     for rank in range(ranks):
         place = Placement(layout, rank, ranks)
         counts.append(sum(of(place.part(stage) * n, n) for stage in range(place.stages)))
-    for loan in balance.loans(T, ranks, *sizes) if lends and layout == "zigzag" else ():
+    loan = getattr(balance.loans(T, ranks, group_size, *sizes), part)
+    if loan and lends and layout == "zigzag":
         counts[loan.lender] -= of(loan.start, loan.count)
         counts[loan.borrower] += of(loan.start, loan.count)
     return max(counts) / (sum(counts) / ranks)
@@ -275,7 +287,7 @@ def _figure(shape: tuple, top_k: int, layout: str, alone: dict | None, args: arg
             result["compute"] = _both(call, own, args.device, True)
     with no_compute():
         result["exchange"] = _both(call, own, args.device, True)
-    counted = imbalance(T, place.ranks, layout, top_k)
+    counted = {name: imbalance(T, place.ranks, layout, top_k, H // H_kv, name) for name in PARTS}
     for name in ("forward", "backward"):
         times, exchange = result[name], result["exchange"][name]["ms"]
         if "compute" in result:
@@ -287,9 +299,9 @@ def _figure(shape: tuple, top_k: int, layout: str, alone: dict | None, args: arg
         result["exchange"][name]["gb_per_s"] = round(received / exchange / 1e6, 1)
         if alone is not None:
             times["speedup"] = round(alone[name]["ms"] / times["ms"], 3)
-            times["model_ms"] = round(alone[name]["ms"] / place.ranks * counted + exchange, 4)
+            times["model_ms"] = round(alone[name]["ms"] / place.ranks * counted[name] + exchange, 4)
             times["to_model"] = round(times["ms"] / times["model_ms"], 3)
-    result["imbalance"] = {"counted": round(counted, 4)}
+    result["imbalance"] = {"counted": round(max(counted.values()), 4)}
     if "compute" in result:
         result["imbalance"]["measured"] = _imbalance(result["compute"])
     if alone is not None:

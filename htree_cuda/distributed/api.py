@@ -91,7 +91,7 @@ class _Unshard(torch.autograd.Function):
     def forward(ctx, x: Tensor, dim: int, group: dist.ProcessGroup, place: Placement) -> Tensor:
         ctx.dim, ctx.group, ctx.place, ctx.shape = dim, group, place, x.shape
         rows = x.movedim(dim, 0)
-        whole = Gathered(place, group, [rows.reshape(rows.shape[0], 1, -1)]).start()
+        whole = Gathered(place, group, [rows.reshape(rows.shape[0], 1, -1)], place.seen(False)).start()
         whole.ready(place.stages - 1)
         found = whole.whole[0].reshape(place.ranks * rows.shape[0], *rows.shape[1:]).movedim(0, dim).contiguous()
         return found.clone() if found.data_ptr() == x.data_ptr() else found
@@ -102,8 +102,7 @@ class _Unshard(torch.autograd.Function):
         rows = dwhole.movedim(ctx.dim, 0)
         sums = [rows.reshape(1, rows.shape[0], 1, -1).contiguous()]
         result = rows.new_empty(ctx.shape[ctx.dim], 1, sums[0].shape[3])
-        for stage in range(ctx.place.stages):
-            wait(dwhole, reduce(ctx.place, ctx.group, stage, sums, [result]))
+        wait(dwhole, reduce(ctx.place, ctx.group, sums, [result], ctx.place.seen(False)))
         return result.reshape(ctx.shape[ctx.dim], *rows.shape[1:]).movedim(0, ctx.dim), None, None, None
 
 
@@ -214,9 +213,9 @@ def context_parallel_forward(
         Memory: beyond what `htree_cuda.forward` takes for these queries over T tokens, one gathered k and v, not kept
             for the backward, which gathers them again; there also dk and dv in float32 for as many KV heads as 512 MiB
             hold (one at least); at most 64 MiB of what other ranks added to them; and what borrowed queries have,
-            of which q, out and lse are kept for the backward.
-        Time: the exchange runs beside the kernels where these do not need what it brings. With return_selection or a
-            selection to replay no query is lent.
+            of which those of the backward keep q, out and lse, and the selection where it is kept.
+        Time: keys and values travel beside the kernels that do not need them, sums of gradients with nothing beside
+            them. With return_selection or a selection to replay no query is lent.
         torch.compile: the graph breaks at the call.
 
     Example:

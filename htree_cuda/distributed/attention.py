@@ -2,12 +2,12 @@
 
 Forward, for each sequence of the batch: K and V are gathered stage by stage, and the queries of the rank's part of a
 stage run as soon as the keys before them are there, beside the exchange of the next stage. A query sees nothing after
-itself, so each stage runs over the tokens up to its own end, with the bits that it has over the whole sequence. With
-the late part run the queries that the rank has borrowed (`balance`).
+itself. A stage's call is therefore given the tokens up to its own end, and its bits are those of a call that is given
+all. The queries that the rank has borrowed run together with its late part (`balance`).
 
-Backward, for each sequence and chunk of KV heads: K and V are gathered again, all queries of the rank run in one call,
-and the sums of dk and dv travel beside the next chunk. A chunk that none runs beside has a call for each stage, the
-last stage first: its sums travel beside the stage before, which adds to earlier tokens alone.
+Backward, for each sequence and chunk of KV heads: K and V are gathered again, beside the chunk before, and all queries
+of the rank run in one call. The sums of dk and dv then travel with nothing beside them: an exchange holds SMs, and
+kernels whose CTAs fill all of them in whole rounds lose as much beside it as it takes alone (lab/README.md).
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from ..definition import accumulation_dtype, layer_sizes
 from ..torch_backend import sinks
 from ..torch_backend.decode import whole_layers
 from . import pieces
-from .balance import loans
+from .balance import Loans, loans
 from .exchange import Gathered, reduce, wait
 from .lending import Lending, Travel
 from .placement import Placement
 
-# Bytes that dk and dv of chunks of KV heads take in the accumulation dtype: of two chunks, so that the sums of one
-# travel beside the kernels of the next, or of one head where two do not fit.
+# Bytes that dk and dv of a chunk of KV heads take in the accumulation dtype, at most; of one head where that is more.
 SUM_BYTES = 512 << 20
 
 
@@ -77,12 +76,32 @@ class Call:
             return None
         return self.given[: self._layers(stage.keys) - 1, b : b + 1, run.rows, kv_heads].contiguous()
 
-    def lending(self, local: int) -> Lending:
-        """The loans between the ranks. Selections that the caller gives or wants stay where their queries are."""
-        place, found = self.place, ()
+    def lending(self, q: Tensor, k: Tensor) -> tuple[Lending, Lending]:
+        """The loans of the forward and of the backward. Selections that the caller gives or wants stay where their
+        queries are."""
+        place, found, local = self.place, Loans(None, None), q.shape[1]
         if place.stages > 1 and place.ranks > 1 and self.given is None and not self.need_selection:
-            found = loans(place.ranks * local, place.ranks, *self._sizes())
-        return Lending(place, self.group, found, local)
+            found = loans(place.ranks * local, place.ranks, q.shape[2] // k.shape[2], *self._sizes())
+        return tuple(Lending(place, self.group, loan, local) for loan in found)
+
+    def split_selections(
+        self, found: list[Tensor], stages: list[_Stage], lending: Lending, later: Lending
+    ) -> tuple[list[Tensor], Travel]:
+        """The selections of a sequence's runs as the backward has its runs: those of queries that are lent in the
+        forward alone travel back. The lender's late part may have fewer layers than the tokens that the borrower saw;
+        in the layers above, a query's selection is every node up to its own."""
+        rows = lending.rows - later.rows
+        if rows == 0 or not (lending.lent or lending.borrowed):
+            return found, lending.trade(found[:1], [], [])
+        late = stages[-1]
+        keys = late.keys if lending.lent or not self.tree["strict_causal"] else lending.end
+        layers = self._layers(keys) - 1
+        if lending.lent:
+            back = found[-1].new_empty(layers, rows, *found[-1].shape[3:])
+            return [*found, back[:, None]], lending.trade(found[:1], [], [back])
+        at = next(run.number for run in late.runs if run.borrowed)
+        back, own = found[at][:layers, 0, :rows].contiguous(), found[at][:, :, rows:].contiguous()
+        return [*found[:at], *([own] if later.rows else []), *found[at + 1 :]], lending.trade(found[:1], [back], [])
 
     def whole_selection(self, selections: list[list[Tensor]], stages: list[_Stage], q: Tensor, k: Tensor) -> Tensor:
         """The selections of all runs in one tensor, for the layers of the whole sequence. In a layer that the tree of a
@@ -114,9 +133,9 @@ class _Rows:
     """A run of queries that this rank computes, its own or borrowed ones."""
 
     number: int  # among all runs of a sequence
-    rows: slice  # of the tensors
+    rows: slice  # of this rank's tensors, or of what it has borrowed
     q_start: int
-    loan: int | None = None  # which of those that the rank has borrowed
+    borrowed: bool
 
 
 @dataclass(frozen=True)
@@ -126,29 +145,32 @@ class _Stage:
     runs: list[_Rows]
     keys: int
     last_stage: int  # whose exchange ends before the runs can begin
-    final: list[int]  # after these runs, stages to whose tokens the runs of earlier stages add nothing
 
 
-def _stages(lending: Lending, local: int, strict_causal: bool) -> list[_Stage]:
-    """Runs of a stage in the order of positions: two that touch share chunks of the backward."""
+def _first(run: tuple) -> int:
+    return run[0]
+
+
+def _stages(lending: Lending, local: int, strict_causal: bool, cut: int | None = None) -> list[_Stage]:
+    """Runs of a stage in the order of positions: two that touch share chunks of the backward. cut: a row of the late
+    part at which a run begins."""
     place = lending.place
     n = local // place.stages
     found, number = [], itertools.count()
     for stage in range(place.stages):
-        start, late = place.part(stage) * n, stage == place.stages - 1
-        count = n - lending.lent_rows if late else n
-        runs = [(start, count, slice(stage * n, stage * n + count), None)]
-        if late:
-            runs += [(loan.start, loan.count, slice(None), i) for i, loan in enumerate(lending.borrowed)]
-            runs.sort(key=lambda run: run[0])
-        end = runs[-1][0] + runs[-1][1]
-        runs = [_Rows(next(number), rows, begin, loan) for begin, _, rows, loan in runs]
+        first, late = stage * n, stage == place.stages - 1
+        end = lending.kept_rows if late else first + n
+        bounds = sorted({first, end, *([cut] if late and cut is not None and cut < end else [])})
+        shift = place.part(stage) * n - first  # from a row to its position
+        runs = [(start + shift, slice(start, stop), False) for start, stop in itertools.pairwise(bounds)]
+        if late and lending.borrowed:
+            runs.append((lending.borrowed.start, slice(0, lending.borrowed.count), True))
+        runs = [_Rows(next(number), rows, start, borrowed) for start, rows, borrowed in sorted(runs, key=_first)]
         if strict_causal:
-            found.append(_Stage(runs, end, stage, [stage]))
+            found.append(_Stage(runs, (place.part(stage) + 1) * n, stage))
         else:
             # The node that holds a query takes part in its selection, later tokens and all.
-            final = list(reversed(range(place.stages))) if stage == 0 else []
-            found.append(_Stage(runs, place.ranks * local, place.stages - 1, final))
+            found.append(_Stage(runs, place.ranks * local, place.stages - 1))
     return found
 
 
@@ -170,47 +192,52 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, attn_sink: Tensor | None, call: Call):
-        lending = call.lending(q.shape[1])
+        lending, later = call.lending(q, k)
         stages = _stages(lending, q.shape[1], call.tree["strict_causal"])
         size = pieces.Whole(q.shape[1], k.shape[2])
+        seen = call.place.seen(call.tree["strict_causal"])
         keeps = call.keeps(q, k, v)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
         selections: list[list[Tensor]] = []
-        borrowed: list[list[list[Tensor]]] = []  # kept of each sequence and loan: q, out and lse [1, count, ..]
+        borrowed: list[Tensor] = []  # of each sequence q, out and lse [1, count, ..] for the backward
         returns: list[Travel] = []
 
         def start(b: int):
-            whole = Gathered(call.place, call.group, [k[b], v[b]]).start()
+            whole = Gathered(call.place, call.group, [k[b], v[b]], seen).start()
             return whole, lending.send([q[b]]) if lending.any else None
 
         for b, (whole, sent) in _ahead(list(range(q.shape[0])), start):
             k_all, v_all = whole.whole
             own = _of_sequence(b, (q, out, lse))
-            loaned = [[x[None], x.new_empty(1, *x.shape[:2], v.shape[3]), lse.new_empty(1, *x.shape[:2])]
-                      for x in (sent[0][0] if sent else ())]  # fmt: skip
-            selections.append([])
-            if call.needs_grad:
-                borrowed.append(loaned)
+            others = [x[None] for x in sent[0]] if sent else []
+            if others:
+                others += [x.new_empty(1, lending.borrowed.count, *x.shape[2:]) for x in own[1:]]
+            found: list[Tensor] = []
             for stage in stages:
                 whole.ready(stage.last_stage)
                 if sent and stage is stages[-1]:
                     sent[1].wait(q)
                 runs = [
                     pieces.Run(
-                        *(x[:, run.rows] for x in (own if run.loan is None else loaned[run.loan])), run.q_start,
-                        stage.keys, call.replayed(b, stage, run),
+                        *(x[:, run.rows] for x in (others if run.borrowed else own)), run.q_start, stage.keys,
+                        call.replayed(b, stage, run),
                     )
                     for run in stage.runs
                 ]  # fmt: skip
-                selections[b] += pieces.forward(
+                found += pieces.forward(
                     k_all[:, : stage.keys], v_all[:, : stage.keys], runs, whole=size,
                     need_selection=keeps or call.need_selection, **call.options(stage, attn_sink),
                 )  # fmt: skip
             if sent:
-                found = [[x[i][0] for x in loaned] for i in (1, 2)]
-                returns.append(lending.give_back([out[b], lse[b]], found))
-            del whole, k_all, v_all  # before what the next sequence takes
+                returns.append(lending.give_back([out[b], lse[b]], [x[0] for x in others[1:]]))
+                if keeps:
+                    found, travel = call.split_selections(found, stages, lending, later)
+                    returns.append(travel)
+            selections.append(found)
+            if later.borrowed and call.needs_grad:
+                borrowed += [x[:, -later.borrowed.count :].contiguous() for x in others]
+            del whole, k_all, v_all, others  # before what the next sequence takes
         for travel in returns:
             travel.wait(q)
         if call.need_selection:
@@ -218,9 +245,8 @@ class Attention(torch.autograd.Function):
         else:
             shape = (0, q.shape[0], q.shape[1], k.shape[2], call.tree["top_k_per_layer"])
             selection = q.new_empty(shape, dtype=torch.int32)
-        loaned = [x for row in borrowed for one in row for x in one]
         kept = [x for row in selections for x in row if keeps]
-        ctx.save_for_backward(q, k, v, attn_sink, out, lse, *loaned, *kept)
+        ctx.save_for_backward(q, k, v, attn_sink, out, lse, *borrowed, *kept)
         ctx.call = call
         ctx.mark_non_differentiable(selection)
         ctx.set_materialize_grads(False)
@@ -232,27 +258,26 @@ class Attention(torch.autograd.Function):
         q, k, v, attn_sink, out, lse, *saved = ctx.saved_tensors
         dout, dlse = (x.new_zeros(()).expand_as(x) if dx is None else dx for x, dx in ((out, dout), (lse, dlse)))
         call, place = ctx.call, ctx.call.place
-        lending = call.lending(q.shape[1])
-        stages = _stages(lending, q.shape[1], call.tree["strict_causal"])
-        each = 3 * len(lending.borrowed)  # saved tensors of loans, of a sequence
+        earlier, lending = call.lending(q, k)
+        seen = place.seen(call.tree["strict_causal"])
+        each = 3 if lending.borrowed else 0  # saved tensors of what was borrowed, of a sequence
         kept = saved[each * q.shape[0] :]
+        cut = earlier.kept_rows if kept else None
+        stages = _stages(lending, q.shape[1], call.tree["strict_causal"], cut)
         acc = accumulation_dtype(q.dtype)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         H_kv, G = k.shape[2], q.shape[2] // k.shape[2]
         head_bytes = place.ranks * q.shape[1] * (k.shape[3] + v.shape[3]) * acc.itemsize
-        fit = SUM_BYTES // head_bytes  # KV heads
-        chunks = -(-H_kv // max(1, fit // 2))
-        step = -(-H_kv // chunks)
-        in_flight = 2 * step <= fit
+        chunks = -(-H_kv // max(1, SUM_BYTES // head_bytes))
+        step = -(-H_kv // chunks)  # KV heads
         size = pieces.Whole(q.shape[1], H_kv)
-        under_way: list[tuple[list, list[Tensor]]] = []  # sums that travel, and the events of their ends
         returns: list[Travel] = []
-        loaned: list[list[Tensor]] = []  # q, out, lse, dout, dlse and dq of the loans of the sequence at hand
+        others: list[Tensor] = []  # q, out, lse, dout, dlse and dq of what was borrowed of the sequence at hand
         units = [(b, slice(h, min(h + step, H_kv))) for b in range(q.shape[0]) for h in range(0, H_kv, step)]
 
         def start(unit: tuple[int, slice]):
             b, kv_heads = unit
-            whole = Gathered(place, call.group, [x[b, :, kv_heads] for x in (k, v)]).start()
+            whole = Gathered(place, call.group, [x[b, :, kv_heads] for x in (k, v)], seen).start()
             return whole, lending.send([dout[b], dlse[b]]) if lending.any and kv_heads.start == 0 else None
 
         def runs_of(stage: _Stage, b: int, kv_heads: slice, keys: list[Tensor], options: dict) -> list[pieces.Run]:
@@ -261,8 +286,7 @@ class Attention(torch.autograd.Function):
             own = _of_sequence(b, (q, out, lse, dout, dlse, dq))
             found = []
             for run in stage.runs:
-                tensors = own if run.loan is None else loaned[run.loan]
-                *forward, dout_, dlse_, dq_ = (x[:, run.rows, heads] for x in tensors)
+                *forward, dout_, dlse_, dq_ = (x[:, run.rows, heads] for x in (others if run.borrowed else own))
                 selection = call.replayed(b, stage, run, kv_heads)
                 if kept:
                     number = b * sum(len(x.runs) for x in stages) + run.number
@@ -275,45 +299,27 @@ class Attention(torch.autograd.Function):
             return found
 
         for (b, kv_heads), (whole, sent) in _ahead(units, start):
-            while len(under_way) > in_flight:
-                for end in under_way[0][0]:
-                    wait(q, end)
-                del under_way[0]
-            sums = [torch.empty(x.shape, dtype=acc, device=x.device) for x in whole.whole]
             whole.ready(place.stages - 1)
             if sent:
                 sent[1].wait(q)
-                before = saved[b * each : (b + 1) * each]
-                loaned = [
-                    [*before[3 * i : 3 * i + 3], dout_[None], dlse_[None], torch.empty_like(before[3 * i])]
-                    for i, (dout_, dlse_) in enumerate(zip(*sent[0], strict=True))
-                ]
-            ends = []
-            late_first = stages[::-1]
-            alone = not in_flight or (b, kv_heads) == units[-1]  # nothing runs beside the exchange of all sums
-            for i, together in enumerate([[stage] for stage in late_first] if alone else [late_first]):
-                runs = []
-                sink = None if attn_sink is None else attn_sink[kv_heads.start * G : kv_heads.stop * G]
-                for stage in together:
-                    options = call.options(stage, sink)
-                    runs += runs_of(stage, b, kv_heads, [x[:, : stage.keys] for x in whole.whole], options)
-                keys = max(stage.keys for stage in together)
-                if i == 0:
-                    for x in sums:
-                        x[:, keys:].zero_()
-                pieces.backward(
-                    *(x[:, :keys] for x in (*whole.whole, *sums)), runs, add=i > 0, whole=size,
-                    deterministic=call.deterministic, **options,
-                )  # fmt: skip
-                for stage in [final for x in together for final in x.final]:
-                    ends.append(reduce(place, call.group, stage, sums, [x[b, :, kv_heads] for x in (dk, dv)]))
-            under_way.append((ends, sums))
+                if lending.borrowed:
+                    before = saved[b * each : (b + 1) * each]
+                    others = [*before, *(x[None] for x in sent[0]), torch.empty_like(before[0])]
+            sink = None if attn_sink is None else attn_sink[kv_heads.start * G : kv_heads.stop * G]
+            runs = []
+            for stage in reversed(stages):
+                options = call.options(stage, sink)
+                runs += runs_of(stage, b, kv_heads, [x[:, : stage.keys] for x in whole.whole], options)
+            keys = max(stage.keys for stage in stages)
+            sums = [torch.empty(x.shape, dtype=acc, device=x.device) for x in whole.whole]
+            pieces.backward(
+                *(x[:, :keys] for x in (*whole.whole, *sums)), runs, whole=size, deterministic=call.deterministic,
+                **options,
+            )  # fmt: skip
+            wait(q, reduce(place, call.group, sums, [x[b, :, kv_heads] for x in (dk, dv)], seen))
             del whole, runs, sums  # before what the next unit takes
             if lending.any and kv_heads.stop == H_kv:
-                returns.append(lending.give_back([dq[b]], [[x[5][0] for x in loaned]]))
-        for ends, _ in under_way:
-            for end in ends:
-                wait(q, end)
+                returns.append(lending.give_back([dq[b]], [x[0] for x in others[5:]]))
         for travel in returns:
             travel.wait(q)
         dsink = None

@@ -3,7 +3,8 @@
 Two ranks share a sequence as parts 0 and 3, and 1 and 2. Early queries pass fewer layers than late ones, so that the
 middle of a sequence has some percent more work than its ends. The second rank therefore lends its last queries to the
 first, whose own go on where they end: they travel there, and their results travel back. Keys and values are on both
-ranks in any case, and both find the same loan, from shapes alone.
+ranks in any case, and both find the same loans, from shapes alone. Each rank waits for the other after a forward and
+after a backward, which have loans of their own: layers weigh differently in them.
 
 More ranks lend nothing. What a rank borrowed of several would lie apart from its own queries, in chunks of the backward
 that are too short to pay.
@@ -15,14 +16,28 @@ import bisect
 import functools
 from typing import NamedTuple
 
-# What a candidate costs in a selected layer, in an entry layer, and where that is the bottom, which selects nothing.
-SELECTED, ENTRY, BOTTOM = 10, 8, 5
 # Fewer queries are not worth an exchange.
 MIN_ROWS = 64
 # Loans are multiples of this.
 ROW_STEP = 16
 # Cells of a part in which the work of a query counts as constant.
 CELLS = 64
+
+
+class Weights(NamedTuple):
+    """What a candidate costs: in a selected layer, of which some cost nothing, in the entry layer above one selected
+    layer, above more of them, and in an entry layer that is the bottom. Fitted to the times of ranks alone
+    (lab/README.md, context parallelism)."""
+
+    selected: int
+    free: int  # candidates of each selected layer
+    above_one: int
+    above_more: int
+    bottom: int
+
+
+FORWARD = Weights(selected=10, free=0, above_one=0, above_more=5, bottom=4)
+BACKWARD = Weights(selected=10, free=512, above_one=7, above_more=4, bottom=1)
 
 
 class Loan(NamedTuple):
@@ -34,24 +49,32 @@ class Loan(NamedTuple):
     count: int
 
 
-def work_of(t: int, r: int, top_k: int, max_nodes: int) -> int:
-    """Of the query at position t, in tenths of a candidate of a selected layer. One of an entry layer counts less, as
-    the times of ranks say (lab/README.md, forward and backward together)."""
+class Loans(NamedTuple):
+    """Of a call. The queries of the backward are the last ones of the forward's."""
+
+    forward: Loan | None
+    backward: Loan | None
+
+
+def work_of(t: int, r: int, top_k: int, max_nodes: int, weights: Weights) -> int:
+    """Of the query at position t, in tenths of a candidate of a selected layer."""
     layers, nodes = 0, t + 1
     while nodes > max_nodes:
         layers, nodes = layers + 1, t // r ** (layers + 1) + 1
-    return SELECTED * layers * top_k * r + (ENTRY if layers else BOTTOM) * nodes
+    entry = (weights.bottom, weights.above_one, weights.above_more)[min(layers, 2)]
+    return weights.selected * layers * max(1, top_k * r - weights.free) + entry * nodes
 
 
 class Work:
     """Of the queries of a sequence of T tokens, up to a position; and the position up to which so much work lies."""
 
-    def __init__(self, T: int, parts: int, r: int, top_k: int, max_nodes: int):
+    def __init__(self, T: int, parts: int, r: int, top_k: int, max_nodes: int, weights: Weights):
         cells = min(T, parts * CELLS)
         self.bounds = [i * T // cells for i in range(cells + 1)]
         self.sums = [0]
         for begin, end in zip(self.bounds, self.bounds[1:], strict=False):
-            self.sums.append(self.sums[-1] + (end - begin) * work_of((begin + end) // 2, r, top_k, max_nodes))
+            work = work_of((begin + end) // 2, r, top_k, max_nodes, weights)
+            self.sums.append(self.sums[-1] + (end - begin) * work)
 
     def up_to(self, position: int) -> int:
         i = min(bisect.bisect_right(self.bounds, position), len(self.bounds) - 1) - 1
@@ -64,13 +87,23 @@ class Work:
         return begin + (sum_ - self.sums[i]) * (end - begin) // (self.sums[i + 1] - self.sums[i])
 
 
+def most_rows(T: int, group_size: int) -> int:
+    """That may be lent of a sequence of T tokens: q and out of more would take over a twentieth of what a forward of
+    half of the queries takes, which is K and V, their tree, and out."""
+    return T * (8 + group_size) // (80 * group_size)
+
+
 @functools.lru_cache(maxsize=64)
-def loans(T: int, ranks: int, r: int, top_k: int, max_nodes: int) -> tuple[Loan, ...]:
-    """Those of a sequence of T tokens in the zigzag layout."""
+def loans(T: int, ranks: int, group_size: int, r: int, top_k: int, max_nodes: int) -> Loans:
+    """Those of a sequence of T tokens in the zigzag layout, group_size query heads a KV head."""
     if ranks != 2:
-        return ()
-    work = Work(T, 4, r, top_k, max_nodes)
+        return Loans(None, None)
     begin, end = T // 4, 3 * T // 4  # what the second rank has
-    more = work.up_to(end) - work.up_to(begin) - work.up_to(T) // 2
-    count = min(end - work.position(work.up_to(end) - more), T // 8) // ROW_STEP * ROW_STEP if more > 0 else 0
-    return (Loan(1, 0, end - count, count),) if count >= MIN_ROWS else ()
+    counts = []
+    for weights in (FORWARD, BACKWARD):
+        work = Work(T, 4, r, top_k, max_nodes, weights)
+        more = max(0, work.up_to(end) - work.up_to(begin) - work.up_to(T) // 2)
+        most = min(most_rows(T, group_size), T // 8, *counts)
+        count = min(end - work.position(work.up_to(end) - more), most) // ROW_STEP * ROW_STEP
+        counts.append(count if count >= MIN_ROWS else 0)
+    return Loans(*(Loan(1, 0, end - count, count) if count else None for count in counts))

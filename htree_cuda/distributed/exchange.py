@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .placement import Placement
 
-# Bytes of other ranks' sums that one step of `reduce` receives into memory of its own.
+# Bytes of other ranks' sums that one step of `reduce` receives into memory of its own; there are two at a time.
 STAGING_BYTES = 32 << 20
 
 
@@ -58,20 +58,24 @@ def _takes_lists(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _swap(group: dist.ProcessGroup, rank: int, sent: list[Tensor], received: list[Tensor]) -> None:
-    """sent[i] travels to rank i, where it is received[rank]; this rank's own pair stays as it is, and what has no
-    elements does not travel. All are contiguous, views of what the kernels read and wrote: nothing is packed."""
+def _begin_swap(group: dist.ProcessGroup, rank: int, sent: list[Tensor], received: list[Tensor]) -> list[dist.Work]:
+    """sent[i] begins to travel to rank i, where it is received[rank]; this rank's own pair stays as it is, and what has
+    no elements does not travel. All are contiguous, views of what the kernels read and wrote: nothing is packed. What
+    comes after the waiting for all that is returned comes after the exchange."""
     if _takes_lists(sent[0]):
         nothing = sent[rank].new_empty(0)
         lists = ([nothing if i == rank else x for i, x in enumerate(some)] for some in (received, sent))
-        dist.all_to_all(*lists, group=group)
-        return
-    for work in [
+        return [dist.all_to_all(*lists, group=group, async_op=True)]
+    return [
         call(x, dist.get_global_rank(group, i), group=group)
         for call, some in ((dist.irecv, received), (dist.isend, sent))
         for i, x in enumerate(some)
         if i != rank and x.numel()
-    ]:
+    ]
+
+
+def _swap(group: dist.ProcessGroup, rank: int, sent: list[Tensor], received: list[Tensor]) -> None:
+    for work in _begin_swap(group, rank, sent, received):
         work.wait()
 
 
@@ -85,13 +89,14 @@ def all_gather(mine: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
 
 class Gathered:
     """Tensors [T / ranks, heads, D] of this rank -> `whole`, [1, T, heads, D] of all ranks in the order of tokens.
+    Parts that a rank does not see (`Placement.seen`) do not travel to it: there `whole` has no values.
 
     `start` enqueues the exchange; `ready(stage)` has the current stream wait until the tokens of a stage, and of those
     before it, are there.
     """
 
-    def __init__(self, place: Placement, group: dist.ProcessGroup, tensors: list[Tensor]):
-        self.place, self.group, self.tensors = place, group, tensors
+    def __init__(self, place: Placement, group: dist.ProcessGroup, tensors: list[Tensor], seen: list[int]):
+        self.place, self.group, self.tensors, self.seen = place, group, tensors, seen
         self.events: list[torch.cuda.Event | None] = []
         if place.ranks == 1:
             self.whole = [x[None] for x in tensors]
@@ -114,38 +119,67 @@ class Gathered:
         place = self.place
         for x, whole in zip(self.tensors, self.whole, strict=True):
             parts = place.parts_of(whole[0], stage)
-            parts[place.rank].copy_(place.own(x, stage))
-            _swap(self.group, place.rank, [parts[place.rank]] * place.ranks, parts)
+            own, nothing = parts[place.rank], x.new_empty(0)
+            own.copy_(place.own(x, stage))
+            sent = [own if place.part(stage) < self.seen[i] else nothing for i in range(place.ranks)]
+            number = [place.part_of(i, stage) for i in range(place.ranks)]
+            received = [y if i < self.seen[place.rank] else nothing for i, y in zip(number, parts, strict=True)]
+            _swap(self.group, place.rank, sent, received)
 
 
 def reduce(
-    place: Placement, group: dist.ProcessGroup, stage: int, sums: list[Tensor], results: list[Tensor]
+    place: Placement, group: dist.ProcessGroup, sums: list[Tensor], results: list[Tensor], seen: list[int]
 ) -> torch.cuda.Event | None:
-    """Sums over ranks of sums [1, T, heads, D], of which this rank gets its part of a stage: written to the rows of
-    the stage of results [T / ranks, heads, D], rounded to their dtype. Returns the event of its end.
+    """Sums over ranks of sums [1, T, heads, D], of which this rank gets its parts: written to results
+    [T / ranks, heads, D], rounded to their dtype. A rank has nothing to add to parts that it does not see
+    (`Placement.seen`). Returns the event of its end.
 
-    The partial sums travel to the rank that owns the tokens and are added there in the order of ranks: as many bytes
-    as a reduce-scatter, and the same bits in every run.
+    The partial sums travel to the rank that owns the tokens and are added there in the order of ranks: no more bytes
+    than a reduce-scatter has, and the same bits in every run. One step travels while what the step before brought is
+    added.
     """
+    pairs = [
+        (stage, place.own(x, stage), place.parts_of(total[0], stage))
+        for stage in range(place.stages)
+        for x, total in zip(results, sums, strict=True)
+    ]
     if place.ranks == 1:
-        for x, total in zip(results, sums, strict=True):
-            place.own(x, stage).copy_(place.parts_of(total[0], stage)[0])
+        for _, own, parts in pairs:
+            own.copy_(parts[0])
         return None
+    nothing = sums[0].new_empty(0)
     with _lane(sums[0]):
-        for x, total in zip(results, sums, strict=True):
-            own, parts = place.own(x, stage), place.parts_of(total[0], stage)
-            row_bytes = (place.ranks - 1) * parts[0][0].numel() * total.element_size()
+        waiting = None
+        for stage, own, parts in pairs:
+            own_part = place.part(stage)
+            number = [place.part_of(i, stage) for i in range(place.ranks)]
+            row_bytes = (place.ranks - 1) * parts[0][0].numel() * parts[0].element_size()
             for first, end in _steps(own.shape[0], row_bytes):
-                partial = [part[first:end] for part in parts]
-                theirs = [torch.empty_like(part) for part in partial]
-                theirs[place.rank] = partial[place.rank]
-                _swap(group, place.rank, partial, theirs)
-                *before, last = theirs
-                found = before[0]
-                for other in before[1:]:
-                    found = found + other
-                torch.add(found, last, out=own[first:end])
+                mine = parts[place.rank][first:end]
+                sent = [x[first:end] if i < seen[place.rank] else nothing for i, x in zip(number, parts, strict=True)]
+                theirs = [torch.empty_like(mine) if own_part < many else nothing for many in seen]
+                theirs[place.rank] = mine
+                works = _begin_swap(group, place.rank, sent, theirs)
+                if waiting is not None:
+                    _add(*waiting)
+                waiting = works, theirs, own[first:end]
+        if waiting is not None:
+            _add(*waiting)
         return _mark(sums[0])
+
+
+def _add(works: list[dist.Work], theirs: list[Tensor], own: Tensor) -> None:
+    """The sum of what has come, in the order of ranks."""
+    for work in works:
+        work.wait()
+    *before, last = (x for x in theirs if x.numel())
+    if not before:
+        own.copy_(last)
+        return
+    found = before[0]
+    for other in before[1:]:
+        found = found + other
+    torch.add(found, last, out=own)
 
 
 def trade(

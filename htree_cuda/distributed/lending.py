@@ -1,4 +1,4 @@
-"""The loans of one call: which rows travel between this rank and others, and back."""
+"""The loan of one pass of a call: which rows travel between this rank and another one, and back."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ class Travel:
 
 
 class Lending:
-    """A rank's side of the loans of a call, whose tensors have `local` rows a sequence here; every rank makes the same
-    calls."""
+    """A rank's side of the loan of a forward or of a backward, whose tensors have `local` rows a sequence here; every
+    rank makes the same calls, and none where nothing is lent."""
 
-    def __init__(self, place: Placement, group: dist.ProcessGroup, loans: tuple[Loan, ...], local: int):
+    def __init__(self, place: Placement, group: dist.ProcessGroup, loan: Loan | None, local: int):
         self.place, self.group = place, group
-        self.any = bool(loans)
-        self.lent = [loan for loan in loans if loan.lender == place.rank]
-        self.borrowed = [loan for loan in loans if loan.borrower == place.rank]
-        self.lent_rows = sum(loan.count for loan in self.lent)
-        # Position of this rank's first row, if its late part's rows were counted back.
-        self.origin = place.part(place.stages - 1) * (local // place.stages) - (local - local // place.stages)
+        self.any = loan is not None
+        self.lent = loan if loan and loan.lender == place.rank else None
+        self.borrowed = loan if loan and loan.borrower == place.rank else None
+        self.other = self.lent.borrower if self.lent else self.borrowed.lender if self.borrowed else None
+        self.rows = loan.count if loan else 0
+        self.end = loan.start + loan.count if loan else 0
+        # Rows of this rank's tensors that are not lent: the lent ones are the last.
+        self.kept_rows = local - (self.lent.count if self.lent else 0)
 
-    def _own(self, x: Tensor, loan: Loan) -> Tensor:
-        """Of a tensor of this rank's rows, those of a loan that it has made."""
-        return x.narrow(0, loan.start - self.origin, loan.count)
+    def send(self, tensors: list[Tensor]) -> tuple[list[Tensor], Travel]:
+        """Lent rows of tensors [local, ..] travel to who borrowed them; returned are those that this rank borrowed, one
+        tensor for each, none on a rank that borrows nothing."""
+        sent = [x[self.kept_rows :].contiguous() for x in tensors] if self.lent else []
+        found = [x.new_empty(self.borrowed.count, *x.shape[1:]) for x in tensors] if self.borrowed else []
+        return found, self.trade(tensors, sent, found)
 
-    def send(self, tensors: list[Tensor]) -> tuple[list[list[Tensor]], Travel]:
-        """Rows of tensors [local, ..] travel to who borrowed them; returned are those that this rank borrowed, for each
-        tensor a list in the order of `borrowed`."""
-        sent = [{x.borrower: self._own(t, x).contiguous() for x in self.lent} for t in tensors]
-        found = [[t.new_empty(x.count, *t.shape[1:]) for x in self.borrowed] for t in tensors]
-        received = [{x.lender: rows for x, rows in zip(self.borrowed, some, strict=True)} for some in found]
-        return found, self._trade(tensors, sent, received)
+    def give_back(self, tensors: list[Tensor], found: list[Tensor]) -> Travel:
+        """What this rank found for the rows that it borrowed travels to the lender's tensors [local, ..], contiguous
+        ones, where these rows are the last."""
+        return self.trade(tensors, found, [x[self.kept_rows :] for x in tensors] if self.lent else [])
 
-    def give_back(self, tensors: list[Tensor], found: list[list[Tensor]]) -> Travel:
-        """What this rank found for the rows it borrowed travels to the rows of the lender's tensors [local, ..], which
-        are contiguous."""
-        sent = [{x.lender: rows for x, rows in zip(self.borrowed, some, strict=True)} for some in found]
-        received = [{x.borrower: self._own(t, x) for x in self.lent} for t in tensors]
-        return self._trade(tensors, sent, received)
-
-    def _trade(self, tensors: list[Tensor], sent: list[dict], received: list[dict]) -> Travel:
-        event = trade(self.place, self.group, list(zip(tensors, sent, received, strict=True)))
-        return Travel(event, sent, received)
+    def trade(self, like: list[Tensor], sent: list[Tensor], received: list[Tensor]) -> Travel:
+        """Contiguous tensors of the dtypes of `like` travel between lender and borrower: for each, a rank has one of
+        `sent` or one of `received`, or neither."""
+        lists = [
+            (x, {self.other: sent[i]} if sent else {}, {self.other: received[i]} if received else {})
+            for i, x in enumerate(like)
+        ]
+        return Travel(trade(self.place, self.group, lists), sent, received)

@@ -127,14 +127,14 @@ def _forward_of_pack(run: Run, k: Tensor, v: Tensor, pack: Pack, backend: str, n
 
 @ops._without_autocast
 def backward(
-    k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, runs: list[Run], *, add: bool, whole: Whole, backend: str,
+    k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, runs: list[Run], *, whole: Whole, backend: str,
     deterministic: bool, pack: Pack | None = None, **tree,
 ) -> None:  # fmt: skip
-    """Fills dq of runs, and dk and dv, contiguous and of the accumulation dtype, which are added to where `add` says
-    so. All but k, v, dk and dv may be views of some heads of tensors that have all; where the selection is, out, lse
-    and dq are. k and v are the keys of all runs, which may have fewer. whole: see there."""
+    """Fills dq of runs, and dk and dv, contiguous and of the accumulation dtype. All but k, v, dk and dv may be views
+    of some heads of tensors that have all; where the selection is, out, lse and dq are. k and v are the keys of all
+    runs, which may have fewer. whole: see there."""
     if pack is not None:
-        _backward_of_pack(runs[0], k, v, dk, dv, add, pack, backend=backend, deterministic=deterministic, **tree)
+        _backward_of_pack(runs[0], k, v, dk, dv, pack, backend=backend, deterministic=deterministic, **tree)
         return
     op_params = []
     for x in runs:
@@ -143,9 +143,8 @@ def backward(
         checks.tree.backward(x.dout, x.dlse, x.q, own_k, own_v, x.out, x.lse, x.selection, params)
         op_params.append(params)
     if ops._use_torch("backward", k, backend):
-        if not add:
-            dk.zero_()
-            dv.zero_()
+        dk.zero_()
+        dv.zero_()
         for x, params in zip(runs, op_params, strict=True):
             results = (x.dout, x.dlse, x.q, k[:, : x.keys], v[:, : x.keys], x.out, x.lse, x.selection)
             sums = dk[:, : x.keys], dv[:, : x.keys]
@@ -153,16 +152,15 @@ def backward(
         return
     for x, params in zip(runs, op_params, strict=True):
         checks.support.forward(x.q, k, v, params, "backward")
-    _launch_backward(runs, k, v, dk, dv, add, op_params, whole)
+    _launch_backward(runs, k, v, dk, dv, op_params, whole)
 
 
 def _backward_of_pack(
-    run: Run, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, add: bool, pack: Pack, *, backend: str, deterministic: bool,
+    run: Run, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, pack: Pack, *, backend: str, deterministic: bool,
     **tree,
 ) -> None:  # fmt: skip
-    if not add:
-        dk.zero_()
-        dv.zero_()
+    dk.zero_()
+    dv.zero_()
     own_dq = run.dq[0].contiguous()
     dout, dlse, q, k, v, dk, dv = (x[0] for x in (run.dout, run.dlse, run.q, k, v, dk, dv))
     out, lse, selection = run.out[0].contiguous(), run.lse[0].contiguous(), run.selection[:, 0].contiguous()
@@ -180,7 +178,7 @@ def _backward_of_pack(
 
 
 def _launch_backward(
-    runs: list[Run], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, add: bool, op_params: list[TreeParams], whole: Whole
+    runs: list[Run], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, op_params: list[TreeParams], whole: Whole
 ) -> None:
     from .. import kernels
 
@@ -191,7 +189,7 @@ def _launch_backward(
         lse, dlse = (x.lse, x.dlse) if options.attn_sink is None else sinks.folded(x.lse, x.dlse, options.attn_sink)
         dq = pairs.to_halves(x.dq, options)
         own.append(kernels.Run(q, x.out, lse, x.selection, params, None, x.dout, dlse, dq))
-    own_dk = pairs.to_halves(dk, options)  # holds what the kernels add to
+    own_dk = pairs.to_halves(dk, options)
     part = whole.queries, whole.kv_heads
     if any(
         x.selection.is_contiguous() or x.dq is not run.dq or options.attn_sink is not None
@@ -202,7 +200,7 @@ def _launch_backward(
         own = [x._replace(**{name: getattr(x, name).contiguous() for name in names}) for x in own]
         part = whole.part(k.shape[2])
     workspace = k.new_empty(kernels.backward_runs_workspace(own, own_k, v, part=part), dtype=torch.uint8)
-    kernels.backward_runs(own, own_k, v, own_dk, dv, workspace, add=add, part=part)
+    kernels.backward_runs(own, own_k, v, own_dk, dv, workspace, add=False, part=part)
     for x, run in zip(own, runs, strict=True):
         if x.dq is not run.dq:
             run.dq.copy_(pairs.from_halves(x.dq, options))

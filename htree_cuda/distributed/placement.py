@@ -35,8 +35,17 @@ class Placement:
 
     def part(self, stage: int) -> int:
         """Which part of the sequence is this rank's in a stage."""
-        within = self.ranks - 1 - self.rank if self.reversed(stage) else self.rank
+        return self.part_of(self.rank, stage)
+
+    def part_of(self, rank: int, stage: int) -> int:
+        """Which part is another rank's."""
+        within = self.ranks - 1 - rank if self.reversed(stage) else rank
         return stage * self.ranks + within
+
+    def seen(self, strict_causal: bool) -> list[int]:
+        """So many parts, from the first on, have keys of each rank's queries: those up to its own last part, or all
+        where the node that holds a query takes part in its selection."""
+        return [self.part_of(x, self.stages - 1) + 1 if strict_causal else self.parts for x in range(self.ranks)]
 
     def parts_of(self, whole: Tensor, stage: int) -> list[Tensor]:
         """Of a tensor whose rows are the tokens of the sequence, the parts of a stage in the order of ranks."""

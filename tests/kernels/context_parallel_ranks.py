@@ -68,13 +68,20 @@ def compare(layouts=("zigzag", "contiguous"), shape=None, **options):
 
 
 def check_top_k_512():
-    assert balance.loans(65536, 2, 16, 512, 8192), "nothing is lent"
+    assert balance.loans(65536, 2, 16, 16, 512, 8192).forward, "nothing is lent"
     compare(shape={"T": 65536}, top_k_per_layer=512)
 
 
 def check_top_k_64_and_eight_kv_heads():
-    assert balance.loans(32768, 2, 16, 64, 1024), "nothing is lent"
+    assert balance.loans(32768, 2, 4, 16, 64, 1024).backward, "nothing is lent"
     compare(shape={"T": 32768, "H": 32, "H_kv": 8}, top_k_per_layer=64)
+
+
+def check_fewer_queries_lent_in_the_backward():
+    """Selections of the others travel back."""
+    loans = balance.loans(1 << 17, 2, 4, 16, 64, 1024)
+    assert loans.forward.count > loans.backward.count > 0
+    compare(("zigzag",), shape={"T": 1 << 17, "H": 8, "H_kv": 2}, top_k_per_layer=64)
 
 
 def check_selected_again_in_the_backward():
@@ -87,14 +94,14 @@ def check_float16_batches_and_no_strict_causality():
 
 
 def check_several_chunks_of_kv_heads():
-    """dk and dv of two heads exceed 512 MiB in float32 at this length."""
-    compare(("zigzag",), shape={"T": 1 << 19, "H": 2, "H_kv": 2, "D": 64}, top_k_per_layer=16, save_selection=False)
+    """dk and dv of three heads exceed 512 MiB in float32 at this length: two heads, then one."""
+    compare(("zigzag",), shape={"T": 1 << 19, "H": 3, "H_kv": 3, "D": 64}, top_k_per_layer=16, save_selection=False)
 
 
 def check_heads_of_tensors_that_have_all():
-    """Two chunks of one KV head at a time, views of what has all heads; sums travel beside the kernels of the next."""
+    """Chunks of one KV head, views of what has all heads, whose keys are gathered beside the chunk before."""
     saved = attention.SUM_BYTES
-    attention.SUM_BYTES = 2 * 32768 * 128 * 2 * 4
+    attention.SUM_BYTES = 32768 * 128 * 2 * 4
     try:
         compare(shape={"T": 32768, "H": 16, "H_kv": 4}, top_k_per_layer=64)
         compare(("zigzag",), shape={"T": 32768, "H": 16, "H_kv": 4}, top_k_per_layer=64, save_selection=False)

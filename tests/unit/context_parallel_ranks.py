@@ -106,6 +106,20 @@ def check_values_and_gradients():
     compare(shape={"T": 32, "H": 2, "H_kv": 2, "K": 4, "V": 6}, max_top_nodes=5, scale=0.7)
 
 
+@contextlib.contextmanager
+def lent(forward: int, backward: int, T: int):
+    """So many queries, of two ranks, in place of what balances them."""
+    plain = attention.loans
+    loan = lambda count: balance.Loan(1, 0, 3 * T // 4 - count, count) if count else None  # noqa: E731
+    attention.loans = lambda T_, ranks, *sizes: (
+        balance.Loans(loan(forward), loan(backward)) if ranks == 2 else plain(T_, ranks, *sizes)
+    )
+    try:
+        yield
+    finally:
+        attention.loans = plain
+
+
 def check_queries_that_are_lent():
     """Selections that are kept and made again, one KV head at a time, several sequences. Counted is what every rank
     computes."""
@@ -119,15 +133,15 @@ def check_queries_that_are_lent():
         return plain(k, v, runs, **options)
 
     with loans_of_any_size():
-        found = balance.loans(96, world, r, top_k, r * top_k)
-        assert bool(found) == (world == 2)
+        loan = balance.loans(96, world, 2, r, top_k, r * top_k).forward
+        assert (loan is not None) == (world == 2)
         attention.pieces.forward = counted
         try:
             compare(layouts=["zigzag"], shape={"T": 96}, selects=False)
         finally:
             attention.pieces.forward = plain
-        own = 96 // world + sum((x.borrower == dist.get_rank()) * x.count for x in found)
-        assert sum(computed) == own - sum((x.lender == dist.get_rank()) * x.count for x in found)
+        change = {loan.borrower: loan.count, loan.lender: -loan.count}[dist.get_rank()] if loan else 0
+        assert sum(computed) == 96 // world + change
         saved, attention.SUM_BYTES = attention.SUM_BYTES, 1
         try:
             for strict in (True, False):
@@ -136,6 +150,18 @@ def check_queries_that_are_lent():
         finally:
             attention.SUM_BYTES = saved
         compare(layouts=["zigzag"], shape={"T": 96, "K": 8}, selects=False, rope_interleaved=True, rope_dim=4)
+
+
+def check_fewer_queries_lent_in_the_backward():
+    """Selections of the others travel back to their rank, of as many layers as its own queries have: three of 96 tokens
+    of which the borrower sees four."""
+    most = TREE["compression_rate"] * TREE["top_k_per_layer"]
+    for T, forward, backward in ((96, 11, 4), (96, 7, 0), (96, 5, 5), (4 * most, most // 2, 1)):
+        with lent(forward, backward, T):
+            for save in (True, False):
+                for shape in ({"T": T}, {"T": T, "B": 2, "H_kv": 1}):
+                    compare(layouts=["zigzag"], shape=shape, selects=False, save_selection=save)
+            compare(layouts=["zigzag"], shape={"T": T}, selects=False, strict_causal=False)
 
 
 def check_options_of_the_rotation_and_sinks():
@@ -244,22 +270,28 @@ def check_what_nccl_is_given():
     takes, which gloo has not."""
     calls = []
 
-    def all_to_all(received, sent, group):
+    def all_to_all(received, sent, group, async_op):
         rank, sizes = dist.get_rank(group), [None] * dist.get_world_size(group)
         assert len(received) == len(sent) == len(sizes)
         assert all(x.is_contiguous() and x.dtype == sent[0].dtype for x in (*received, *sent))
         assert received[rank].numel() == sent[rank].numel() == 0
         dist.all_gather_object(sizes, [x.numel() for x in sent], group=group)
         assert [x.numel() for x in received] == [row[rank] for row in sizes]
-        gloo(group, rank, sent, received)
         calls.append(sizes)
+        return Later(group, rank, sent, received)
 
     takes, exchange._takes_lists, original = exchange._takes_lists, lambda x: True, dist.all_to_all
 
-    def gloo(*arguments):
-        exchange._takes_lists = takes
-        exchange._swap(*arguments)
-        exchange._takes_lists = lambda x: True
+    class Later:
+        """Travels when it is waited for."""
+
+        def __init__(self, *arguments):
+            self.arguments = arguments
+
+        def wait(self):
+            exchange._takes_lists = takes
+            exchange._swap(*self.arguments)
+            exchange._takes_lists = lambda x: True
 
     dist.all_to_all = all_to_all
     try:
@@ -270,6 +302,20 @@ def check_what_nccl_is_given():
     finally:
         exchange._takes_lists, dist.all_to_all = takes, original
     assert calls
+
+
+def check_what_does_not_travel_is_not_read():
+    """Memory without values holds NaN: tokens behind a rank's last query, which it does not receive."""
+    seen = cp.placement.Placement("zigzag", 0, dist.get_world_size()).seen(True)
+    assert seen == sorted(seen, reverse=True) and seen[0] == 2 * len(seen) > seen[-1] == len(seen) + 1
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        compare(save_selection=False)
+        with loans_of_any_size():
+            compare(layouts=["zigzag"], shape={"T": 96}, selects=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def check_nan_reaches_what_attends_it_and_nothing_before():
@@ -498,7 +544,10 @@ def check_benchmark():
         bench.write_report = write
         options = ["--quick", "--device", "cpu", "--dtype", "float32", "--dim", "8", "--lengths", "64,128"]
         args = cli._parser().parse_args(["context_parallel", *options, "--out", f"{folder}/out.json"])
-        figures = bench._figures(args)
+        with loans_of_any_size():
+            loans = [balance.loans(T, 2, 2, 16, top_k, 16 * top_k) for T in (64, 128) for top_k in (2, 4)]
+            assert any(x.forward and x.forward.count > x.backward.count for x in loans), "no selection travels back"
+            figures = bench._figures(args)
         bench.LONG_S = 0.0
         long = bench._figures(args)
     rows = [(T, H, layout) for T in (64, 128) for H in (2, 4) for layout in ("zigzag", "contiguous")]

@@ -155,19 +155,25 @@ def test_the_docstring_is_a_contract(name):
 # --------------------------------------------------------------------------------------------------------- benchmark
 
 
-def test_zigzag_is_balanced_and_contiguous_is_not():
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_zigzag_is_balanced_and_contiguous_is_not(part):
     """The counted imbalance, which the cost model takes: work of the busiest rank over the mean. With the loan of two
-    ranks nothing is left of it."""
+    ranks less is left of it; nothing where as much may be lent as the ranks want, and the backward's loan is no larger
+    than the forward's."""
     for T, top_k in ((1 << 17, 64), (1 << 17, 512), (1 << 20, 64), (1 << 20, 512)):
         for ranks in (2, 4, 8):
-            zigzag, contiguous = (bench.imbalance(T, ranks, layout, top_k) for layout in ("zigzag", "contiguous"))
-            plain = bench.imbalance(T, ranks, "zigzag", top_k, lends=False)
-            assert 1 <= zigzag <= plain < 1.07 < contiguous
-            assert (zigzag < 1.001) == (ranks == 2)
-        assert bench.imbalance(T, 1, "zigzag", top_k) == 1
+            zigzag, contiguous = (bench.imbalance(T, ranks, x, top_k, 4, part) for x in ("zigzag", "contiguous"))
+            plain = bench.imbalance(T, ranks, "zigzag", top_k, 4, part, lends=False)
+            assert 1 <= zigzag <= plain < 1.08 and zigzag <= contiguous
+            loan = getattr(balance.loans(T, ranks, 4, 16, top_k, 16 * top_k), part)
+            assert (loan is not None) == (ranks == 2) == (zigzag < plain)
+            if loan and part == "forward" and loan.count < balance.most_rows(T, 4) - balance.ROW_STEP:
+                assert zigzag < 1.001
+        assert bench.imbalance(T, 1, "zigzag", top_k, 4, part) == 1
 
 
-def test_work_is_counted_as_the_tree_is_walked():
+@pytest.mark.parametrize("weights", [balance.FORWARD, balance.BACKWARD, balance.Weights(1, 3, 1, 1, 1)])
+def test_work_is_counted_as_the_tree_is_walked(weights):
     """The candidates of selected layers and of the entry layer; up to the last node, of which the tree's own walk has
     fewer children, and but for the layers above, of which it takes all."""
     T, r, top_k = 4096, 4, 8
@@ -178,25 +184,31 @@ def test_work_is_counted_as_the_tree_is_walked():
         entry = t // r**layers + 1
         walked = visited(T, t, t + 1, r, top_k, top_k * r)[0]
         above = sum(t // r**l + 1 for l in range(layers + 1, 5))
-        of_entry = balance.ENTRY if layers else balance.BOTTOM
-        expected = balance.SELECTED * layers * top_k * r + of_entry * entry
-        assert balance.work_of(t, r, top_k, top_k * r) == expected
+        of_entry = (weights.bottom, weights.above_one, *[weights.above_more] * 4)[layers]
+        expected = weights.selected * layers * max(1, top_k * r - weights.free) + of_entry * entry
+        assert balance.work_of(t, r, top_k, top_k * r, weights) == expected
         assert abs(walked - above - layers * top_k * r - entry) <= layers * r
-    work = balance.Work(T, 4, r, top_k, top_k * r)
+    work = balance.Work(T, 4, r, top_k, top_k * r, weights)
     for position in (0, 1, 77, 2048, 4095, 4096):
         assert work.position(work.up_to(position)) in (position - 1, position)
 
 
-def test_a_loan_is_of_what_a_rank_has():
-    """The last queries of the second of two ranks, at most half of a part; nothing where they are few."""
+@pytest.mark.parametrize("group_size", [1, 4, 16])
+def test_a_loan_is_of_what_a_rank_has(group_size):
+    """The last queries of the second of two ranks, at most half of a part and what memory allows; nothing where they
+    are few; those of the backward among those of the forward."""
     lent = 0
     for T in (4 * n for n in (2, 37, 640, 5000, 40000)):
         for r, top_k, most in ((16, 64, 1024), (4, 2, 8), (2, 16, 100), (64, 16, 1024)):
-            for loan in balance.loans(T, 2, r, top_k, most):
-                lent += 1
-                assert (loan.lender, loan.borrower) == (1, 0) and loan.start + loan.count == 3 * T // 4
-                assert balance.MIN_ROWS <= loan.count <= T // 8
-            assert balance.loans(2 * T, 4, r, top_k, most) == ()
+            loans = balance.loans(T, 2, group_size, r, top_k, most)
+            for loan in loans:
+                if loan is not None:
+                    lent += 1
+                    assert (loan.lender, loan.borrower) == (1, 0) and loan.start + loan.count == 3 * T // 4
+                    assert balance.MIN_ROWS <= loan.count <= min(T // 8, balance.most_rows(T, group_size))
+            if loans.backward is not None:
+                assert loans.backward.count <= loans.forward.count
+            assert balance.loans(2 * T, 4, group_size, r, top_k, most) == (None, None)
     assert lent > 5
 
 

@@ -60,7 +60,7 @@ def model() -> str:
     report, f = found
     rows = []
     for ranks in RANKS:
-        compute = f["ms"] / ranks * imbalance(f["T"], ranks, "zigzag", f["top_k"])
+        compute = f["ms"] / ranks * imbalance(f["T"], ranks, "zigzag", f["top_k"], f["H"] // f["H_kv"], "forward")
         row = [str(ranks), f"{compute:.1f}"]
         for gb_per_s in NOMINAL_GB_PER_S:
             if gb_per_s == NOMINAL_GB_PER_S[0] and ranks > ONE_HOST:
