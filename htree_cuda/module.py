@@ -52,7 +52,7 @@ class HTreeAttention(nn.Module):
             save_selection: as in `htree_cuda.forward`; rope_base is a number here, never None.
         context_parallel_group: torch.distributed process group, or `DeviceMesh` of one dimension, whose ranks share
             each sequence: x then holds this rank's tokens, and attention is
-            `htree_cuda.distributed.context_parallel_forward`; default None.
+            `htree_cuda.distributed.context_parallel_forward`; default None. Not with past, cache or seqused.
         context_parallel_layout: "zigzag" (default) or "contiguous": which tokens, as in
             `htree_cuda.distributed.positions`.
         device, dtype: of the parameters.
@@ -60,8 +60,8 @@ class HTreeAttention(nn.Module):
     Shape of the call ``module(x, past=None, return_kv=False, *, cache=None, seqused=None, cu_seqlens=None,
     max_seqlen=None)``:
         x: [B, T_q, d_model], dtype of the parameters; with cu_seqlens [total, d_model], sequences packed.
-        cache: a `TreeCache` (`new_cache` makes one) of the tokens before x; those of x are appended. A step costs the
-            same at every length, and has no gradient.
+        cache: a `TreeCache` (`new_cache` makes one) of the tokens before x; those of x are appended. The work of a step
+            grows with the number of layers, that is, with the logarithm of the length. No gradient.
         seqused: [B] int32 on the device, 0 .. T_q, how many tokens of each row of x exist, the first ones; default:
             all. The others are padding: no token sees them, and what the module returns for them is that of an
             attention output of 0. Not with past.

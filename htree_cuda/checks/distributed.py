@@ -63,6 +63,12 @@ def packed_layout(op: str, name: str) -> None:
         fail(op, 'cu_seqlens needs layout "contiguous"', repr(name))
 
 
+def packed_causality(op: str, strict_causal: bool, ranks: int) -> None:
+    """Otherwise a sequence has keys behind a rank's queries, which the kernels take for its last ones."""
+    if ranks > 1 and not strict_causal:
+        fail(op, f"cu_seqlens needs strict_causal True on {ranks} ranks", strict_causal)
+
+
 def module_call(**given: Any) -> None:
     """What ``HTreeAttention`` does not do with tokens of several ranks."""
     for name, value in given.items():

@@ -188,7 +188,7 @@ def context_parallel_forward(
             replayed, as in `htree_cuda.forward`; default None. Not with cu_seqlens.
         cu_seqlens: [N + 1] int32 on the device of q, where each of N packed sequences begins and the last one ends, as
             in `htree_cuda.forward_varlen`, of the pack of all ranks and alike on them; a sequence may span ranks.
-            Needs layout "contiguous". Default None: nothing is packed.
+            Needs layout "contiguous", and strict_causal on more than one rank. Default None: nothing is packed.
         max_seqlen: int, with cu_seqlens: at least the longest sequence.
 
     Returns:
@@ -201,7 +201,8 @@ def context_parallel_forward(
         TypeError, ValueError, UnsupportedError: as `htree_cuda.forward`.
         ValueError: on every rank, where ranks disagree on a shape, a dtype or an argument, or one of them raised; this
             is found in the first call of a group, and in every call with HTREE_CUDA_CHECK=1 in the environment (which
-            waits for the device). In other calls a rank that disagrees leaves the rest to the time-out of the group.
+            waits for the device). In other calls ranks that disagree wait until the time-out of the group, or, where
+            the sizes of what they exchange are equal, take each other's numbers.
 
     Notes:
         Numbers: out, lse and selection are those of one device, from the kernels bit for bit.
@@ -282,6 +283,7 @@ def _checked(
         checks.common.tensor(op, "cu_seqlens", cu_seqlens)
         max_seqlen = checks.varlen.maximum(op, "max_seqlen", max_seqlen)
         checks.distributed.packed_layout(op, layout)
+        checks.distributed.packed_causality(op, options["strict_causal"], place.ranks)
         if given is not None:
             checks.common.fail(op, "selection belongs to sequences that are not packed", f"shape {tuple(given.shape)}")
         lengths = (cu_seqlens, cu_seqlens, None, None, None)

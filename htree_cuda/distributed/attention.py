@@ -91,8 +91,6 @@ class Call:
         forward alone travel back. The lender's late part may have fewer layers than the tokens that the borrower saw;
         in the layers above, a query's selection is every node up to its own."""
         rows = lending.rows - later.rows
-        if rows == 0 or not (lending.lent or lending.borrowed):
-            return found, lending.trade(found[:1], [], [])
         late = stages[-1]
         keys = late.keys if lending.lent or not self.tree["strict_causal"] else lending.end
         layers = self._layers(keys) - 1
@@ -100,7 +98,7 @@ class Call:
             back = found[-1].new_empty(layers, rows, *found[-1].shape[3:])
             return [*found, back[:, None]], lending.trade(found[:1], [], [back])
         at = next(run.number for run in late.runs if run.borrowed)
-        back, own = found[at][:layers, 0, :rows].contiguous(), found[at][:, :, rows:].contiguous()
+        back, own = found[at][:layers, 0, :rows].contiguous(), found[at][:, :, rows:].clone()
         return [*found[:at], *([own] if later.rows else []), *found[at + 1 :]], lending.trade(found[:1], [back], [])
 
     def whole_selection(self, selections: list[list[Tensor]], stages: list[_Stage], q: Tensor, k: Tensor) -> Tensor:
@@ -231,12 +229,13 @@ class Attention(torch.autograd.Function):
                 )  # fmt: skip
             if sent:
                 returns.append(lending.give_back([out[b], lse[b]], [x[0] for x in others[1:]]))
-                if keeps:
+                if keeps and lending.rows > later.rows:
                     found, travel = call.split_selections(found, stages, lending, later)
                     returns.append(travel)
             selections.append(found)
             if later.borrowed and call.needs_grad:
-                borrowed += [x[:, -later.borrowed.count :].contiguous() for x in others]
+                fewer = later.rows < lending.rows  # the rest of the forward's is freed
+                borrowed += [x[:, -later.rows :].clone() if fewer else x for x in others]
             del whole, k_all, v_all, others  # before what the next sequence takes
         for travel in returns:
             travel.wait(q)

@@ -63,9 +63,7 @@ def _begin_swap(group: dist.ProcessGroup, rank: int, sent: list[Tensor], receive
     no elements does not travel. All are contiguous, views of what the kernels read and wrote: nothing is packed. What
     comes after the waiting for all that is returned comes after the exchange."""
     if _takes_lists(sent[0]):
-        nothing = sent[rank].new_empty(0)
-        lists = ([nothing if i == rank else x for i, x in enumerate(some)] for some in (received, sent))
-        return [dist.all_to_all(*lists, group=group, async_op=True)]
+        return [_all_to_all(group, rank, sent, received, async_op=True)]
     return [
         call(x, dist.get_global_rank(group, i), group=group)
         for call, some in ((dist.irecv, received), (dist.isend, sent))
@@ -74,7 +72,17 @@ def _begin_swap(group: dist.ProcessGroup, rank: int, sent: list[Tensor], receive
     ]
 
 
+def _all_to_all(group: dist.ProcessGroup, rank: int, sent: list[Tensor], received: list[Tensor], async_op: bool):
+    nothing = sent[rank].new_empty(0)
+    lists = ([nothing if i == rank else x for i, x in enumerate(some)] for some in (received, sent))
+    return dist.all_to_all(*lists, group=group, async_op=async_op)
+
+
 def _swap(group: dist.ProcessGroup, rank: int, sent: list[Tensor], received: list[Tensor]) -> None:
+    """The same on the current stream, so with its priority: an asynchronous collective has a stream of its own."""
+    if _takes_lists(sent[0]):
+        _all_to_all(group, rank, sent, received, async_op=False)
+        return
     for work in _begin_swap(group, rank, sent, received):
         work.wait()
 

@@ -1,4 +1,4 @@
-"""Attention of a run of queries into tensors that are there, with the rules, backends and bits of `htree_cuda.forward`.
+"""Attention of runs of queries into tensors that exist, with the rules, backends and bits of `htree_cuda.forward`.
 
 The ops of `ops.py` return tensors of their own; a rank's results are made of several calls, and copying them together
 would hold them twice. Tensors are [1, T_q, ...] and [1, T, ...]; with `Pack` their rows are packed sequences.
@@ -53,9 +53,9 @@ def _packed_params(q: Tensor, k: Tensor, v: Tensor, pack: Pack, op: str, **tree)
 
 
 class Run(NamedTuple):
-    """Queries with consecutive positions, from q_start on, in tensors [1, n, ..]: those of a part, or what a rank has
-    borrowed. They are given the first `keys` tokens. `selection` is one to replay in the forward, and what the forward
-    returned in the backward; what is behind it is the backward's."""
+    """Queries with consecutive positions, from q_start on, in tensors [1, n, ..]: of a rank's part, or borrowed ones.
+    Their keys are the first `keys` tokens. `selection`: in the forward one to replay, in the backward the one that the
+    forward returned. The fields after `selection` belong to the backward."""
 
     q: Tensor
     out: Tensor

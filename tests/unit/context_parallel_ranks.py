@@ -156,6 +156,16 @@ def check_fewer_queries_lent_in_the_backward():
     """Selections of the others travel back to their rank, of as many layers as its own queries have: three of 96 tokens
     of which the borrower sees four."""
     most = TREE["compression_rate"] * TREE["top_k_per_layer"]
+    held = []  # bytes of the storage of what is saved for the backward, beside its own
+
+    def saved(x):
+        held.append(x.untyped_storage().nbytes() / max(1, x.numel() * x.element_size()))
+        return x
+
+    with lent(11, 4, 96), torch.autograd.graph.saved_tensors_hooks(saved, lambda x: x):
+        own = leaves(cp.shard(x, 1, dist.group.WORLD) for x in inputs(T=96)[0])
+        cp.context_parallel_forward(*own, group=dist.group.WORLD, **TREE)
+    assert held and set(held) == {1.0}, "what is lent in the forward alone is kept for the backward"
     for T, forward, backward in ((96, 11, 4), (96, 7, 0), (96, 5, 5), (4 * most, most // 2, 1)):
         with lent(forward, backward, T):
             for save in (True, False):
@@ -237,6 +247,7 @@ def check_packed_sequences_that_ranks_see_differently():
     call = lambda **more: cp.context_parallel_forward(*own, group=group, cu_seqlens=cu, max_seqlen=64, **TREE, **more)  # noqa: E731
     refused(lambda: call(layout="contiguous"), "got cu_seqlens (3,)")
     refused(lambda: call(), 'cu_seqlens needs layout "contiguous"')
+    refused(lambda: call(layout="contiguous", strict_causal=False), "cu_seqlens needs strict_causal True", "got False")
 
 
 def check_a_length_that_is_no_multiple_of_nodes():
@@ -257,7 +268,7 @@ def check_small_steps_and_single_heads():
     attention.SUM_BYTES = 1
     try:
         compare(shape={"B": 2, "H": 6, "H_kv": 3})
-        attention.SUM_BYTES = 1 << 62  # two chunks under way
+        attention.SUM_BYTES = 2 * 64 * (6 + 4) * 8  # of two KV heads, then of one
         compare(shape={"B": 3, "H": 6, "H_kv": 3})
         attention.SUM_BYTES = 1
         compare(shape={"H": 6, "H_kv": 3}, save_selection=False)
@@ -278,7 +289,8 @@ def check_what_nccl_is_given():
         dist.all_gather_object(sizes, [x.numel() for x in sent], group=group)
         assert [x.numel() for x in received] == [row[rank] for row in sizes]
         calls.append(sizes)
-        return Later(group, rank, sent, received)
+        later = Later(group, rank, sent, received)
+        return later if async_op else later.wait()
 
     takes, exchange._takes_lists, original = exchange._takes_lists, lambda x: True, dist.all_to_all
 
