@@ -6,11 +6,12 @@ Standard library only.
 Environment:
     HTREE_CUDA_KERNELS      auto (default): kernels where nvcc or an NVIDIA driver is present; on; off
     HTREE_CUDA_NVCC         path of nvcc, or `wheels`: NVIDIA's compiler wheels even where a toolkit exists
-    HTREE_CUDA_CUTLASS_DIR  a CUTLASS checkout (or its include folder) instead of the nvidia-cutlass package
+    HTREE_CUDA_CUTLASS_DIR  a CUTLASS checkout (or its include folder) instead of the headers of nvidia-cutlass
     HTREE_CUDA_FAMILIES     the kernels to build, of htree, decode, dsa (default: all); calls of others say so
     HTREE_CUDA_MIXED_DIMS   1: kernels for K != V too
     HTREE_CUDA_PROFILE      1: line numbers in the kernels, for ncu and compute-sanitizer; four times the size
-    HTREE_CUDA_BUILD_DIR    where compiled objects are kept from build to build (build_backend/htree_cuda_store.py)
+    HTREE_CUDA_BUILD_DIR    where compiled objects and CUTLASS headers are kept from build to build
+                            (build_backend/htree_cuda_store.py, htree_cuda_cutlass.py)
     CXX                     C++ compiler (default g++)
     MAX_JOBS                compilers at a time
 """
@@ -29,8 +30,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import htree_cuda_cutlass as cutlass
+
 ARCH = "sm_90a"
-CUTLASS_REQUIREMENT = "nvidia-cutlass==4.2.0.0"
 KERNEL_REQUIREMENTS = ("ninja>=1.11", "pybind11>=2.13")
 # NVIDIA's compiler as wheels. All five are pinned: they share one folder and must be of one release.
 COMPILER_REQUIREMENTS = (
@@ -198,13 +200,13 @@ def features(environ: Mapping[str, str] | None = None, *, debug: bool = False) -
 
 
 def requirements(the_plan: Plan, environ: Mapping[str, str] | None = None) -> list[str]:
-    """Build requirements beyond setuptools."""
+    """Build requirements beyond setuptools. Those of CUTLASS are none where its headers alone could be fetched."""
     environ = os.environ if environ is None else environ
     if not the_plan.kernels:
         return []
     needed = list(KERNEL_REQUIREMENTS)
-    if not environ.get("HTREE_CUDA_CUTLASS_DIR"):
-        needed.append(CUTLASS_REQUIREMENT)
+    if not environ.get("HTREE_CUDA_CUTLASS_DIR") and cutlass.fetch(environ) is None:
+        needed.append(cutlass.REQUIREMENT)
     if the_plan.nvcc is None:
         needed.extend(COMPILER_REQUIREMENTS)
     return needed
@@ -233,7 +235,10 @@ def find_cutlass(environ: Mapping[str, str]) -> Path:
         include = Path(location) / "source" / "include"
         if (include / "cutlass" / "version.h").is_file():
             return include
-    raise Missing(f"no CUTLASS headers: install {CUTLASS_REQUIREMENT} beside the build, or set HTREE_CUDA_CUTLASS_DIR")
+    include = cutlass.fetch(environ)
+    if include is not None:
+        return include
+    raise Missing(f"no CUTLASS headers: install {cutlass.REQUIREMENT} beside the build, or set HTREE_CUDA_CUTLASS_DIR")
 
 
 def cutlass_version(include: Path) -> str:
@@ -285,7 +290,7 @@ def resolve(the_plan: Plan, environ: Mapping[str, str] | None = None) -> Toolcha
             "set HTREE_CUDA_NVCC=wheels to compile with NVIDIA's compiler wheels"
         )
     root = nvcc.resolve().parent.parent
-    cutlass = find_cutlass(environ)
+    include = find_cutlass(environ)
     return Toolchain(
         nvcc=str(nvcc),
         nvcc_version=release[3],
@@ -294,8 +299,8 @@ def resolve(the_plan: Plan, environ: Mapping[str, str] | None = None) -> Toolcha
         cuda_lib_dirs=tuple(str(root / name) for name in ("lib", "lib64") if (root / name).is_dir()),
         cxx=the_plan.cxx,
         cxx_version=capture([the_plan.cxx, "--version"]).splitlines()[0],
-        cutlass_include=str(cutlass),
-        cutlass_version=cutlass_version(cutlass),
+        cutlass_include=str(include),
+        cutlass_version=cutlass_version(include),
         ninja=find_ninja(environ),
     )
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
 import re
 import stat
 import subprocess
 import sys
+import zipfile
 
 import htree_cuda_build as build
+import htree_cuda_cutlass as cutlass
 import pytest
 
 from .common import ROOT, command
@@ -59,7 +62,10 @@ COMPILER = {
         ("on", None, "driver", True, True),
     ],
 )
-def test_plan_and_requirements(mode, nvcc, driver, kernels, wheels):
+@pytest.mark.parametrize("fetched", [False, True])
+def test_plan_and_requirements(monkeypatch, mode, nvcc, driver, kernels, wheels, fetched):
+    """The whole package of CUTLASS only where its headers cannot be fetched."""
+    monkeypatch.setattr(cutlass, "fetch", lambda environ: ROOT if fetched else None)
     environ = {} if mode is None else {"HTREE_CUDA_KERNELS": mode}
     plan = build.plan(environ, FakeProbe(nvcc, driver))
     assert (plan.kernels, plan.kernels and plan.nvcc is None) == (kernels, wheels)
@@ -67,7 +73,8 @@ def test_plan_and_requirements(mode, nvcc, driver, kernels, wheels):
     needs = set(build.requirements(plan, environ))
     expected = set()
     if kernels:
-        expected = {*build.KERNEL_REQUIREMENTS, "nvidia-cutlass==4.2.0.0"} | (COMPILER if wheels else set())
+        expected = set(build.KERNEL_REQUIREMENTS) | (COMPILER if wheels else set())
+        expected |= set() if fetched else {"nvidia-cutlass==4.2.0.0"}
     assert needs == expected
 
 
@@ -77,7 +84,8 @@ def test_other_values_are_errors(value):
         build.plan({"HTREE_CUDA_KERNELS": value}, FakeProbe("nvcc"))
 
 
-def test_nvcc_override(tmp_path):
+def test_nvcc_override(tmp_path, monkeypatch):
+    monkeypatch.setattr(cutlass, "fetch", lambda environ: None)
     nvcc = tmp_path / "nvcc"
     for mode in ("auto", "on"):
         environ = {"HTREE_CUDA_KERNELS": mode, "HTREE_CUDA_NVCC": str(nvcc)}
@@ -159,6 +167,45 @@ def test_max_jobs():
             build.max_jobs({"MAX_JOBS": value})
 
 
+def cutlass_wheel(path):
+    """A wheel with one header, a module that no build wants, and a requirement that nobody has."""
+    info = "nvidia_cutlass-4.2.0.0.dist-info"
+    files = {
+        "cutlass_library/__init__.py": "",
+        "cutlass_library/source/include/cutlass/version.h": "".join(
+            f"#define CUTLASS_{name} {value}\n" for name, value in zip(("MAJOR", "MINOR", "PATCH"), (4, 2, 0))
+        ),
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: nvidia-cutlass\nVersion: 4.2.0.0\nRequires-Dist: nowhere\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+        archive.writestr(f"{info}/RECORD", "".join(f"{name},,\n" for name in (*files, f"{info}/RECORD")))
+
+
+def test_python_brings_a_pip(monkeypatch):
+    """A build environment of pip has none of its own."""
+    found = importlib.machinery.PathFinder.find_spec
+    monkeypatch.setattr(
+        importlib.machinery.PathFinder, "find_spec", lambda name, *more: None if name == "pip" else found(name, *more)
+    )
+    pip = cutlass._pip()
+    if pip is None:
+        pytest.skip("this Python has no ensurepip")
+    assert pip[1].endswith("/pip") and command(*pip, "--version").startswith("pip ")
+
+
+def test_a_store_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    environ = {"HTREE_CUDA_BUILD_DIR": str(tmp_path / "file" / "store")}
+    monkeypatch.setattr(cutlass, "_pip", lambda: [sys.executable, "-c", "raise SystemExit"])
+    assert cutlass.fetch(environ) is None
+    with pytest.raises(build.Missing, match=r"no CUTLASS headers: install nvidia-cutlass==4\.2\.0\.0"):
+        monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+        build.find_cutlass(environ)
+
+
 def test_hooks_ask_for_the_compiler(tmp_path):
     """The PEP 517 hooks themselves, in a fresh process as pip runs them."""
     script = (
@@ -166,9 +213,16 @@ def test_hooks_ask_for_the_compiler(tmp_path):
         "print(b.get_requires_for_build_wheel(), b.get_requires_for_build_editable(), b.get_requires_for_build_sdist())"
     )
     hook = [sys.executable, "-c", script, ROOT / "build_backend"]
-    text = command(*hook, cwd=ROOT, HTREE_CUDA_KERNELS="on", HTREE_CUDA_NVCC="wheels", HTREE_CUDA_CUTLASS_DIR="")
+    wanted = {"HTREE_CUDA_KERNELS": "on", "HTREE_CUDA_NVCC": "wheels", "HTREE_CUDA_CUTLASS_DIR": ""}
+    wanted |= {"HTREE_CUDA_BUILD_DIR": str(tmp_path / "store"), "PIP_NO_INDEX": "1"}
+    text = command(*hook, cwd=ROOT, **wanted)
     for need in COMPILER | {"nvidia-cutlass==4.2.0.0"}:
         assert text.count(need) == 2, text
+    cutlass_wheel(tmp_path / "nvidia_cutlass-4.2.0.0-py3-none-any.whl")
+    text = command(*hook, cwd=ROOT, **wanted, PIP_FIND_LINKS=str(tmp_path))
+    assert "cutlass" not in text and all(text.count(need) == 2 for need in COMPILER), text
+    include = cutlass.kept(wanted)
+    assert build.cutlass_version(include) == "4.2.0" and not list((tmp_path / "store").rglob("*.py"))
     assert "nvidia" not in command(*hook, cwd=ROOT, HTREE_CUDA_KERNELS="off")
     done = subprocess.run(
         [str(a) for a in hook],
