@@ -20,7 +20,7 @@ import htree_cuda_store as store
 
 REQUIREMENT = "nvidia-cutlass==4.2.0.0"
 HEADERS = "cutlass_library/source/include/"  # of the wheel
-LIMIT_S = 300
+LIMIT_S = 300  # of the download
 
 
 def kept(environ: Mapping[str, str]) -> Path | None:
@@ -40,11 +40,12 @@ def fetch(environ: Mapping[str, str]) -> Path | None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            # Where no index answers, the build goes on without long waiting.
             options = [
                 "--no-deps",
                 "--only-binary=:all:",
                 "--disable-pip-version-check",
-                "--quiet",
+                "--retries=1",
                 "--dest",
                 temporary,
             ]

@@ -158,17 +158,17 @@ def test_the_docstring_is_a_contract(name):
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_zigzag_is_balanced_and_contiguous_is_not(part):
     """The counted imbalance, which the cost model takes: work of the busiest rank over the mean. With the loan of two
-    ranks less is left of it; nothing where as much may be lent as the ranks want, and the backward's loan is no larger
-    than the forward's."""
+    ranks nothing is left of it. What a contiguous layout counts at the least is 1.053 in the forward, whose weights take
+    the entry layer above one selected layer for nothing."""
+    least = {"forward": 1.05, "backward": 1.068}[part]
     for T, top_k in ((1 << 17, 64), (1 << 17, 512), (1 << 20, 64), (1 << 20, 512)):
         for ranks in (2, 4, 8):
             zigzag, contiguous = (bench.imbalance(T, ranks, x, top_k, 4, part) for x in ("zigzag", "contiguous"))
             plain = bench.imbalance(T, ranks, "zigzag", top_k, 4, part, lends=False)
-            assert 1 <= zigzag <= plain < 1.08 and zigzag <= contiguous
+            assert 1 <= zigzag <= plain < 1.073 and least < contiguous and plain <= contiguous + 1e-9
+            assert (zigzag < 1.001) == (ranks == 2)
             loan = getattr(balance.loans(T, ranks, 4, 16, top_k, 16 * top_k), part)
             assert (loan is not None) == (ranks == 2) == (zigzag < plain)
-            if loan and part == "forward" and loan.count < balance.most_rows(T, 4) - balance.ROW_STEP:
-                assert zigzag < 1.001
         assert bench.imbalance(T, 1, "zigzag", top_k, 4, part) == 1
 
 
