@@ -41,14 +41,7 @@ def fetch(environ: Mapping[str, str]) -> Path | None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             # Where no index answers, the build goes on without long waiting.
-            options = [
-                "--no-deps",
-                "--only-binary=:all:",
-                "--disable-pip-version-check",
-                "--retries=1",
-                "--dest",
-                temporary,
-            ]
+            options = ["--no-deps", "--only-binary=:all:", "--no-input", "--retries=1", "--dest", temporary]
             subprocess.run([*pip, "download", *options, REQUIREMENT], check=True, capture_output=True, timeout=LIMIT_S)
             new = Path(temporary) / "new"
             _unpack(next(Path(temporary).glob("*.whl")), new / "include")

@@ -158,8 +158,8 @@ def test_the_docstring_is_a_contract(name):
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_zigzag_is_balanced_and_contiguous_is_not(part):
     """The counted imbalance, which the cost model takes: work of the busiest rank over the mean. With the loan of two
-    ranks nothing is left of it. What a contiguous layout counts at the least is 1.053 in the forward, whose weights take
-    the entry layer above one selected layer for nothing."""
+    ranks nothing is left of it. A contiguous layout counts 1.053 at the least in the forward, whose weights take the
+    entry layer above one selected layer for nothing."""
     least = {"forward": 1.05, "backward": 1.068}[part]
     for T, top_k in ((1 << 17, 64), (1 << 17, 512), (1 << 20, 64), (1 << 20, 512)):
         for ranks in (2, 4, 8):
