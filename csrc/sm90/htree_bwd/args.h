@@ -59,17 +59,15 @@ struct Args {
   int G;
 
   // ---- dk and dv of selected layers ----
-  // A work item is a KV block and a segment of the rows. Items are ordered by layer, the lowest first, whose blocks
-  // differ most in their visits, then head, segment and block, the last block first, because it belongs to the most recent
-  // tokens, which are visited most.
-  int first_item[kMaxLayers];
-  int items;
-  int segments[kMaxLayers];
-  int segment_rows[kMaxLayers];       // a multiple of 32
-  uint2* visits[kMaxLayers];          // lists of visits, see layout.h; an item's begins at a multiple of kListUnit
-  uint2* lists;                       // [items]: where the item's list begins, in units, and how many packs it has
+  // A work item is a KV block and a segment of its list of visits. Items are ordered by layer, the lowest first, whose
+  // blocks differ most in their visits, then by segment, so that sums of the segments before have been added long before;
+  // those of a layer and segment by what visit_lists comes to first.
+  int item_visits;                    // of an item, about
+  uint2* visits[kMaxLayers];          // lists of visits, see layout.h; a block's begins at a multiple of kListUnit
+  uint4* items[kMaxLayers];           // [kMaxSegments, heads * kv_blocks[l]]: see StoredItem::listed
+  int* listed_items;                  // [kMaxLayers, kMaxSegments]: how many items there are
   int* listed_units;                  // [kMaxLayers]: units of a layer that lists have taken so far
-  int first_list_cta[kMaxLayers];     // of visit_lists, a CTA for each word of the index and segment of the rows
+  int first_list_cta[kMaxLayers];     // of visit_lists, a CTA for each word of the index
   int list_ctas;
   int* next_item;                     // the first item that nobody has begun
   std::int64_t begin[kMaxLayers];     // first node row of each layer
@@ -80,7 +78,7 @@ struct Args {
 
   // ---- sequences of different lengths ----
   // Then `chunk` has rows of the call and no position, `tree` and the tables of a head are those of all sequences, words
-  // and N those of the longest, and the items above are not looked at.
+  // and N those of the longest, and what cuts rows of entry layers above is not looked at.
   sequences::Tables sequences;
 
   // ---- two runs of queries in a chunk ----

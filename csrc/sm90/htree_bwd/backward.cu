@@ -93,7 +93,6 @@ struct Launcher {
     args.first_row = chunk.first_query;
     args.rows = chunk.rows;
     std::copy(std::begin(w.tile_segment_rows), std::end(w.tile_segment_rows), args.tile_segment_rows);
-    std::copy(std::begin(w.segment_rows), std::end(w.segment_rows), args.segment_rows);
     args.begins = w.stream_begins;
     args.ends = w.stream_ends;
     std::int64_t const at = w.tables_of(chunk);
@@ -101,8 +100,6 @@ struct Launcher {
     args.gather_ctas = w.gather_ctas;
     args.entry = w.entry + at * w.entry_room;
     args.entry_room = w.entry_room;
-    args.selected = w.selected + at * w.selected_room;
-    args.selected_room = w.selected_room;
     args.lists = w.list_work + at * w.list_room;
     args.list_room = w.list_room;
     args.counts = w.counts + at;

@@ -1,7 +1,7 @@
 // dk and dv of selected layers: dkdv_selected. A warp holds a KV block and multiplies with the queries that visit it.
 // Groups of 8 and 4 heads fill the 16 rows of a product with two and four of them, a pack, whichever these are: the
 // reverse index lists them, and they need not be neighbours. With bf16 a pack leaves its dS for dq_gather.
-// The grid is persistent: a warp gets its work items, a block and a segment of the rows, from a counter, so that no
+// The grid is persistent: a warp gets its work items, a block and a segment of its visits, from a counter, so that no
 // warp waits for another one's block. What is added to a sum, and in which order, follows from shapes and lists alone.
 //
 // Since <R(q, n - 1), R(k, 16 j + c)> = <R(q, n - 1 - 16 j), R(k, c)> for a block of rank j, scores and gradients need
@@ -523,24 +523,11 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) dkdv_selected_kernel(const _
     __syncwarp();
   }
   PackPosition<Cfg> at;
-  // Counted again for every item, for want of a register.
-  auto const items = [&] {
-    return args.sequences.any() ? args.sequences.counts->selected * static_cast<int>(ptx::opaque(args.chunk.heads))
-                                : args.items;
-  };
   int next = take_item(args, lane);
-  while (next < items()) {
-    WorkItem const item = args.sequences.any() ? WorkItem::of_sequences(args, next) : WorkItem::at(args, next);
-    VisitList const list = item.segments_before < 0 ? VisitList{} : VisitList::of_item(args, next);
-    if (list.packs > 0) {
-      next = DkDvSelectedWarp<Cfg>(args, store, at, {item, list}).run();
-      continue;
-    }
-    if (item.segments_before >= 0) {
-      wait_for_segments(segments_added_of(args, item), item.segments_before, lane);
-      count_segment(segments_added_of(args, item), lane);
-    }
-    next = take_item(args, lane);
+  while (true) {
+    StoredItem const stored = StoredItem::listed(args, next, lane);
+    if (stored.list.packs == 0) return;
+    next = DkDvSelectedWarp<Cfg>(args, store, at, stored).run();
   }
 }
 

@@ -86,17 +86,32 @@ __host__ __device__ inline int first_visiting_row(std::int64_t origin, int layer
 
 // ---- lists of visits -----------------------------------------------------------------------------------------------
 
-// The rows of a segment that visit a KV block, ascending, eight bytes each: the row; the position n - 1 - 16 rank of the
+// The rows of a chunk that visit a KV block, ascending, eight bytes each: the row; the position n - 1 - 16 rank of the
 // row as the block sees it in the upper half of the second word, and in the lower half the children that the row does not
-// attend, because it expanded them or because they lie past it. The list of a work item is filled to whole packs: the
-// last visit is repeated with all children masked, and kRepeated is set.
+// attend, because it expanded them or because they lie past it. A list is filled to whole packs: the last visit is
+// repeated with all children masked, and kRepeated is set.
 inline constexpr std::uint32_t kRepeated = 1u << 31;
 inline constexpr int kListUnit = 4;  // lists begin at multiples of so many visits: 32 bytes
 
 // Visits that the lists of a layer have room for: all that there are, and what fills the last unit of each list.
-constexpr std::int64_t list_capacity(std::int64_t visits, std::int64_t items) {
-  return visits + items * (kListUnit - 1);
+constexpr std::int64_t list_capacity(std::int64_t visits, std::int64_t blocks) {
+  return visits + blocks * (kListUnit - 1);
 }
+
+// A list is cut into segments of about equally many visits, a work item of dkdv_selected each, so that no block keeps a
+// warp busy for long: about `wanted` visits, or more where kMaxSegments are not enough.
+inline constexpr int kMaxSegments = 16;
+
+struct ListSegments {
+  std::uint32_t count;   // 0 where there are no visits
+  std::uint32_t visits;  // of each but the last, whole units
+
+  __device__ __forceinline__ ListSegments(std::uint32_t all, std::uint32_t wanted) {
+    std::uint32_t const about = min(max((all + wanted / 2) / wanted, 1u), static_cast<std::uint32_t>(kMaxSegments));
+    visits = ((all + about - 1) / about + kListUnit - 1) / kListUnit * kListUnit;
+    count = all == 0 ? 0 : (all + visits - 1) / visits;
+  }
+};
 
 // ---- operands of selected layers ---------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ inline sequences::Tables tables(Workspace const& w, Chunk const& chunk) {
           w.gather + at * w.gather_ctas,
           w.gather_ctas,
           w.entry + at * w.entry_room,
-          w.selected + at * w.selected_room,
           w.list_work + at * w.list_room,
           w.counts + at};
 }
@@ -42,7 +41,8 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
   std::copy(std::begin(w.begin), std::end(w.begin), args.begin);
   args.dk = w.dk;
   args.dv = w.dv;
-  args.lists = w.lists;
+  args.item_visits = w.item_visits;
+  args.listed_items = w.listed_items;
   args.listed_units = w.listed_units;
   args.next_item = w.next_item;
   args.segments_added = w.segments_added;
@@ -74,20 +74,15 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
     args.kv_blocks[l] = w.kv_blocks[l];
     args.keys[l] = w.keys[l];
     args.ds[l] = w.ds[l];
-    args.segments[l] = w.segments[l];
-    args.segment_rows[l] = w.segment_rows[l];
     args.visits[l] = w.visits[l];
+    args.items[l] = w.items[l];
     args.first_list_cta[l] = args.list_ctas;
-    args.first_item[l] = args.items;
     if (several) continue;
-    std::int64_t const lists = std::int64_t(chunk.heads) * w.tree.words[l] * w.segments[l];
+    std::int64_t const lists = std::int64_t(chunk.heads) * w.tree.words[l];
     args.list_ctas = static_cast<int>(grid_blocks("backward", args.list_ctas + lists));
-    std::int64_t const items = std::int64_t(chunk.heads) * w.tree.kv_blocks[l] * w.segments[l];
-    args.items = static_cast<int>(grid_blocks("backward", args.items + items));
   }
   if (several) {
     args.tile_items = static_cast<int>(grid_blocks("backward_varlen", chunk.heads * w.entry_room));
-    args.items = static_cast<int>(grid_blocks("backward_varlen", chunk.heads * w.selected_room));
     args.list_ctas = static_cast<int>(grid_blocks("backward_varlen", chunk.heads * w.list_room));
     args.sequences = tables(w, chunk);
   }
@@ -104,11 +99,11 @@ void schedule_chunk(Workspace const& w, Chunk const& chunk, Sink& sink) {
   sink.pack_queries(chunk);
   sink.build_index(chunk);
   Args const args = chunk_args(w, chunk);
-  if (args.items > 0) sink.list_visits(args);
+  if (args.list_ctas > 0) sink.list_visits(args);
   bool forked = false;
   for (Rule const& rule : kRules) {
     bool const selected = rule.order == Order::kOnlySelected;
-    if (!rule.runs_for(w.hands_over_ds) || (selected && args.items == 0)) continue;
+    if (!rule.runs_for(w.hands_over_ds) || (selected && args.list_ctas == 0)) continue;
     if (selected) sink.fork();
     if (forked && rule.order == Order::kSequential) sink.join();
     forked = selected || (forked && rule.order == Order::kBesideSelected);

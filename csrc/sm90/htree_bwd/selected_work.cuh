@@ -8,50 +8,21 @@
 #include "args.h"
 #include "device/ptx.cuh"
 #include "device/sm90.cuh"
-#include "reverse_index/lookup.cuh"
 
 namespace htree_cuda::sm90::htree_bwd {
 
-// What a warp works on: one KV block and one segment of the rows.
+// What a warp works on: one KV block and one segment of its visits.
 struct WorkItem {
   int layer;
   int head;
   int block;            // among those of all sequences
-  int segments_before;  // segments of the block that are added before this one; negative where no row visits the block
-
-  static __device__ WorkItem at(Args const& args, int index) {
-    // Opaque, because the compiler would otherwise keep it in a register that the products need.
-    int const top = static_cast<int>(ptx::opaque(static_cast<uint32_t>(args.max_entry))) - 1;
-    int layer = 0;
-    while (layer < top && index >= args.first_item[layer + 1]) ++layer;
-    index -= args.first_item[layer];
-    int const block = args.tree.kv_blocks[layer] - 1 - index % args.tree.kv_blocks[layer];
-    index /= args.tree.kv_blocks[layer];
-    int const segment = index % args.segments[layer];
-    int const head = index / args.segments[layer];
-    int const reached = reverse_index::first_row_that_visits(args, layer, block);
-    int const first = segment * args.segment_rows[layer];
-    int const end = min(first + args.segment_rows[layer], args.chunk.queries);
-    int const segments_before = max(first, reached) < end ? segment - reached / args.segment_rows[layer] : -1;
-    return {layer, head, block, segments_before};
-  }
-
-  // Where sequences have lengths of their own, from the chunk's list: the items of the heads alternate.
-  static __device__ WorkItem of_sequences(Args const& args, unsigned index) {
-    int4 const x = __ldg(reinterpret_cast<int4 const*>(args.sequences.selected + index / args.chunk.heads));
-    return {x.x, static_cast<int>(index % args.chunk.heads), x.y, x.z};
-  }
+  int segments_before;  // segments of the block that are added before this one
 };
 
 // The visits of a work item, in whole packs: where they begin among those of the layer, in units, and how many packs.
 struct VisitList {
   uint32_t first;
   int packs;
-
-  static __device__ __forceinline__ VisitList of_item(Args const& args, int index) {
-    uint2 const list = __ldg(args.lists + index);
-    return {list.x, static_cast<int>(list.y)};
-  }
 };
 
 // A warp's own part of shared memory: slots, the values that registers do not hold, the next visits, the work item, an
@@ -98,10 +69,38 @@ struct PackPosition {
   }
 };
 
-// A work item and its list wait in shared memory, because the products need the registers.
+// A work item and its list. They wait in shared memory, because the products need the registers.
 struct StoredItem {
   WorkItem item;
   VisitList list;
+
+  // Of a number, for the whole warp; without packs where there are not so many items.
+  static __device__ StoredItem listed(Args const& args, int number, int lane) {
+    // The items of two layers at a time: a lane has those of a layer and segment.
+    constexpr int kAtOnce = 32 / kMaxSegments;
+#pragma unroll 1
+    for (int layer = 0; layer < args.max_entry; layer += kAtOnce) {
+      int const own = layer + lane / kMaxSegments < args.max_entry ? __ldg(args.listed_items + layer * kMaxSegments + lane) : 0;
+      int up_to = own;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        int const before = __shfl_up_sync(kFullWarp, up_to, d);
+        if (lane >= d) up_to += before;
+      }
+      unsigned const later = __ballot_sync(kFullWarp, number < up_to);
+      if (later != 0) {
+        int const owner = __ffs(later) - 1;
+        int const place = number - __shfl_sync(kFullWarp, up_to - own, owner);
+        int const segment = owner % kMaxSegments;
+        layer += owner / kMaxSegments;
+        std::int64_t const room = static_cast<std::int64_t>(args.chunk.heads) * args.tree.kv_blocks[layer];
+        uint4 const x = __ldg(args.items[layer] + (segment * room + place));
+        return {{layer, static_cast<int>(x.w), static_cast<int>(x.z), segment}, {x.x, static_cast<int>(x.y)}};
+      }
+      number -= __shfl_sync(kFullWarp, up_to, 31);
+    }
+    return {};
+  }
 
   __device__ __forceinline__ static StoredItem loaded(uint32_t shared) {
     uint4 const x = ptx::load_shared_16B(shared);

@@ -19,10 +19,10 @@ namespace htree_cuda::sm90::htree_bwd {
 
 // Bytes that live at once, besides the pooled tree and the tables of rotations. The rows of a chunk of queries take
 // half the bytes of q and out, within the first two bounds, to the nearest round. Where dS is handed over, they take
-// three eighths of q and out and the bytes of k and v, up to the third bound: dS is most of a row there, and calls whose
-// queries are a part of the sequence's fill the GPU with their chunks, too. A call that is told of the larger one that it
-// is a part of counts the inputs of that one. Nodes and their sums take kTreeBytes for as many heads as fit, one head at
-// least.
+// three eighths of q and out and the bytes of k and v, up to the third bound or a quarter of the bytes of k and v: dS is most
+// of a row there, calls whose queries are a part of the sequence's fill the GPU with their chunks, too, and every chunk of a
+// long sequence reads and writes the sums of most of its nodes. A call that is told of the larger one that it is a part of
+// counts the inputs of that one. Nodes and their sums take kTreeBytes for as many heads as fit, one head at least.
 constexpr std::int64_t kMinChunkBytes = std::int64_t(64) << 20;
 constexpr std::int64_t kMaxChunkBytes = std::int64_t(256) << 20;
 constexpr std::int64_t kMaxHandOverChunkBytes = std::int64_t(512) << 20;
@@ -36,10 +36,13 @@ constexpr std::int64_t kTablesBytes = std::int64_t(24) << 20;
 // number is the same on any device, since sums are cut where a chunk ends.
 constexpr std::int64_t kRoundRows = 132 * 8;
 constexpr std::int64_t kRoundCtas = 132;  // and the CTAs of dq_gather
-// In selected layers the rows are split until a layer has so many work items: sixteen for each warp of a large GPU.
-constexpr std::int64_t kBlockItems = 16384;
-constexpr std::int64_t kMinSegmentRows = 256;
-constexpr std::int64_t kMaxSegmentRows = 1024;
+// In selected layers a work item of dkdv_selected has so many packs of visits, in between about so many items a layer as
+// are twelve for each warp of a large GPU. An item adds 16 KB to the sums of its block, which takes as long as some ten packs.
+constexpr std::int64_t kMinItemPacks = 32;
+constexpr std::int64_t kMaxItemPacks = 128;
+constexpr std::int64_t kLayerItems = 12 * 1056;
+static_assert(kMinItemPacks % kListUnit == 0);
+constexpr std::int64_t kMinSegmentRows = 256;  // of entry layers
 // In entry layers, where a work item is kItemTiles KV tiles and a segment: about eight items for each SM of a large
 // GPU, since half of them lie before the first query that visits their nodes.
 constexpr std::int64_t kTileItems = 1056;
@@ -55,13 +58,6 @@ constexpr std::int64_t kMinEntryRows = 128;
 // The rows of an item are counted in 16 bits.
 constexpr std::int64_t kMaxSegmentTileRows = 32768;
 static_assert(kMaxSegmentTileRows * 3 / 2 + kRowStep < sequences::kMaxItemRows);
-// Small groups multiply with two or four queries at a time, so that a work item needs more rows before its sums pay:
-// items of about so many packs in selected layers, but at least four for each warp of a large GPU.
-constexpr std::int64_t kItemPacks = 32;
-constexpr std::int64_t kMaxSmallGroupRows = 2048;
-constexpr std::int64_t kSmallGroupItems = 4224;
-static_assert((2 * kMaxSmallGroupRows + kRowStep) * 3 / 2 + kRowStep <= reverse_index::kMaxListedRows);
-
 inline std::int64_t round_up(std::int64_t x, std::int64_t step) { return ceil_div(x, step) * step; }
 
 // Runs of queries whose rows share chunks: one, or two of which the second goes on where the first ends.
@@ -85,8 +81,7 @@ struct Workspace {
   std::int64_t rows = 0;                     // of a head in a chunk, at most
   std::int64_t row_room = 0;                 // rows that there is memory for
   std::int64_t zeroed_bytes = 0;             // from `next_item` on, set to zero before every chunk
-  int segments[kMaxLayers] = {};
-  int segment_rows[kMaxLayers] = {};
+  int item_visits = 0;                       // of a work item of dkdv_selected, about
   int min_entry = 0;                         // entry layer of the first query
   int max_entry = 0;                         // entry layer of the last query
   int tiles[kMaxLayers] = {};
@@ -105,7 +100,6 @@ struct Workspace {
   int gather_rows = 0;                       // of a CTA of dq_gather, at most
   int gather_ctas = 0;                       // of a head of a chunk; of sequences of different lengths, like the next three
   std::int64_t entry_room = 0;
-  std::int64_t selected_room = 0;
   std::int64_t list_room = 0;
   std::int64_t table_chunks = 0;             // chunks whose tables of work there is room for
   std::int64_t items_apart = 0;              // of a chunk, at most: places of entry_sums
@@ -119,8 +113,9 @@ struct Workspace {
   char* keys[kMaxLayers] = {};               // null where dS is not handed over; ds likewise
   char* ds[kMaxLayers] = {};
   uint2* visits[kMaxLayers] = {};
-  uint2* lists = nullptr;
+  uint4* items[kMaxLayers] = {};
   int* listed_units = nullptr;
+  int* listed_items = nullptr;
   float* dk = nullptr;
   float* dv = nullptr;
   char* queries = nullptr;
@@ -137,7 +132,6 @@ struct Workspace {
   sequences::Rows* row_tiles = nullptr;      // of the call, whole chunks
   sequences::Rows* gather = nullptr;
   sequences::EntryWork* entry = nullptr;
-  sequences::SelectedWork* selected = nullptr;
   sequences::ListWork* list_work = nullptr;
   sequences::Counts* counts = nullptr;
   std::int32_t* stream_begins = nullptr;
@@ -162,9 +156,11 @@ struct Workspace {
     std::int64_t const call_heads = all_heads / p.H_kv * row_heads;
     std::int64_t const input_bytes = 2 * call_heads * rows_of_q * p.G * (p.K + p.V);
     bool const large = hands_over_ds && !sequences_given;
-    std::int64_t const wanted_bytes =
-        large ? input_bytes * 3 / 8 + 2 * call_heads * p.T * (p.K + p.V) : input_bytes / 2;
-    std::int64_t const max_bytes = large ? kMaxHandOverChunkBytes : sequences_given ? kMaxSequencesChunkBytes : kMaxChunkBytes;
+    std::int64_t const kv_bytes = 2 * call_heads * p.T * (p.K + p.V);
+    std::int64_t const wanted_bytes = large ? input_bytes * 3 / 8 + kv_bytes : input_bytes / 2;
+    std::int64_t const max_bytes = large             ? std::max(kMaxHandOverChunkBytes, kv_bytes / 4)
+                                   : sequences_given ? kMaxSequencesChunkBytes
+                                                     : kMaxChunkBytes;
     std::int64_t const chunk_bytes = std::clamp(wanted_bytes, kMinChunkBytes, max_bytes);
     std::int64_t const key_bytes = hands_over_ds ? kSiblings * 2 * p.K : 0;
     std::int64_t head_bytes = node_rows / kSiblings * (block_bytes + key_bytes) + node_rows * (p.K + p.V) * 4;
@@ -188,7 +184,8 @@ struct Workspace {
     if (!host::is_packed(p)) row_room = rows;
     if (sequences_given) gather_rows = even_gather_rows(heads, rows);
     pack = kMaxGroupHeads / unit;
-    for (int l = 0; l < tree.layers; ++l) split(wanted_segments(l, rows), kMinSegmentRows, segments[l], segment_rows[l]);
+    std::int64_t const item_packs = heads * rows * tree.top_k / (pack * kLayerItems);
+    item_visits = static_cast<int>(round_up(pack * std::clamp(item_packs, kMinItemPacks, kMaxItemPacks), kListUnit));
     for (int l = min_entry; l <= max_entry; ++l) {
       std::int64_t const all = heads * pairs[l];
       bool const in_one_round =
@@ -208,13 +205,10 @@ struct Workspace {
       place(keys[l], base, heads * tree.kv_blocks[l] * key_bytes);
       place(ds[l], base, heads * row_room * row_ds);
     }
-    std::int64_t items = 0;
     for (int l = 0; l < max_entry; ++l) {
-      std::int64_t const of_layer = heads * (sequences_given ? selected_room_of(p, l) : tree.kv_blocks[l] * segments[l]);
-      place(visits[l], base, list_capacity(heads * row_room * p.top_k, of_layer));
-      items += of_layer;
+      place(visits[l], base, list_capacity(heads * row_room * p.top_k, heads * tree.kv_blocks[l]));
+      place(items[l], base, kMaxSegments * heads * tree.kv_blocks[l]);
     }
-    place(lists, base, items);
     place(dk, base, heads * node_rows * p.K);
     place(dv, base, heads * node_rows * p.V);
     place(queries, base, heads * row_room * query_bytes);
@@ -225,6 +219,7 @@ struct Workspace {
     place(next_item, base, 1);
     place(next_tile_item, base, 1);
     place(listed_units, base, kMaxLayers);
+    place(listed_items, base, kMaxLayers * kMaxSegments);
     place(segments_added, base, heads * node_rows / kSiblings);
     place(tile_segments_added, base, heads * node_rows / kSiblings);
     for (int l = 0; l < max_entry; ++l) place(index.layer[l], base, heads * row_room * tree.words[l]);
@@ -339,21 +334,6 @@ private:
     return host::is_packed(p) ? all : std::min(all, sequences_in_chunk(p) * own);
   }
 
-  // Into about how many segments so many rows are cut in a selected layer.
-  std::int64_t wanted_segments(int l, std::int64_t of_rows) const {
-    if (pack == 1) return std::max(kBlockItems / (heads * blocks[l]), ceil_div(of_rows, kMaxSegmentRows));
-    std::int64_t const enough = std::min(kItemPacks * pack * blocks[l] / tree.top_k, kMaxSmallGroupRows);
-    return std::max(kSmallGroupItems / (heads * blocks[l]), of_rows / std::max(enough, kMinSegmentRows));
-  }
-
-  // Work items of dkdv_selected in a layer, of a head, at most: with the segments that all rows of the room would have,
-  // so that the room of a pack does not depend on how many sequences it has.
-  std::int64_t selected_room_of(ForwardParams const& p, int l) const {
-    std::int64_t const all_blocks = tree.kv_blocks[l];
-    return segments_of(wanted_segments(l, row_room), row_room, kMinSegmentRows) * blocks[l] +
-           last_segments(p, all_blocks, blocks[l]);
-  }
-
   void place_sequences(ForwardParams const& p, char* base) {
     std::int64_t const count = p.sequences.count;
     std::int64_t const in_chunk = sequences_in_chunk(p);
@@ -364,24 +344,21 @@ private:
                                      sequences_of_room(p, log2_room_from(l, tree.top_k));
       entry_room += rows / tile_segment_rows[l] * pairs[l] + last_segments(p, all_pairs, pairs[l]);
       if (l == max_entry) break;
-      selected_room += selected_room_of(p, l);
       std::int64_t const all_words = tree.kv_blocks[l] / kWordBlocks +
                                      sequences_of_room(p, log2_room_from(l + 1, tree.top_k));
-      list_room += rows / segment_rows[l] * tree.words[l] + last_segments(p, all_words, tree.words[l]);
+      list_room += last_segments(p, all_words, tree.words[l]);
     }
     gather_ctas = hands_over_ds ? static_cast<int>(rows / gather_rows + in_chunk) : 0;
     place(sequences, base, count);
     place(row_tiles, base, chunks() * (rows / row_tile));
     std::int64_t const chunk_bytes = gather_ctas * std::int64_t(sizeof(sequences::Rows)) +
                                      entry_room * std::int64_t(sizeof(sequences::EntryWork)) +
-                                     selected_room * std::int64_t(sizeof(sequences::SelectedWork)) +
                                      list_room * std::int64_t(sizeof(sequences::ListWork)) +
                                      std::int64_t(sizeof(sequences::Counts));
     table_chunks = std::max(kTablesBytes / chunk_bytes, std::int64_t(1));
     std::int64_t const tables = bytes;
     place(gather, base, table_chunks * gather_ctas);
     place(entry, base, table_chunks * entry_room);
-    place(selected, base, table_chunks * selected_room);
     place(list_work, base, table_chunks * list_room);
     place(counts, base, table_chunks);
     bytes = std::max(bytes, tables + kTablesBytes);
@@ -462,9 +439,8 @@ private:
     return std::max(std::min(wanted, rows / min_rows), std::int64_t(1));
   }
 
-  // Splits the rows into about `wanted` segments. Splits follow from shapes alone, so that sums do not depend on the
-  // device. The callers want as many segments as fill the device, and in selected layers for segments so short that
-  // a KV block which every row visits is not the last to end.
+  // Splits the rows of an entry layer into about `wanted` segments. Splits follow from shapes alone, so that sums do not
+  // depend on the device. The callers want as many segments as fill the device.
   void split(std::int64_t wanted, std::int64_t min_rows, int& segments, int& segment_rows) const {
     std::int64_t const count = segments_of(wanted, rows, min_rows);
     segment_rows = static_cast<int>(round_up(ceil_div(rows, count), kRowStep));

@@ -9,9 +9,8 @@
 
 namespace htree_cuda::sm90::htree_bwd::reverse_index {
 
-inline constexpr int kListWarps = 8;
-inline constexpr int kListCtasOfSm = 8;
-inline constexpr int kMaxListedRows = 255 * 32 * kListWarps;  // of a segment: a thread of visit_lists counts in bytes
+inline constexpr int kListWarps = 16;
+inline constexpr int kListCtasOfSm = 4;
 
 struct BuildArgs {
   Chunk chunk;
@@ -31,7 +30,8 @@ struct BuildArgs {
 // in ascending order.
 void build(BuildArgs const& args, cudaStream_t stream);
 
-// Lists the visits of every work item of the chunk, from the index. `listed_units` of the arguments are zeros before.
+// Lists the visits of every KV block of the chunk, from the index, and the work items that the lists are cut into. The
+// counters `listed_units` and `listed_items` of the arguments are zeros before.
 void list_visits(Args const& args, cudaStream_t stream);
 
 }  // namespace htree_cuda::sm90::htree_bwd::reverse_index

@@ -1,7 +1,7 @@
-// Lists of visits, from the reverse index: for every work item of dkdv_selected, a KV block and a segment of the rows, the
-// rows that visit the block, ascending. A CTA has the 16 KV blocks of a word and a segment, a warp a slice of its rows,
-// which it reads twice: to count the visits, then to write them behind those of the warps before it. Where the lists of a
-// CTA begin depends on which CTA comes first; what they hold does not.
+// Lists of visits, from the reverse index: for every KV block the rows that visit it, ascending, and the work items of
+// dkdv_selected, segments of these lists. A CTA has the 16 KV blocks of a word, a warp a slice of the rows, which it reads
+// twice: to count the visits, then to write them behind those of the warps before it. Where lists begin, and the order of
+// items, depend on which CTA comes first; what they hold does not.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,11 +20,9 @@ struct ListCta {
   int layer;
   int head;
   int word;
-  int first;   // the first row that may visit the first block of the word
-  int end;     // past the last row of the segment
-  int blocks;  // of the layer
-  int item;    // the number of the work item of block 0: dkdv_selected takes the last block first
-  int step;    // from the item of a block to that of the block before it
+  int first;        // the first row that may visit the first block of the word
+  int end;          // past the last row
+  int block_begin;  // the sequence's first block among those of all sequences
   std::int64_t origin;  // row r stands at position origin + r
 
   static __device__ ListCta of_batch(Args const& args, int index) {
@@ -32,17 +30,12 @@ struct ListCta {
     cta.layer = 0;
     while (cta.layer < args.max_entry - 1 && index >= args.first_list_cta[cta.layer + 1]) ++cta.layer;
     index -= args.first_list_cta[cta.layer];
-    cta.word = index % args.tree.words[cta.layer];
-    index /= args.tree.words[cta.layer];
-    int const segments = args.segments[cta.layer];
-    int const segment = index % segments;
-    cta.head = index / segments;
-    int const begin = segment * args.segment_rows[cta.layer];
-    cta.end = min(begin + args.segment_rows[cta.layer], args.chunk.queries);
-    cta.first = max(begin, first_row_that_visits(args, cta.layer, cta.word * kWordBlocks) / kRowStep * kRowStep);
-    cta.blocks = args.tree.kv_blocks[cta.layer];
-    cta.item = args.first_item[cta.layer] + (cta.head * segments + segment + 1) * cta.blocks - 1;
-    cta.step = 1;
+    // The last blocks first, because they belong to the most recent tokens, which are visited most.
+    cta.word = args.tree.words[cta.layer] - 1 - index % args.tree.words[cta.layer];
+    cta.head = index / args.tree.words[cta.layer];
+    cta.first = first_row_that_visits(args, cta.layer, cta.word * kWordBlocks) / kRowStep * kRowStep;
+    cta.end = args.chunk.queries;
+    cta.block_begin = 0;
     cta.origin = args.chunk.position(0);
     return cta;
   }
@@ -52,12 +45,9 @@ struct ListCta {
     int4 const* const words = reinterpret_cast<int4 const*>(args.sequences.lists + index / args.chunk.heads);
     int4 const x = __ldg(words);
     int4 const y = __ldg(words + 1);
-    int const heads = args.chunk.heads;
-    int const head = static_cast<int>(index % heads);
-    return {x.x, head, x.y, x.z, x.w, y.y, y.z * heads + head, heads, y.x};
+    return {x.x, static_cast<int>(index % args.chunk.heads), x.y, x.z, x.w, y.y, y.x};
   }
 
-  __device__ __forceinline__ int item_of(int block) const { return item - block * step; }
   __device__ __forceinline__ std::int64_t position(int row) const { return origin + row; }
 };
 
@@ -66,6 +56,31 @@ struct ListStorage {
   uint32_t totals[kWordBlocks];
   uint32_t ends[kWordBlocks];
 };
+
+// Cuts the list of each lane's block, which has `total` visits from unit `first` on, into work items.
+template <int kQueries>
+__device__ __forceinline__ void list_items(Args const& args, ListCta const& cta, uint32_t first, uint32_t total, int lane) {
+  ListSegments const segments(total, static_cast<uint32_t>(args.item_visits));
+  int own = 0;  // blocks that have a segment of the lane's number
+#pragma unroll
+  for (int s = 0; s < kMaxSegments; ++s) {
+    unsigned const with = __ballot_sync(kFullWarp, segments.count > s);
+    if (lane == s) own = __popc(with);
+  }
+  int const base = own > 0 ? atomicAdd(args.listed_items + cta.layer * kMaxSegments + lane, own) : 0;
+  std::int64_t const room = static_cast<std::int64_t>(args.chunk.heads) * args.tree.kv_blocks[cta.layer];
+  uint32_t const block = cta.block_begin + cta.word * kWordBlocks + lane;
+#pragma unroll 1
+  for (uint32_t s = 0; s < kMaxSegments; ++s) {
+    unsigned const with = __ballot_sync(kFullWarp, segments.count > s);
+    if (with == 0) return;
+    int const place = __shfl_sync(kFullWarp, base, s) + __popc(with & ((1u << lane) - 1u));
+    if (segments.count <= s) continue;
+    uint32_t const begin = s * segments.visits;
+    uint32_t const packs = (min(segments.visits, total - begin) + kQueries - 1) / kQueries;
+    args.items[cta.layer][s * room + place] = {first + begin / kListUnit, packs, block, static_cast<uint32_t>(cta.head)};
+  }
+}
 
 template <int kQueries>
 __device__ __forceinline__ void list_visits_of(Args const& args, ListCta const& cta, ListStorage& store) {
@@ -78,24 +93,30 @@ __device__ __forceinline__ void list_visits_of(Args const& args, ListCta const& 
   std::uint32_t const* const words = word_at(args, cta.layer, cta.head, cta.word, 0);
   uint2* const visits = args.visits[cta.layer];
 
-  // Byte i of counts[j]: visits of block 4 j + i. A lane has fewer than 256 rows.
-  uint32_t counts[kWordBlocks / 4] = {};
+  // Byte i of counts[j]: visits of block 4 j + i. A lane counts fewer than 256 rows at a time.
+  constexpr int kCountedRows = 255 * 32;
+  if (lane < kWordBlocks) places[warp][lane] = 0;
+  for (int from = begin; from < end; from += kCountedRows) {
+    uint32_t counts[kWordBlocks / 4] = {};
+    int const to = min(from + kCountedRows, end);
 #pragma unroll 4
-  for (int row = begin + lane; row < end; row += 32) {
-    uint32_t const word = __ldg(words + row);
+    for (int row = from + lane; row < to; row += 32) {
+      uint32_t const word = __ldg(words + row);
 #pragma unroll
-    for (int j = 0; j < kWordBlocks / 4; ++j) counts[j] += spread_four(word >> 4 * j);
-  }
+      for (int j = 0; j < kWordBlocks / 4; ++j) counts[j] += spread_four(word >> 4 * j);
+    }
+    __syncwarp();
 #pragma unroll
-  for (int j = 0; j < kWordBlocks / 4; ++j) {
-    // Two bytes of each sum have room for the visits of all lanes.
-    uint32_t const even = __reduce_add_sync(kFullWarp, counts[j] & 0x00ff00ffu);
-    uint32_t const odd = __reduce_add_sync(kFullWarp, counts[j] >> 8 & 0x00ff00ffu);
-    if (lane == 0) {
-      places[warp][4 * j] = even & 0xffffu;
-      places[warp][4 * j + 1] = odd & 0xffffu;
-      places[warp][4 * j + 2] = even >> 16;
-      places[warp][4 * j + 3] = odd >> 16;
+    for (int j = 0; j < kWordBlocks / 4; ++j) {
+      // Two bytes of each sum have room for the visits of all lanes.
+      uint32_t const even = __reduce_add_sync(kFullWarp, counts[j] & 0x00ff00ffu);
+      uint32_t const odd = __reduce_add_sync(kFullWarp, counts[j] >> 8 & 0x00ff00ffu);
+      if (lane == 0) {
+        places[warp][4 * j] += even & 0xffffu;
+        places[warp][4 * j + 1] += odd & 0xffffu;
+        places[warp][4 * j + 2] += even >> 16;
+        places[warp][4 * j + 3] += odd >> 16;
+      }
     }
   }
   __syncthreads();
@@ -126,11 +147,8 @@ __device__ __forceinline__ void list_visits_of(Args const& args, ListCta const& 
         place += count;
       }
       ends[lane] = place;
-      int const block = cta.word * kWordBlocks + lane;
-      if (block < cta.blocks) {
-        args.lists[cta.item_of(block)] = {first, (total + kQueries - 1) / kQueries};
-      }
     }
+    list_items<kQueries>(args, cta, first, total, lane);
   }
   __syncthreads();
 

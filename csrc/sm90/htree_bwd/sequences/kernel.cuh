@@ -35,18 +35,18 @@ struct Span {
   __device__ __forceinline__ std::int64_t last_position() const { return static_cast<std::int64_t>(origin) + end - 1; }
 };
 
-// The rows of a span that a layer's work is made of, in segments, and how many blocks or pairs of tiles they visit.
-struct Work {
+// The rows of a span whose entry layer is a layer, in segments, and how many pairs of KV tiles they visit.
+struct EntrySpan {
   std::int32_t begin;
   std::int32_t end;
   std::int32_t base;      // where the first segment begins
-  std::int32_t width;     // pairs of KV tiles, or KV blocks
+  std::int32_t width;     // pairs of KV tiles
   std::int32_t segments;
   std::int32_t rows;      // of a segment
 
-  __device__ __forceinline__ static Work entry(ChunkArgs const& args, Span const& span, int layer) {
+  __device__ __forceinline__ static EntrySpan of(ChunkArgs const& args, Span const& span, int layer) {
     auto const first_at = [&](int l) { return span.row_at(static_cast<std::int64_t>(args.top_k) << (kLog2Siblings * l)); };
-    Work work{layer == 0 ? span.begin : first_at(layer), first_at(layer + 1), 0, 0, 0, 0};
+    EntrySpan work{layer == 0 ? span.begin : first_at(layer), first_at(layer + 1), 0, 0, 0, 0};
     if (work.begin >= work.end) return work;
     int const nodes = candidates_in_entry(static_cast<std::int64_t>(span.origin) + work.end - 1, layer);
     work.base = work.begin / args.tile_queries * args.tile_queries;
@@ -55,20 +55,7 @@ struct Work {
     return work;
   }
 
-  __device__ __forceinline__ static Work selected(ChunkArgs const& args, Span const& span, int layer) {
-    Work work{span.row_at(static_cast<std::int64_t>(args.top_k) << (kLog2Siblings * (layer + 1))), span.end, 0, 0, 0, 0};
-    if (work.begin >= work.end) return work;
-    // Segments begin where those of a batch would, so that the first has fewer rows in the layer: its blocks are few, with
-    // many visits each, and the segments behind it wait for its sums.
-    std::int32_t const before = (work.begin - span.begin) / args.segment_rows[layer] * args.segment_rows[layer];
-    work.base = max((span.begin + before) / kRowStep * kRowStep, span.begin);
-    work.width = static_cast<std::int32_t>(span.last_position() >> (kLog2Siblings * (layer + 1))) + 1;
-    work.split(args.segment_rows[layer]);
-    return work;
-  }
-
   __device__ __forceinline__ std::int32_t items() const { return width * segments; }
-  __device__ __forceinline__ std::int32_t words() const { return (width + kWordBlocks - 1) / kWordBlocks; }
 
 private:
   // About equal segments of about so many rows: a short one behind a long one would wait for the other's sums.
@@ -79,8 +66,21 @@ private:
   }
 };
 
-// Streams: CTAs of dq_gather; then work items of dkdv_entry, of dkdv_selected and of visit_lists, the lowest layer first.
-enum class Kind { kGather, kEntry, kSelected, kLists };
+// The rows of a span that visit a selected layer, and the words of the reverse index that they have there.
+struct SelectedSpan {
+  std::int32_t begin;
+  std::int32_t end;
+  std::int32_t words;
+
+  __device__ __forceinline__ SelectedSpan(ChunkArgs const& args, Span const& span, int layer)
+      : begin(span.row_at(static_cast<std::int64_t>(args.top_k) << (kLog2Siblings * (layer + 1)))), end(span.end) {
+    std::int64_t const last_block = span.last_position() >> (kLog2Siblings * (layer + 1));
+    words = begin < end ? static_cast<std::int32_t>(last_block / kWordBlocks) + 1 : 0;
+  }
+};
+
+// Streams: CTAs of dq_gather; then work items of dkdv_entry and lists of visit_lists, the lowest layer first.
+enum class Kind { kGather, kEntry, kLists };
 
 struct Stream {
   Kind kind;
@@ -90,24 +90,22 @@ struct Stream {
     int const entry = args.max_entry + 1;  // layers that are the entry layer of some query
     if (stream == 0) return {Kind::kGather, 0};
     if (stream <= entry) return {Kind::kEntry, stream - 1};
-    if (stream < entry + entry) return {Kind::kSelected, stream - entry - 1};
-    return {Kind::kLists, stream - 2 * entry};
+    return {Kind::kLists, stream - entry - 1};
   }
 };
 
 // The first stream of a kind, in the order above; of a kind past the last, the number of streams.
 __device__ __forceinline__ int first_stream(ChunkArgs const& args, Kind kind) {
   if (kind == Kind::kGather) return 0;
-  return kind == Kind::kEntry ? 1 : kind == Kind::kSelected ? args.max_entry + 2 : 2 * args.max_entry + 2;
+  return kind == Kind::kEntry ? 1 : args.max_entry + 2;
 }
 
 __device__ __forceinline__ std::int32_t count_of(ChunkArgs const& args, Span const& span, int stream) {
   if (span.begin >= span.end) return 0;
   auto const [kind, layer] = Stream::of(args, stream);
   if (kind == Kind::kGather) return (span.end - span.begin + args.gather_rows - 1) / args.gather_rows;
-  if (kind == Kind::kEntry) return Work::entry(args, span, layer).items();
-  Work const work = Work::selected(args, span, layer);
-  return kind == Kind::kSelected ? work.items() : work.words() * work.segments;
+  if (kind == Kind::kEntry) return EntrySpan::of(args, span, layer).items();
+  return SelectedSpan(args, span, layer).words;
 }
 
 static __global__ void __launch_bounds__(kScanThreads) count_kernel(const __grid_constant__ ChunkArgs args) {
@@ -147,7 +145,7 @@ static __global__ void __launch_bounds__(kScanThreads) count_kernel(const __grid
   Counts counts{};  // of this thread's own stores
   for (int stream = 1; stream < args.streams(); ++stream) {
     Kind const kind = Stream::of(args, stream).kind;
-    (kind == Kind::kEntry ? counts.entry : kind == Kind::kSelected ? counts.selected : counts.lists) += args.ends[stream];
+    (kind == Kind::kEntry ? counts.entry : counts.lists) += args.ends[stream];
   }
   *args.counts = counts;
 }
@@ -168,16 +166,10 @@ __device__ __forceinline__ Rows rows_of(Sequence const& sequence, std::int32_t o
   return {sequence.t + query, sequence.row + query, min(sequence.count - query, most), own, sequence.before, first, {}};
 }
 
-// How many segments of a block's rows are added before one; -1 where none of the segment's rows comes to the block.
-__device__ __forceinline__ std::int32_t segments_before(Work const& work, std::int32_t segment, std::int32_t reached,
-                                                        std::int32_t first, std::int32_t end) {
-  return max(first, reached) < end ? segment - (reached - work.base) / work.rows : -1;
-}
-
 __device__ __forceinline__ EntryWork entry_work(ChunkArgs const& args, int layer, std::int32_t own, std::int32_t place) {
   Sequence const sequence = args.sequences[own];
   Span const span(args, sequence);
-  Work const work = Work::entry(args, span, layer);
+  EntrySpan const work = EntrySpan::of(args, span, layer);
   std::int32_t const rows = work.rows;
   std::int32_t const segment = place / work.width;
   std::int32_t const tile = place % work.width * kItemTiles;
@@ -185,52 +177,25 @@ __device__ __forceinline__ EntryWork entry_work(ChunkArgs const& args, int layer
       min(max(span.row_at(static_cast<std::int64_t>(tile) * kTileRows << (kLog2Siblings * layer)), work.begin), work.end);
   std::int32_t const first = max(work.base + segment * rows, reached / args.tile_queries * args.tile_queries);
   std::int32_t const end = min(work.base + (segment + 1) * rows, work.end);
+  // Negative where none of the segment's rows comes to the tiles.
+  std::int32_t const segments_before = max(first, reached) < end ? segment - (reached - work.base) / rows : -1;
   std::int64_t const width = std::int64_t(1) << (kLog2Siblings * layer);
-  return {layer, tile, first, end, segments_before(work, segment, reached, first, end), span.origin, work.begin,
+  return {layer, tile, first, end, segments_before, span.origin, work.begin,
           work.end, static_cast<std::int32_t>((sequence.keys + width - 1) / width),
           static_cast<std::int32_t>(first_block(sequence.before, own, layer, args.top_k)),
           static_cast<std::int32_t>(first_tile(sequence.before, own, layer, args.top_k)), end - first};
 }
 
-// The rows of a segment of a selected layer, from the first one on that may visit a block.
-struct SegmentRows {
-  std::int32_t reached;  // may lie before the segment
-  std::int32_t first;    // whole steps of rows where that stays in the segment: neighbouring lanes then read one line
-  std::int32_t begin;
-  std::int32_t end;
-
-  __device__ __forceinline__ SegmentRows(Span const& span, Work const& work, int layer, std::int32_t segment,
-                                         std::int32_t block) {
-    reached = min(max(span.row_at(static_cast<std::int64_t>(block) << (kLog2Siblings * (layer + 1))), work.begin), work.end);
-    begin = work.base + segment * work.rows;
-    end = min(begin + work.rows, work.end);
-    first = max(begin, reached / kRowStep * kRowStep);
-  }
-};
-
-__device__ __forceinline__ SelectedWork selected_work(ChunkArgs const& args, int layer, std::int32_t own, std::int32_t place) {
+__device__ __forceinline__ ListWork list_work(ChunkArgs const& args, int layer, std::int32_t own, std::int32_t word) {
   Sequence const sequence = args.sequences[own];
   Span const span(args, sequence);
-  Work const work = Work::selected(args, span, layer);
-  std::int32_t const segment = place / work.width;
-  // The last block first, because it belongs to the most recent tokens, which are visited most.
-  std::int32_t const block = work.width - 1 - place % work.width;
-  SegmentRows const rows(span, work, layer, segment, block);
-  return {layer, static_cast<std::int32_t>(first_block(sequence.before, own, layer, args.top_k)) + block,
-          segments_before(work, segment, rows.reached, rows.begin, rows.end), 0};
-}
-
-__device__ __forceinline__ ListWork list_work(ChunkArgs const& args, int stream, int layer, std::int32_t own, std::int32_t place) {
-  Span const span(args, args.sequences[own]);
-  Work const work = Work::selected(args, span, layer);
-  std::int32_t const segment = place / work.words();
-  std::int32_t const word = place % work.words();
-  SegmentRows const rows(span, work, layer, segment, word * kWordBlocks);
-  // The items of the same layer and sequence, which the streams before it precede.
-  int const items = stream - args.max_entry;
-  std::int32_t item = args.begins[static_cast<std::int64_t>(items) * args.count + own] + (segment + 1) * work.width - 1;
-  for (int before = first_stream(args, Kind::kSelected); before < items; ++before) item += args.ends[before];
-  return {layer, word, rows.first, rows.end, span.origin, work.width, item, 0};
+  SelectedSpan const rows(args, span, layer);
+  std::int64_t const position = static_cast<std::int64_t>(word) * kWordBlocks << (kLog2Siblings * (layer + 1));
+  std::int32_t const reached = max(span.row_at(position), rows.begin);
+  // Whole steps of rows, where these are the sequence's: neighbouring lanes then read one line.
+  std::int32_t const first = max(reached / kRowStep * kRowStep, span.begin);
+  return {layer, word, first, rows.end, span.origin,
+          static_cast<std::int32_t>(first_block(sequence.before, own, layer, args.top_k)), {}};
 }
 
 static __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constant__ ChunkArgs args) {
@@ -253,15 +218,11 @@ static __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_
   Kind kind = Kind::kEntry;
   if (index >= args.entry_room) {
     index -= args.entry_room;
-    kind = Kind::kSelected;
-    if (index >= args.selected_room) {
-      index -= args.selected_room;
-      kind = Kind::kLists;
-      if (index >= args.list_room) return;
-    }
+    kind = Kind::kLists;
+    if (index >= args.list_room) return;
   }
   int stream = first_stream(args, kind);
-  int const end = kind == Kind::kLists ? args.streams() : first_stream(args, kind == Kind::kEntry ? Kind::kSelected : Kind::kLists);
+  int const end = kind == Kind::kLists ? args.streams() : first_stream(args, Kind::kLists);
   std::int32_t place = static_cast<std::int32_t>(index);
   while (stream < end && place >= args.ends[stream]) place -= args.ends[stream++];
   if (stream == end) return;
@@ -270,10 +231,8 @@ static __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_
   int const layer = Stream::of(args, stream).layer;
   if (kind == Kind::kEntry) {
     args.entry[index] = entry_work(args, layer, own, place);
-  } else if (kind == Kind::kSelected) {
-    args.selected[index] = selected_work(args, layer, own, place);
   } else {
-    args.lists[index] = list_work(args, stream, layer, own, place);
+    args.lists[index] = list_work(args, layer, own, place);
   }
 }
 

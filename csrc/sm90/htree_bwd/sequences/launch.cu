@@ -9,7 +9,7 @@ void fill_row_tiles(TilesArgs const& args, cudaStream_t stream) {
 
 void describe_chunk(ChunkArgs const& args, cudaStream_t stream) {
   launch_overlapped(count_kernel, 1, kScanThreads, 0, stream, args);
-  std::int64_t const places = args.gather_ctas + args.entry_room + args.selected_room + args.list_room;
+  std::int64_t const places = args.gather_ctas + args.entry_room + args.list_room;
   launch_overlapped(fill_kernel, grid_blocks("backward_varlen", places, kFillThreads), kFillThreads, 0, stream, args);
 }
 

@@ -44,31 +44,21 @@ struct alignas(16) EntryWork {
   std::int32_t count;            // rows from first to end
 };
 
-// A KV block and a segment of the rows of its sequence: what a warp of dkdv_selected works on.
-struct alignas(16) SelectedWork {
-  std::int32_t layer;
-  std::int32_t block;            // among those of all sequences
-  std::int32_t segments_before;  // as EntryItem's
-  std::int32_t unused;
-};
-
-// A word of the reverse index and a segment of the rows: what a CTA of visit_lists lists. Blocks and words are counted
-// within the sequence.
+// A word of the reverse index and the rows of its sequence: what a CTA of visit_lists lists. Words are counted within the
+// sequence.
 struct alignas(16) ListWork {
   std::int32_t layer;
   std::int32_t word;
   std::int32_t first;   // the first row that may visit the first block of the word
-  std::int32_t end;     // past the last row of the segment
-  std::int32_t origin;  // row r stands at position origin + r
-  std::int32_t blocks;  // that the rows of the sequence visit in this layer
-  std::int32_t item;    // place among SelectedWork of block 0 and the segment; block i is i places before it
-  std::int32_t unused;
+  std::int32_t end;          // past the last row
+  std::int32_t origin;       // row r stands at position origin + r
+  std::int32_t block_begin;  // the sequence's first KV block, of a head
+  std::int32_t unused[2];
 };
 
 // How many work items of each kind a head of the chunk has.
 struct Counts {
   std::int32_t entry;
-  std::int32_t selected;
   std::int32_t lists;
 };
 
@@ -79,7 +69,6 @@ struct Tables {
   Rows const* gather;     // [gather_ctas] the CTAs of a head of dq_gather
   int gather_ctas;
   EntryWork const* entry;
-  SelectedWork const* selected;
   ListWork const* lists;
   Counts const* counts;
 

@@ -9,9 +9,9 @@
 
 namespace htree_cuda::sm90::htree_bwd::sequences {
 
-inline constexpr int kStreams = 3 * kMaxLayers;  // counts of a sequence: CTAs of dq_gather, work items by kind and layer
+inline constexpr int kStreams = 2 * kMaxLayers;  // counts of a sequence: CTAs of dq_gather, work by kind and layer
 
-__host__ __device__ constexpr int streams_of(int max_entry) { return 3 * max_entry + 2; }
+__host__ __device__ constexpr int streams_of(int max_entry) { return 2 * max_entry + 2; }
 static_assert(streams_of(kMaxLayers - 1) <= kStreams);
 
 // Row tiles of the call.
@@ -37,15 +37,12 @@ struct ChunkArgs {
   std::int64_t first_row;          // of the call
   int rows;
   int tile_segment_rows[kMaxLayers];
-  int segment_rows[kMaxLayers];
   std::int32_t* begins;            // [streams, count]: of a sequence, by stream
   std::int32_t* ends;              // [kStreams + 2]: of each stream, then the sequences of the chunk
   Rows* gather;                    // [gather_ctas]
   int gather_ctas;
   EntryWork* entry;                // [entry_room]
   std::int64_t entry_room;
-  SelectedWork* selected;          // [selected_room]
-  std::int64_t selected_room;
   ListWork* lists;                 // [list_room]
   std::int64_t list_room;
   Counts* counts;
