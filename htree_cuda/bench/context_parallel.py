@@ -245,19 +245,24 @@ def _memory(own: tuple[Tensor, ...], call: Callable[..., Tensor], place: Placeme
     }  # fmt: skip
 
 
+CANDIDATES = balance.Weights(selected=1, free=0, above_one=1, above_more=1, bottom=1)
+
+
 def imbalance(T: int, ranks: int, layout: str, top_k: int, group_size: int, part: str, lends: bool = True) -> float:
-    """Work of the rank that has the most, over the mean, as `distributed.balance` counts it: what the cost model takes
-    for compute. part: forward or backward; lends: with its loan."""
+    """Work of the rank that has the most, over the mean: what the cost model takes for compute. Where queries are lent
+    (lends: if they are at all), as `distributed.balance` counts it, whose weights balance two ranks and say nothing of
+    how parts far apart compare; elsewhere by candidates. part: forward or backward."""
     sizes = 16, top_k, 16 * top_k
     n = T // Placement(layout, 0, ranks).parts
-    work = balance.Work(T, T // n, *sizes, {"forward": balance.FORWARD, "backward": balance.BACKWARD}[part])
+    loan = getattr(balance.loans(T, ranks, group_size, *sizes), part) if lends and layout == "zigzag" else None
+    weights = balance.weights(group_size)[PARTS.index(part)] if loan else CANDIDATES
+    work = balance.Work(T, T // n, *sizes, weights)
     of = lambda start, count: work.up_to(start + count) - work.up_to(start)  # noqa: E731
     counts = []
     for rank in range(ranks):
         place = Placement(layout, rank, ranks)
         counts.append(sum(of(place.part(stage) * n, n) for stage in range(place.stages)))
-    loan = getattr(balance.loans(T, ranks, group_size, *sizes), part)
-    if loan and lends and layout == "zigzag":
+    if loan:
         counts[loan.lender] -= of(loan.start, loan.count)
         counts[loan.borrower] += of(loan.start, loan.count)
     return max(counts) / (sum(counts) / ranks)

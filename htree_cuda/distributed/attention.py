@@ -25,7 +25,7 @@ from ..torch_backend import sinks
 from ..torch_backend.decode import whole_layers
 from . import pieces
 from .balance import Loans, loans
-from .exchange import Gathered, reduce, wait
+from .exchange import Gathered, reduce
 from .lending import Lending, Travel
 from .placement import Placement
 
@@ -315,7 +315,7 @@ class Attention(torch.autograd.Function):
                 *(x[:, :keys] for x in (*whole.whole, *sums)), runs, whole=size, deterministic=call.deterministic,
                 **options,
             )  # fmt: skip
-            wait(q, reduce(place, call.group, sums, [x[b, :, kv_heads] for x in (dk, dv)], seen))
+            reduce(place, call.group, sums, [x[b, :, kv_heads] for x in (dk, dv)], seen)
             del whole, runs, sums  # before what the next unit takes
             if lending.any and kv_heads.stop == H_kv:
                 returns.append(lending.give_back([dq[b]], [x[0] for x in others[5:]]))

@@ -37,7 +37,14 @@ class Weights(NamedTuple):
 
 
 FORWARD = Weights(selected=10, free=0, above_one=0, above_more=5, bottom=4)
-BACKWARD = Weights(selected=10, free=512, above_one=7, above_more=4, bottom=1)
+# Of groups of more than 8 heads, and of smaller ones, whose kernels pack queries and hand dS over.
+BACKWARD = Weights(selected=10, free=512, above_one=4, above_more=8, bottom=3)
+BACKWARD_PACKED = Weights(selected=10, free=640, above_one=6, above_more=8, bottom=2)
+
+
+def weights(group_size: int) -> tuple[Weights, Weights]:
+    """Of the forward and of the backward."""
+    return FORWARD, BACKWARD if group_size > 8 else BACKWARD_PACKED
 
 
 class Loan(NamedTuple):
@@ -100,8 +107,8 @@ def loans(T: int, ranks: int, group_size: int, r: int, top_k: int, max_nodes: in
         return Loans(None, None)
     begin, end = T // 4, 3 * T // 4  # what the second rank has
     counts = []
-    for weights in (FORWARD, BACKWARD):
-        work = Work(T, 4, r, top_k, max_nodes, weights)
+    for own in weights(group_size):
+        work = Work(T, 4, r, top_k, max_nodes, own)
         more = max(0, work.up_to(end) - work.up_to(begin) - work.up_to(T) // 2)
         most = min(most_rows(T, group_size), T // 8, *counts)
         count = min(end - work.position(work.up_to(end) - more), most) // ROW_STEP * ROW_STEP

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from .placement import Placement
 
-# Bytes of other ranks' sums that one step of `reduce` receives into memory of its own; there are two at a time.
-STAGING_BYTES = 32 << 20
+# Bytes of other ranks' sums that one step of `reduce` receives into memory of its own; there are two at a time. The two
+# links of a pair of GPUs carry steps of 32 MiB at 213 GB/s, of 128 MiB at 285 (lab/README.md).
+STAGING_BYTES = 128 << 20
 
 
 @functools.cache
@@ -47,8 +48,9 @@ def wait(x: Tensor, event: torch.cuda.Event | None) -> None:
         torch.cuda.current_stream(x.device).wait_event(event)
 
 
-def _steps(rows: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Cuts the rows of a part; row_bytes: what is received of one row."""
+def _steps(rows: int, ranks: int, parts: list[Tensor]) -> list[tuple[int, int]]:
+    """Cuts the rows of a part, which others send each."""
+    row_bytes = (ranks - 1) * parts[0][0].numel() * parts[0].element_size()
     step = max(1, STAGING_BYTES // row_bytes)
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
@@ -137,10 +139,10 @@ class Gathered:
 
 def reduce(
     place: Placement, group: dist.ProcessGroup, sums: list[Tensor], results: list[Tensor], seen: list[int]
-) -> torch.cuda.Event | None:
+) -> None:
     """Sums over ranks of sums [1, T, heads, D], of which this rank gets its parts: written to results
     [T / ranks, heads, D], rounded to their dtype. A rank has nothing to add to parts that it does not see
-    (`Placement.seen`). Returns the event of its end.
+    (`Placement.seen`). What follows on the current stream comes after its end.
 
     The partial sums travel to the rank that owns the tokens and are added there in the order of ranks: no more bytes
     than a reduce-scatter has, and the same bits in every run. One step travels while what the step before brought is
@@ -154,26 +156,32 @@ def reduce(
     if place.ranks == 1:
         for _, own, parts in pairs:
             own.copy_(parts[0])
-        return None
+        return
+    steps = [
+        (stage, own, parts, *step) for stage, own, parts in pairs for step in _steps(own.shape[0], place.ranks, parts)
+    ]
+    room = max((place.ranks - 1) * parts[0][first:end].numel() for _, _, parts, first, end in steps)
+    # Of the memory of the current stream, which has just freed what the kernels worked in.
+    staging = [sums[0].new_empty(room) for _ in range(min(2, len(steps)))]
     nothing = sums[0].new_empty(0)
     with _lane(sums[0]):
         waiting = None
-        for stage, own, parts in pairs:
-            own_part = place.part(stage)
-            number = [place.part_of(i, stage) for i in range(place.ranks)]
-            row_bytes = (place.ranks - 1) * parts[0][0].numel() * parts[0].element_size()
-            for first, end in _steps(own.shape[0], row_bytes):
-                mine = parts[place.rank][first:end]
-                sent = [x[first:end] if i < seen[place.rank] else nothing for i, x in zip(number, parts, strict=True)]
-                theirs = [torch.empty_like(mine) if own_part < many else nothing for many in seen]
-                theirs[place.rank] = mine
-                works = _begin_swap(group, place.rank, sent, theirs)
-                if waiting is not None:
-                    _add(*waiting)
-                waiting = works, theirs, own[first:end]
-        if waiting is not None:
-            _add(*waiting)
-        return _mark(sums[0])
+        for i, (stage, own, parts, first, end) in enumerate(steps):
+            number = [place.part_of(rank, stage) for rank in range(place.ranks)]
+            mine = parts[place.rank][first:end]
+            sent = [x[first:end] if n < seen[place.rank] else nothing for n, x in zip(number, parts, strict=True)]
+            slots = iter(staging[i % 2][: (place.ranks - 1) * mine.numel()].view(-1, *mine.shape))
+            theirs = [
+                mine if rank == place.rank else next(slots) if place.part(stage) < many else nothing
+                for rank, many in enumerate(seen)
+            ]
+            works = _begin_swap(group, place.rank, sent, theirs)
+            if waiting is not None:
+                _add(*waiting)
+            waiting = works, theirs, own[first:end]
+        _add(*waiting)
+        end_of_all = _mark(sums[0])
+    wait(sums[0], end_of_all)
 
 
 def _add(works: list[dist.Work], theirs: list[Tensor], own: Tensor) -> None:

@@ -177,14 +177,43 @@ def test_a_share_of_dq_smaller_than_its_tile():
 
 
 @pytest.mark.emulated
-def test_rows_split_over_blocks():
-    """As many queries as make two segments of every layer, whose sums are added in order."""
-    check_with_the_torch_backend(*inputs(520, 520, G=2, seed=5), top_k_per_layer=16)
+@pytest.mark.parametrize("G", [2, 12])
+def test_rows_split_over_blocks(G):
+    """As many queries as make two segments of the entry layer, and of selected layers two of a list (G 2) or two ranges
+    (G 12), whose sums are added in order."""
+    check_with_the_torch_backend(*inputs(520, 520, G=G, seed=5), top_k_per_layer=16)
+
+
+def with_a_sink(q, k):
+    """All queries prefer the first KV block and shun the seventh, along the slowest pairs of a rotation."""
+    slow = torch.zeros(q.shape[3], dtype=q.dtype)
+    for half in slow.split(q.shape[3] // 2):
+        half[-8:] = 1.25
+    k[:, :16] += slow
+    k[:, 96:112] -= slow
+    return q + slow, k
+
+
+@pytest.mark.emulated
+def test_a_block_that_every_query_visits():
+    """Its list is cut into as many segments as there may be, and one of a block that nobody visits is empty: the
+    segments of the second range wait for both."""
+    q, k, *rest = inputs(420, 420, G=16, seed=6)
+    _, (_, _, selection) = check(*with_a_sink(q, k), *rest, top_k_per_layer=16)
+    late = selection[0, 0, 300:, 0]
+    assert (late == 0).any(1).all() and not (late == 6).any()
+
+
+@pytest.mark.hardware
+@pytest.mark.parametrize(("G", "top_k"), [(4, 64), (8, 64), (16, 64), (4, 512)])
+def test_a_block_that_every_query_visits_in_several_ranges(G, top_k):
+    q, k, *rest = inputs(30000, 30000, G=G, K=128, V=128)
+    check_with_the_torch_backend(*with_a_sink(q, k), *rest, top_k_per_layer=top_k)
 
 
 @pytest.mark.hardware
 def test_first_chunk_is_shorter_than_a_segment():
-    """42 rows of 4,224, with a layer below their first: segments without rows are no units, nobody waits for them."""
+    """42 rows of 4,224, with a layer below their first: ranges without rows have no items, nobody waits for them."""
     check_with_the_torch_backend(*inputs(6000, 4266, G=1, K=128, V=128), top_k_per_layer=16, q_start=1734)
 
 

@@ -59,15 +59,17 @@ struct Args {
   int G;
 
   // ---- dk and dv of selected layers ----
-  // A work item is a KV block and a segment of its list of visits. Items are ordered by layer, the lowest first, whose
-  // blocks differ most in their visits, then by segment, so that sums of the segments before have been added long before;
-  // those of a layer and segment by what visit_lists comes to first.
+  // A work item is a KV block and a segment of its list of visits from a range of the rows. Items are ordered by layer, the
+  // lowest first, whose blocks differ most in their visits, then by range and by segment, so that the segments before have
+  // been added long before; within such a group by what visit_lists comes to first.
+  int range_rows[kMaxLayers];         // a multiple of 32
   int item_visits;                    // of an item, about
-  uint2* visits[kMaxLayers];          // lists of visits, see layout.h; a block's begins at a multiple of kListUnit
-  uint4* items[kMaxLayers];           // [kMaxSegments, heads * kv_blocks[l]]: see StoredItem::listed
-  int* listed_items;                  // [kMaxLayers, kMaxSegments]: how many items there are
+  uint2* visits[kMaxLayers];          // lists of visits, see layout.h; a list begins at a multiple of kListUnit
+  uint4* items[kMaxLayers];           // [ranges * kMaxSegments, heads * kv_blocks[l]]: see StoredItem::listed
+  int* listed_items;                  // [kMaxLayers, kItemGroups]: how many items a group has
   int* listed_units;                  // [kMaxLayers]: units of a layer that lists have taken so far
-  int first_list_cta[kMaxLayers];     // of visit_lists, a CTA for each word of the index
+  int first_list_cta[kMaxLayers];     // of visit_lists, a CTA for each word of the index and range, the highest layer,
+                                      // whose lists are the longest, first
   int list_ctas;
   int* next_item;                     // the first item that nobody has begun
   std::int64_t begin[kMaxLayers];     // first node row of each layer

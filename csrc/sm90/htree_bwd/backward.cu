@@ -93,6 +93,7 @@ struct Launcher {
     args.first_row = chunk.first_query;
     args.rows = chunk.rows;
     std::copy(std::begin(w.tile_segment_rows), std::end(w.tile_segment_rows), args.tile_segment_rows);
+    std::copy(std::begin(w.range_rows), std::end(w.range_rows), args.range_rows);
     args.begins = w.stream_begins;
     args.ends = w.stream_ends;
     std::int64_t const at = w.tables_of(chunk);

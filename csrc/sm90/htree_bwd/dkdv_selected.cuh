@@ -440,10 +440,10 @@ private:
   // which comes while the sums are on their way.
   __device__ __forceinline__ int finish(WorkItem const& item) {
     int* const segments_added = segments_added_of(args_, item);
-    wait_for_segments(segments_added, item.segments_before, lane_);
+    wait_for_segments(segments_added, item.order.before, lane_);
     add_sums(item);
     int const next = lane_ == 0 ? atomicAdd(args_.next_item, 1) : 0;
-    count_segment(segments_added, lane_);
+    count_segment(segments_added, lane_, item.order.counts);
     return __shfl_sync(kFullWarp, next, 0);
   }
 
@@ -526,8 +526,14 @@ __global__ void __launch_bounds__(Cfg::kThreads, 1) dkdv_selected_kernel(const _
   int next = take_item(args, lane);
   while (true) {
     StoredItem const stored = StoredItem::listed(args, next, lane);
-    if (stored.list.packs == 0) return;
-    next = DkDvSelectedWarp<Cfg>(args, store, at, stored).run();
+    if (stored.list.packs < 0) return;
+    if (stored.list.packs > 0) {
+      next = DkDvSelectedWarp<Cfg>(args, store, at, stored).run();
+      continue;
+    }
+    wait_for_segments(segments_added_of(args, stored.item), stored.item.order.before, lane);
+    count_segment(segments_added_of(args, stored.item), lane, stored.item.order.counts);
+    next = take_item(args, lane);
   }
 }
 

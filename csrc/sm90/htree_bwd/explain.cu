@@ -72,7 +72,7 @@ public:
   }
 
   void list_visits(Args const& args) {
-    Row& row = at("index", -1, "", "visit_lists_kernel", "16 KV blocks",
+    Row& row = at("index", -1, "", "visit_lists_kernel", "16 KV blocks and a range of the rows",
                   "for each KV block the list of the queries that visit it");
     row.launches += 1;
     row.ctas += args.list_ctas;

@@ -86,7 +86,7 @@ __host__ __device__ inline int first_visiting_row(std::int64_t origin, int layer
 
 // ---- lists of visits -----------------------------------------------------------------------------------------------
 
-// The rows of a chunk that visit a KV block, ascending, eight bytes each: the row; the position n - 1 - 16 rank of the
+// The rows of a range that visit a KV block, ascending, eight bytes each: the row; the position n - 1 - 16 rank of the
 // row as the block sees it in the upper half of the second word, and in the lower half the children that the row does not
 // attend, because it expanded them or because they lie past it. A list is filled to whole packs: the last visit is
 // repeated with all children masked, and kRepeated is set.
@@ -94,22 +94,46 @@ inline constexpr std::uint32_t kRepeated = 1u << 31;
 inline constexpr int kListUnit = 4;  // lists begin at multiples of so many visits: 32 bytes
 
 // Visits that the lists of a layer have room for: all that there are, and what fills the last unit of each list.
-constexpr std::int64_t list_capacity(std::int64_t visits, std::int64_t blocks) {
-  return visits + blocks * (kListUnit - 1);
+constexpr std::int64_t list_capacity(std::int64_t visits, std::int64_t lists) {
+  return visits + lists * (kListUnit - 1);
 }
+
+// Ranges of the rows of a chunk, of equally many: while work items of one range run, its queries stay in the L2 cache.
+inline constexpr int kMaxRanges = 8;
 
 // A list is cut into segments of about equally many visits, a work item of dkdv_selected each, so that no block keeps a
 // warp busy for long: about `wanted` visits, or more where kMaxSegments are not enough.
-inline constexpr int kMaxSegments = 16;
+inline constexpr int kMaxSegments = 4;
+inline constexpr int kItemGroups = kMaxRanges * kMaxSegments;  // of a layer: items of a range and of the same segment of lists
+static_assert(kItemGroups == 32);  // a lane each
+
+// The counter of a KV block's sums counts kMaxSegments for each range, so that a segment knows what lies before it from the
+// ranges alone: the last segment of a list counts for those that the list does not have. A list without visits is an item
+// as well, save in the last range, which nobody waits for.
+struct SegmentOrder {
+  int before;  // the counter when the segment is added
+  int counts;  // what it adds to the counter
+
+  static constexpr int kPacksBits = 24;
+  // In a word with the number of packs.
+  __host__ __device__ constexpr std::uint32_t packed(std::uint32_t packs) const {
+    return packs | static_cast<std::uint32_t>(before) << kPacksBits | static_cast<std::uint32_t>(counts - 1) << 29;
+  }
+  static __host__ __device__ constexpr int packs_of(std::uint32_t word) { return static_cast<int>(word & ((1u << kPacksBits) - 1u)); }
+  static __host__ __device__ constexpr SegmentOrder of(std::uint32_t word) {
+    return {static_cast<int>(word >> kPacksBits & 31u), static_cast<int>(word >> 29) + 1};
+  }
+};
+static_assert((kMaxRanges * kMaxSegments - 1) < 32 && kMaxSegments <= 8);
 
 struct ListSegments {
-  std::uint32_t count;   // 0 where there are no visits
+  std::uint32_t count;   // one where there are no visits
   std::uint32_t visits;  // of each but the last, whole units
 
   __device__ __forceinline__ ListSegments(std::uint32_t all, std::uint32_t wanted) {
     std::uint32_t const about = min(max((all + wanted / 2) / wanted, 1u), static_cast<std::uint32_t>(kMaxSegments));
     visits = ((all + about - 1) / about + kListUnit - 1) / kListUnit * kListUnit;
-    count = all == 0 ? 0 : (all + visits - 1) / visits;
+    count = all == 0 ? 1 : (all + visits - 1) / visits;
   }
 };
 

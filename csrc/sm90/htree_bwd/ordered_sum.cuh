@@ -47,11 +47,11 @@ __device__ __forceinline__ float4 transpose_four(float4 x, int g) {
   return high ? float4{c, d, x.z, x.w} : float4{x.x, x.y, c, d};
 }
 
-// Counts the warp's own segment, whose sums every lane has added.
-__device__ __forceinline__ void count_segment(int* segments_added, int lane) {
+// Counts the warp's own segment, whose sums every lane has added; `counts`: and what it counts for.
+__device__ __forceinline__ void count_segment(int* segments_added, int lane, int counts = 1) {
   __threadfence();
   __syncwarp();
-  if (lane == 0) atomicAdd(segments_added, 1);
+  if (lane == 0) atomicAdd(segments_added, counts);
 }
 
 }  // namespace htree_cuda::sm90::htree_bwd

@@ -41,6 +41,7 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
   std::copy(std::begin(w.begin), std::end(w.begin), args.begin);
   args.dk = w.dk;
   args.dv = w.dv;
+  std::copy(std::begin(w.range_rows), std::end(w.range_rows), args.range_rows);
   args.item_visits = w.item_visits;
   args.listed_items = w.listed_items;
   args.listed_units = w.listed_units;
@@ -76,9 +77,10 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
     args.ds[l] = w.ds[l];
     args.visits[l] = w.visits[l];
     args.items[l] = w.items[l];
+  }
+  for (int l = args.max_entry - 1; l >= 0 && !several; --l) {
     args.first_list_cta[l] = args.list_ctas;
-    if (several) continue;
-    std::int64_t const lists = std::int64_t(chunk.heads) * w.tree.words[l];
+    std::int64_t const lists = std::int64_t(chunk.heads) * w.tree.words[l] * ceil_div(std::int64_t(chunk.queries), std::int64_t(w.range_rows[l]));
     args.list_ctas = static_cast<int>(grid_blocks("backward", args.list_ctas + lists));
   }
   if (several) {

@@ -15,8 +15,8 @@ namespace htree_cuda::sm90::htree_bwd {
 struct WorkItem {
   int layer;
   int head;
-  int block;            // among those of all sequences
-  int segments_before;  // segments of the block that are added before this one
+  int block;  // among those of all sequences
+  SegmentOrder order;
 };
 
 // The visits of a work item, in whole packs: where they begin among those of the layer, in units, and how many packs.
@@ -74,44 +74,41 @@ struct StoredItem {
   WorkItem item;
   VisitList list;
 
-  // Of a number, for the whole warp; without packs where there are not so many items.
+  // Of a number, for the whole warp; with less than no packs where there are not so many items.
   static __device__ StoredItem listed(Args const& args, int number, int lane) {
-    // The items of two layers at a time: a lane has those of a layer and segment.
-    constexpr int kAtOnce = 32 / kMaxSegments;
 #pragma unroll 1
-    for (int layer = 0; layer < args.max_entry; layer += kAtOnce) {
-      int const own = layer + lane / kMaxSegments < args.max_entry ? __ldg(args.listed_items + layer * kMaxSegments + lane) : 0;
+    for (int layer = 0; layer < args.max_entry; ++layer) {
+      int const own = __ldg(args.listed_items + layer * kItemGroups + lane);
       int up_to = own;
 #pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
+      for (int d = 1; d < kItemGroups; d *= 2) {
         int const before = __shfl_up_sync(kFullWarp, up_to, d);
         if (lane >= d) up_to += before;
       }
       unsigned const later = __ballot_sync(kFullWarp, number < up_to);
       if (later != 0) {
-        int const owner = __ffs(later) - 1;
-        int const place = number - __shfl_sync(kFullWarp, up_to - own, owner);
-        int const segment = owner % kMaxSegments;
-        layer += owner / kMaxSegments;
+        int const group = __ffs(later) - 1;
+        int const place = number - __shfl_sync(kFullWarp, up_to - own, group);
         std::int64_t const room = static_cast<std::int64_t>(args.chunk.heads) * args.tree.kv_blocks[layer];
-        uint4 const x = __ldg(args.items[layer] + (segment * room + place));
-        return {{layer, static_cast<int>(x.w), static_cast<int>(x.z), segment}, {x.x, static_cast<int>(x.y)}};
+        uint4 const x = __ldg(args.items[layer] + (group * room + place));
+        return {{layer, static_cast<int>(x.w), static_cast<int>(x.z), SegmentOrder::of(x.y)}, {x.x, SegmentOrder::packs_of(x.y)}};
       }
       number -= __shfl_sync(kFullWarp, up_to, 31);
     }
-    return {};
+    return {{}, {0, -1}};
   }
-
   __device__ __forceinline__ static StoredItem loaded(uint32_t shared) {
     uint4 const x = ptx::load_shared_16B(shared);
     uint4 const y = ptx::load_shared_16B(shared + 16);
-    return {WorkItem{static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z), static_cast<int>(x.w)},
+    SegmentOrder const order{static_cast<int>(x.w), static_cast<int>(y.z)};
+    return {WorkItem{static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z), order},
             VisitList{y.x, static_cast<int>(y.y)}};
   }
   __device__ __forceinline__ void store(uint32_t shared) const {
     ptx::store_shared_16B(shared, {static_cast<uint32_t>(item.layer), static_cast<uint32_t>(item.head),
-                                   static_cast<uint32_t>(item.block), static_cast<uint32_t>(item.segments_before)});
-    ptx::store_shared_16B(shared + 16, {list.first, static_cast<uint32_t>(list.packs), 0u, 0u});
+                                   static_cast<uint32_t>(item.block), static_cast<uint32_t>(item.order.before)});
+    ptx::store_shared_16B(shared + 16, {list.first, static_cast<uint32_t>(list.packs),
+                                        static_cast<uint32_t>(item.order.counts), 0u});
   }
 };
 

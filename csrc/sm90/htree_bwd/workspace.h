@@ -19,13 +19,14 @@ namespace htree_cuda::sm90::htree_bwd {
 
 // Bytes that live at once, besides the pooled tree and the tables of rotations. The rows of a chunk of queries take
 // half the bytes of q and out, within the first two bounds, to the nearest round. Where dS is handed over, they take
-// three eighths of q and out and the bytes of k and v, up to the third bound or a quarter of the bytes of k and v: dS is most
+// three eighths of q and out and the bytes of k and v, up to a quarter of the latter within the last two bounds: dS is most
 // of a row there, calls whose queries are a part of the sequence's fill the GPU with their chunks, too, and every chunk of a
 // long sequence reads and writes the sums of most of its nodes. A call that is told of the larger one that it is a part of
 // counts the inputs of that one. Nodes and their sums take kTreeBytes for as many heads as fit, one head at least.
 constexpr std::int64_t kMinChunkBytes = std::int64_t(64) << 20;
 constexpr std::int64_t kMaxChunkBytes = std::int64_t(256) << 20;
 constexpr std::int64_t kMaxHandOverChunkBytes = std::int64_t(512) << 20;
+constexpr std::int64_t kMaxLongChunkBytes = std::int64_t(2) << 30;  // the words of its reverse index are fewer than 2^32
 constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
 // With sequences of different lengths rows of short ones have the room of long ones, and a chunk of few long rows leaves
 // SMs idle.
@@ -42,6 +43,10 @@ constexpr std::int64_t kMinItemPacks = 32;
 constexpr std::int64_t kMaxItemPacks = 128;
 constexpr std::int64_t kLayerItems = 12 * 1056;
 static_assert(kMinItemPacks % kListUnit == 0);
+// Operands of the queries of a range, which stay in the L2 cache while its items run. Where few rows visit a block, an item
+// moves more bytes of keys and sums, kItemBytes for 16 nodes, than of queries, and the range is the whole chunk.
+constexpr std::int64_t kRangeBytes = std::int64_t(20) << 20;
+constexpr std::int64_t kItemBytes = 40 << 10;
 constexpr std::int64_t kMinSegmentRows = 256;  // of entry layers
 // In entry layers, where a work item is kItemTiles KV tiles and a segment: about eight items for each SM of a large
 // GPU, since half of them lie before the first query that visits their nodes.
@@ -81,6 +86,7 @@ struct Workspace {
   std::int64_t rows = 0;                     // of a head in a chunk, at most
   std::int64_t row_room = 0;                 // rows that there is memory for
   std::int64_t zeroed_bytes = 0;             // from `next_item` on, set to zero before every chunk
+  int range_rows[kMaxLayers] = {};           // of the lists of visits
   int item_visits = 0;                       // of a work item of dkdv_selected, about
   int min_entry = 0;                         // entry layer of the first query
   int max_entry = 0;                         // entry layer of the last query
@@ -158,7 +164,7 @@ struct Workspace {
     bool const large = hands_over_ds && !sequences_given;
     std::int64_t const kv_bytes = 2 * call_heads * p.T * (p.K + p.V);
     std::int64_t const wanted_bytes = large ? input_bytes * 3 / 8 + kv_bytes : input_bytes / 2;
-    std::int64_t const max_bytes = large             ? std::max(kMaxHandOverChunkBytes, kv_bytes / 4)
+    std::int64_t const max_bytes = large             ? std::clamp(kv_bytes / 4, kMaxHandOverChunkBytes, kMaxLongChunkBytes)
                                    : sequences_given ? kMaxSequencesChunkBytes
                                                      : kMaxChunkBytes;
     std::int64_t const chunk_bytes = std::clamp(wanted_bytes, kMinChunkBytes, max_bytes);
@@ -186,6 +192,7 @@ struct Workspace {
     pack = kMaxGroupHeads / unit;
     std::int64_t const item_packs = heads * rows * tree.top_k / (pack * kLayerItems);
     item_visits = static_cast<int>(round_up(pack * std::clamp(item_packs, kMinItemPacks, kMaxItemPacks), kListUnit));
+    for (int l = 0; l < max_entry; ++l) range_rows[l] = rows_of_range(l, query_bytes);
     for (int l = min_entry; l <= max_entry; ++l) {
       std::int64_t const all = heads * pairs[l];
       bool const in_one_round =
@@ -206,8 +213,9 @@ struct Workspace {
       place(ds[l], base, heads * row_room * row_ds);
     }
     for (int l = 0; l < max_entry; ++l) {
-      place(visits[l], base, list_capacity(heads * row_room * p.top_k, heads * tree.kv_blocks[l]));
-      place(items[l], base, kMaxSegments * heads * tree.kv_blocks[l]);
+      std::int64_t const lists = ranges_of(p, l) * heads * tree.kv_blocks[l];
+      place(visits[l], base, list_capacity(heads * row_room * p.top_k, lists));
+      place(items[l], base, kMaxSegments * lists);
     }
     place(dk, base, heads * node_rows * p.K);
     place(dv, base, heads * node_rows * p.V);
@@ -219,7 +227,7 @@ struct Workspace {
     place(next_item, base, 1);
     place(next_tile_item, base, 1);
     place(listed_units, base, kMaxLayers);
-    place(listed_items, base, kMaxLayers * kMaxSegments);
+    place(listed_items, base, kMaxLayers * kItemGroups);
     place(segments_added, base, heads * node_rows / kSiblings);
     place(tile_segments_added, base, heads * node_rows / kSiblings);
     for (int l = 0; l < max_entry; ++l) place(index.layer[l], base, heads * row_room * tree.words[l]);
@@ -334,6 +342,23 @@ private:
     return host::is_packed(p) ? all : std::min(all, sequences_in_chunk(p) * own);
   }
 
+  // Rows of a range of the lists of a layer: as many as stay in the cache, but where blocks have many visits only as many as
+  // fill the segments of a list; or all of a chunk, where the items of so few would move more bytes for each visit than those
+  // of all and a query that is not in the cache.
+  int rows_of_range(int l, std::int64_t query_bytes) const {
+    std::int64_t const cached = kRangeBytes / (heads * query_bytes);
+    std::int64_t const filled = kMaxSegments * item_visits * std::int64_t(blocks[l]) / tree.top_k;
+    std::int64_t const few = std::max(std::min(cached, filled), ceil_div(rows, std::int64_t(kMaxRanges)));
+    std::int64_t const visit_bytes = kItemBytes * blocks[l] / tree.top_k;  // times the rows of a range
+    bool const sparse = visit_bytes / few > visit_bytes / rows + query_bytes;
+    return static_cast<int>(round_up(sparse ? rows : ceil_div(rows, ceil_div(rows, few)), kRowStep));
+  }
+
+  // How many ranges there is room for. In a pack they do not depend on how many sequences it has.
+  std::int64_t ranges_of(ForwardParams const& p, int l) const {
+    return host::is_packed(p) ? kMaxRanges : ceil_div(rows, std::int64_t(range_rows[l]));
+  }
+
   void place_sequences(ForwardParams const& p, char* base) {
     std::int64_t const count = p.sequences.count;
     std::int64_t const in_chunk = sequences_in_chunk(p);
@@ -346,7 +371,7 @@ private:
       if (l == max_entry) break;
       std::int64_t const all_words = tree.kv_blocks[l] / kWordBlocks +
                                      sequences_of_room(p, log2_room_from(l + 1, tree.top_k));
-      list_room += last_segments(p, all_words, tree.words[l]);
+      list_room += (ranges_of(p, l) - 1) * tree.words[l] + last_segments(p, all_words, tree.words[l]);
     }
     gather_ctas = hands_over_ds ? static_cast<int>(rows / gather_rows + in_chunk) : 0;
     place(sequences, base, count);

@@ -9,8 +9,8 @@
 
 namespace htree_cuda::sm90::htree_bwd::reverse_index {
 
-inline constexpr int kListWarps = 16;
-inline constexpr int kListCtasOfSm = 4;
+inline constexpr int kListWarps = 8;
+inline constexpr int kListCtasOfSm = 8;
 
 struct BuildArgs {
   Chunk chunk;

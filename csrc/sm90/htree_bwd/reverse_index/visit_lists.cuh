@@ -1,7 +1,6 @@
-// Lists of visits, from the reverse index: for every KV block the rows that visit it, ascending, and the work items of
-// dkdv_selected, segments of these lists. A CTA has the 16 KV blocks of a word, a warp a slice of the rows, which it reads
-// twice: to count the visits, then to write them behind those of the warps before it. Where lists begin, and the order of
-// items, depend on which CTA comes first; what they hold does not.
+// Lists of visits, from the reverse index: for every KV block and range of the rows those that visit it, ascending, and the
+// work items of dkdv_selected, segments of these lists. A CTA has the 16 KV blocks of a word and a range, a warp a slice of its
+// rows, which it reads twice: to count the visits, then to write them behind those of the warps before it. Where lists begin, and the order of items, depend on which CTA comes first; what they hold does not.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,21 +19,33 @@ struct ListCta {
   int layer;
   int head;
   int word;
-  int first;        // the first row that may visit the first block of the word
-  int end;          // past the last row
-  int block_begin;  // the sequence's first block among those of all sequences
+  int range;
+  int first;         // the first row, from the one on that may visit the first block of the word
+  int end;           // past the last row
+  int ranges_before;  // of those that have rows which may visit the word
+  bool last_range;   // of the sequence
+  int blocks;        // of the layer, in the sequence
+  int block_begin;   // the sequence's first block among those of all sequences
   std::int64_t origin;  // row r stands at position origin + r
 
   static __device__ ListCta of_batch(Args const& args, int index) {
     ListCta cta;
-    cta.layer = 0;
-    while (cta.layer < args.max_entry - 1 && index >= args.first_list_cta[cta.layer + 1]) ++cta.layer;
+    cta.layer = args.max_entry - 1;
+    while (cta.layer > 0 && index >= args.first_list_cta[cta.layer - 1]) --cta.layer;
     index -= args.first_list_cta[cta.layer];
+    int const rows = args.range_rows[cta.layer];
+    int const ranges = (args.chunk.queries + rows - 1) / rows;
     // The last blocks first, because they belong to the most recent tokens, which are visited most.
     cta.word = args.tree.words[cta.layer] - 1 - index % args.tree.words[cta.layer];
-    cta.head = index / args.tree.words[cta.layer];
-    cta.first = first_row_that_visits(args, cta.layer, cta.word * kWordBlocks) / kRowStep * kRowStep;
-    cta.end = args.chunk.queries;
+    index /= args.tree.words[cta.layer];
+    cta.range = index % ranges;
+    cta.head = index / ranges;
+    int const reached = first_row_that_visits(args, cta.layer, cta.word * kWordBlocks) / kRowStep * kRowStep;
+    cta.first = max(reached, cta.range * rows);
+    cta.end = min((cta.range + 1) * rows, args.chunk.queries);
+    cta.ranges_before = cta.range - reached / rows;
+    cta.last_range = cta.range == ranges - 1;
+    cta.blocks = args.tree.kv_blocks[cta.layer];
     cta.block_begin = 0;
     cta.origin = args.chunk.position(0);
     return cta;
@@ -45,7 +56,8 @@ struct ListCta {
     int4 const* const words = reinterpret_cast<int4 const*>(args.sequences.lists + index / args.chunk.heads);
     int4 const x = __ldg(words);
     int4 const y = __ldg(words + 1);
-    return {x.x, static_cast<int>(index % args.chunk.heads), x.y, x.z, x.w, y.y, y.x};
+    int const head = static_cast<int>(index % args.chunk.heads);
+    return {x.x, head, x.y, x.z / args.range_rows[x.x], x.z, x.w, y.w / 2, y.w % 2 != 0, y.y, y.z, y.x};
   }
 
   __device__ __forceinline__ std::int64_t position(int row) const { return origin + row; }
@@ -60,25 +72,30 @@ struct ListStorage {
 // Cuts the list of each lane's block, which has `total` visits from unit `first` on, into work items.
 template <int kQueries>
 __device__ __forceinline__ void list_items(Args const& args, ListCta const& cta, uint32_t first, uint32_t total, int lane) {
-  ListSegments const segments(total, static_cast<uint32_t>(args.item_visits));
-  int own = 0;  // blocks that have a segment of the lane's number
+  uint32_t const block = cta.word * kWordBlocks + lane;
+  bool const none = lane >= kWordBlocks || block >= static_cast<uint32_t>(cta.blocks) || (total == 0 && cta.last_range);
+  ListSegments segments(total, static_cast<uint32_t>(args.item_visits));
+  if (none) segments.count = 0;
+  int own = 0;  // blocks that have the segment of the lane's number
 #pragma unroll
   for (int s = 0; s < kMaxSegments; ++s) {
     unsigned const with = __ballot_sync(kFullWarp, segments.count > s);
     if (lane == s) own = __popc(with);
   }
-  int const base = own > 0 ? atomicAdd(args.listed_items + cta.layer * kMaxSegments + lane, own) : 0;
+  int const group = cta.range * kMaxSegments;
+  int const base = own > 0 ? atomicAdd(args.listed_items + cta.layer * kItemGroups + group + lane, own) : 0;
   std::int64_t const room = static_cast<std::int64_t>(args.chunk.heads) * args.tree.kv_blocks[cta.layer];
-  uint32_t const block = cta.block_begin + cta.word * kWordBlocks + lane;
-#pragma unroll 1
-  for (uint32_t s = 0; s < kMaxSegments; ++s) {
+#pragma unroll
+  for (int s = 0; s < kMaxSegments; ++s) {
     unsigned const with = __ballot_sync(kFullWarp, segments.count > s);
-    if (with == 0) return;
     int const place = __shfl_sync(kFullWarp, base, s) + __popc(with & ((1u << lane) - 1u));
     if (segments.count <= s) continue;
     uint32_t const begin = s * segments.visits;
     uint32_t const packs = (min(segments.visits, total - begin) + kQueries - 1) / kQueries;
-    args.items[cta.layer][s * room + place] = {first + begin / kListUnit, packs, block, static_cast<uint32_t>(cta.head)};
+    int const of_list = static_cast<int>(segments.count);
+    SegmentOrder const order{cta.ranges_before * kMaxSegments + s, s == of_list - 1 ? kMaxSegments - s : 1};
+    args.items[cta.layer][(group + s) * room + place] = {first + begin / kListUnit, order.packed(packs),
+                                                         cta.block_begin + block, static_cast<uint32_t>(cta.head)};
   }
 }
 
@@ -87,7 +104,7 @@ __device__ __forceinline__ void list_visits_of(Args const& args, ListCta const& 
   auto& [places, totals, ends] = store;
   int const warp = threadIdx.x / 32;
   int const lane = threadIdx.x % 32;
-  int const slice = ((max(cta.end - cta.first, 0) + kListWarps - 1) / kListWarps + 31) / 32 * 32;
+  int const slice = ((cta.end - cta.first + kListWarps - 1) / kListWarps + 31) / 32 * 32;
   int const begin = cta.first + warp * slice;
   int const end = min(begin + slice, cta.end);
   std::uint32_t const* const words = word_at(args, cta.layer, cta.head, cta.word, 0);
@@ -207,9 +224,10 @@ __global__ void __launch_bounds__(kListWarps * 32) visit_lists_kernel(const __gr
   bool const sequences = args.sequences.any();
   unsigned const lists = sequences ? args.sequences.counts->lists * args.chunk.heads : gridDim.x;
   for (unsigned index = blockIdx.x; index < lists; index += gridDim.x) {
+    ListCta const cta = sequences ? ListCta::of_sequences(args, index) : ListCta::of_batch(args, static_cast<int>(index));
+    if (cta.first >= cta.end) continue;
     __syncthreads();  // The storage of the list before has been read.
-    list_visits_of<kQueries>(
-        args, sequences ? ListCta::of_sequences(args, index) : ListCta::of_batch(args, static_cast<int>(index)), store);
+    list_visits_of<kQueries>(args, cta, store);
   }
 }
 

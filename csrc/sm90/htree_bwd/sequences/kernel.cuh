@@ -66,17 +66,23 @@ private:
   }
 };
 
-// The rows of a span that visit a selected layer, and the words of the reverse index that they have there.
+// The rows of a span that visit a selected layer, the ranges of the chunk's rows that these lie in, and their KV blocks.
 struct SelectedSpan {
   std::int32_t begin;
   std::int32_t end;
-  std::int32_t words;
+  std::int32_t blocks;
+  std::int32_t first_range;
+  std::int32_t ranges;
 
   __device__ __forceinline__ SelectedSpan(ChunkArgs const& args, Span const& span, int layer)
       : begin(span.row_at(static_cast<std::int64_t>(args.top_k) << (kLog2Siblings * (layer + 1)))), end(span.end) {
-    std::int64_t const last_block = span.last_position() >> (kLog2Siblings * (layer + 1));
-    words = begin < end ? static_cast<std::int32_t>(last_block / kWordBlocks) + 1 : 0;
+    bool const any = begin < end;
+    blocks = any ? static_cast<std::int32_t>(span.last_position() >> (kLog2Siblings * (layer + 1))) + 1 : 0;
+    first_range = begin / args.range_rows[layer];
+    ranges = any ? (end - 1) / args.range_rows[layer] - first_range + 1 : 0;
   }
+
+  __device__ __forceinline__ std::int32_t words() const { return (blocks + kWordBlocks - 1) / kWordBlocks; }
 };
 
 // Streams: CTAs of dq_gather; then work items of dkdv_entry and lists of visit_lists, the lowest layer first.
@@ -105,7 +111,8 @@ __device__ __forceinline__ std::int32_t count_of(ChunkArgs const& args, Span con
   auto const [kind, layer] = Stream::of(args, stream);
   if (kind == Kind::kGather) return (span.end - span.begin + args.gather_rows - 1) / args.gather_rows;
   if (kind == Kind::kEntry) return EntrySpan::of(args, span, layer).items();
-  return SelectedSpan(args, span, layer).words;
+  SelectedSpan const selected(args, span, layer);
+  return selected.words() * selected.ranges;
 }
 
 static __global__ void __launch_bounds__(kScanThreads) count_kernel(const __grid_constant__ ChunkArgs args) {
@@ -186,16 +193,21 @@ __device__ __forceinline__ EntryWork entry_work(ChunkArgs const& args, int layer
           static_cast<std::int32_t>(first_tile(sequence.before, own, layer, args.top_k)), end - first};
 }
 
-__device__ __forceinline__ ListWork list_work(ChunkArgs const& args, int layer, std::int32_t own, std::int32_t word) {
+__device__ __forceinline__ ListWork list_work(ChunkArgs const& args, int layer, std::int32_t own, std::int32_t place) {
   Sequence const sequence = args.sequences[own];
   Span const span(args, sequence);
-  SelectedSpan const rows(args, span, layer);
+  SelectedSpan const selected(args, span, layer);
+  std::int32_t const rows = args.range_rows[layer];
+  std::int32_t const range = selected.first_range + place / selected.words();
+  // The last blocks first, because they belong to the most recent tokens, which are visited most.
+  std::int32_t const word = selected.words() - 1 - place % selected.words();
   std::int64_t const position = static_cast<std::int64_t>(word) * kWordBlocks << (kLog2Siblings * (layer + 1));
-  std::int32_t const reached = max(span.row_at(position), rows.begin);
   // Whole steps of rows, where these are the sequence's: neighbouring lanes then read one line.
-  std::int32_t const first = max(reached / kRowStep * kRowStep, span.begin);
-  return {layer, word, first, rows.end, span.origin,
-          static_cast<std::int32_t>(first_block(sequence.before, own, layer, args.top_k)), {}};
+  std::int32_t const reached = max(max(span.row_at(position), selected.begin) / kRowStep * kRowStep, span.begin);
+  std::int32_t const last = (selected.end - 1) / rows;
+  return {layer, word, max(reached, range * rows), min((range + 1) * rows, selected.end), span.origin, selected.blocks,
+          static_cast<std::int32_t>(first_block(sequence.before, own, layer, args.top_k)),
+          2 * (range - reached / rows) + (range == last)};
 }
 
 static __global__ void __launch_bounds__(kFillThreads) fill_kernel(const __grid_constant__ ChunkArgs args) {

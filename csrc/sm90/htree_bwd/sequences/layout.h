@@ -44,16 +44,17 @@ struct alignas(16) EntryWork {
   std::int32_t count;            // rows from first to end
 };
 
-// A word of the reverse index and the rows of its sequence: what a CTA of visit_lists lists. Words are counted within the
-// sequence.
+// A word of the reverse index and a range of the rows of its sequence: what a CTA of visit_lists lists. Blocks and words are
+// counted within the sequence.
 struct alignas(16) ListWork {
   std::int32_t layer;
   std::int32_t word;
   std::int32_t first;   // the first row that may visit the first block of the word
   std::int32_t end;          // past the last row
   std::int32_t origin;       // row r stands at position origin + r
+  std::int32_t blocks;       // of the layer that rows of the chunk visit
   std::int32_t block_begin;  // the sequence's first KV block, of a head
-  std::int32_t unused[2];
+  std::int32_t ranges;       // ranges before of which rows may visit the word, times two; odd where this is the last one
 };
 
 // How many work items of each kind a head of the chunk has.

@@ -37,6 +37,7 @@ struct ChunkArgs {
   std::int64_t first_row;          // of the call
   int rows;
   int tile_segment_rows[kMaxLayers];
+  int range_rows[kMaxLayers];      // of lists of visits
   std::int32_t* begins;            // [streams, count]: of a sequence, by stream
   std::int32_t* ends;              // [kStreams + 2]: of each stream, then the sequences of the chunk
   Rows* gather;                    // [gather_ctas]
