@@ -58,8 +58,12 @@ FAMILIES = {
     "topk_indices": Family(("csrc/sm90/topk_indices/",), ("tests/kernels/test_topk_indices.py",)),
     "htree_fwd": Family(
         ("csrc/sm90/htree_fwd/", "csrc/tree/"),
-        ("tests/kernels/test_forward*.py", "tests/kernels/test_varlen.py"),
+        ("tests/kernels/test_forward*.py",),
         ("csrc/sm90/htree_bwd/",),
+    ),
+    "varlen": Family(
+        ("csrc/sm90/htree_fwd/", "csrc/sm90/htree_bwd/", "csrc/tree/"),
+        ("tests/kernels/test_varlen.py",),
     ),
     "htree_bwd": Family(
         ("csrc/sm90/htree_bwd/", "csrc/tree/"),
