@@ -144,10 +144,10 @@ void bind_recording(py::module_& module) {
       "launched; device is -1 in the calls. Needs no GPU.");
 }
 
-// (queries, H_kv) of the larger call that a call is a part of, zeros for none; see csrc/part.h
-using Part = std::tuple<std::int64_t, std::int64_t>;
+// (queries, H_kv, selection_H_kv) of the larger call that a call is a part of, zeros for none; see csrc/part.h
+using Part = std::tuple<std::int64_t, std::int64_t, std::int64_t>;
 
-PartParams part_params(Part const& part) { return {std::get<0>(part), std::get<1>(part)}; }
+PartParams part_params(Part const& part) { return {std::get<0>(part), std::get<1>(part), std::get<2>(part)}; }
 
 template <class Params>
 Runs<Params> runs_of(std::vector<Params> const& runs) {

@@ -281,21 +281,21 @@ def _sums(dk: Tensor, dv: Tensor, add: bool = True) -> dict:
     return {"dk": dk.data_ptr(), "dv": dv.data_ptr(), "float32": dk.dtype == torch.float32, "add": add}
 
 
-def forward_workspace(q: Tensor, k: Tensor, v: Tensor, params, part: tuple[int, int] = (0, 0)) -> int:
+def forward_workspace(q: Tensor, k: Tensor, v: Tensor, params, part: tuple[int, int, int] = (0, 0, 0)) -> int:
     """Bytes of workspace that `forward` needs for this call; params: params.TreeParams."""
     return load().forward_workspace([_forward_params(q, k, v, params)], part=part, device=q.get_device())
 
 
-def forward_runs_workspace(runs: Sequence[Run], k: Tensor, v: Tensor, part: tuple[int, int] = (0, 0)) -> int:
+def forward_runs_workspace(runs: Sequence[Run], k: Tensor, v: Tensor, part: tuple[int, int, int] = (0, 0, 0)) -> int:
     """Bytes of workspace that `forward_runs` needs."""
     return load().forward_workspace(_runs(runs, k, v), part=part, device=k.get_device())
 
 
 def forward_runs(
-    runs: Sequence[Run], k: Tensor, v: Tensor, workspace: Tensor, part: tuple[int, int] = (0, 0)
+    runs: Sequence[Run], k: Tensor, v: Tensor, workspace: Tensor, part: tuple[int, int, int] = (0, 0, 0)
 ) -> None:  # fmt: skip
     """Fills out, lse and, where not None, selection of each run; several need B 1. part: queries of a sequence in a
-    larger call that this one is a part of, and 0."""
+    larger call that this one is a part of, and zeros."""
     load().forward(
         _runs(runs, k, v), workspace=workspace.data_ptr(), workspace_bytes=workspace.numel(), part=part, **_place(k)
     )  # fmt: skip
@@ -333,23 +333,24 @@ def explain_backward(q: Tensor, k: Tensor, v: Tensor, params, *, sms: int) -> li
     return load().explain_backward(_forward_params(q, k, v, params), processors=sms)
 
 
-def backward_workspace(q: Tensor, k: Tensor, v: Tensor, params, part: tuple[int, int] = (0, 0)) -> int:
+def backward_workspace(q: Tensor, k: Tensor, v: Tensor, params, part: tuple[int, int, int] = (0, 0, 0)) -> int:
     """Bytes of workspace that `backward` needs for this call; params: params.TreeParams."""
     return load().backward_workspace([_forward_params(q, k, v, params)], part=part, device=q.get_device())
 
 
-def backward_runs_workspace(runs: Sequence[Run], k: Tensor, v: Tensor, part: tuple[int, int] = (0, 0)) -> int:
+def backward_runs_workspace(runs: Sequence[Run], k: Tensor, v: Tensor, part: tuple[int, int, int] = (0, 0, 0)) -> int:
     """Bytes of workspace that `backward_runs` needs."""
     return load().backward_workspace(_runs(runs, k, v), part=part, device=k.get_device())
 
 
 def backward_runs(
     runs: Sequence[Run], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, workspace: Tensor, *, add: bool,
-    part: tuple[int, int] = (0, 0),
+    part: tuple[int, int, int] = (0, 0, 0),
 ) -> None:  # fmt: skip
     """Fills dq of each run, and dk and dv of all runs together; several need B 1. dk and dv may be float32: they are
     then added to where `add` says so. part: queries of a sequence and KV heads of a larger call that this one is a part
-    of. Where the KV heads are not 0, out, lse, selection and dq are views of some heads of contiguous tensors."""
+    of, and KV heads of the selection. Where the former KV heads are not 0, out, lse, selection and dq are views of some
+    heads of contiguous tensors; where the latter are not, the selection has so many heads of its own."""
     module = load()
     own = [
         module.BackwardParams(
@@ -368,7 +369,7 @@ def backward_runs(
 
 def backward(
     dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, selection: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, workspace: Tensor, params, part: tuple[int, int] = (0, 0),
+    dq: Tensor, dk: Tensor, dv: Tensor, workspace: Tensor, params, part: tuple[int, int, int] = (0, 0, 0),
 ) -> None:  # fmt: skip
     """Fills dq, dk, dv (contiguous, of the shapes of q, k, v) from what `forward` wrote and the gradients of that;
     dout [B, T_q, H, V] and dlse [B, T_q, H] have any strides. Where dk and dv are float32, they are added to.

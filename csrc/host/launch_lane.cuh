@@ -12,10 +12,7 @@ void launch_in_lane(void (*kernel)(Params...), unsigned blocks, unsigned threads
   if (lane.alone) {
     return launch_overlapped(kernel, blocks, threads, shared_bytes, lane.stream, std::forward<Args>(args)...);
   }
-  if (shared_bytes > 48 * 1024) {
-    HTREE_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel),
-                                          cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
-  }
+  allow_shared_bytes(reinterpret_cast<void const*>(kernel), shared_bytes);
   cudaLaunchConfig_t config{};
   config.gridDim = blocks;
   config.blockDim = threads;

@@ -13,6 +13,7 @@
 
 #include "cuda_check.h"
 #include "math.h"
+#include "shared_memory.h"
 
 namespace htree_cuda::host {
 
@@ -30,10 +31,7 @@ inline unsigned grid_blocks(char const* op, std::int64_t items, int per_block = 
 template <class... Params, class... Args>
 void launch_overlapped_clusters(void (*kernel)(Params...), unsigned cluster, unsigned blocks, unsigned threads,
                                 std::size_t shared_bytes, cudaStream_t stream, Args&&... args) {
-  if (shared_bytes > 48 * 1024) {
-    HTREE_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel),
-                                          cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
-  }
+  allow_shared_bytes(reinterpret_cast<void const*>(kernel), shared_bytes);
   if (cluster > 8) {  // more than every GPU with clusters promises
     HTREE_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<void const*>(kernel),
                                           cudaFuncAttributeNonPortableClusterSizeAllowed, 1));

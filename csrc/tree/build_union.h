@@ -16,6 +16,7 @@ struct Args {
   int layer;  // the layer whose candidates are children of the union; `nodes` were selected in the layer above
   int layers;
   int top_k;
+  std::int64_t parents;       // nodes of the layer above, in the longest sequence
   std::int32_t const* nodes;  // [rows, top_k]
   // The union of each query tile, or of a set of tiles in the place of the first one.
   std::int32_t* union_nodes;  // [tiles, 12 * top_k]

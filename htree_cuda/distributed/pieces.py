@@ -40,9 +40,9 @@ class Whole(NamedTuple):
     queries: int
     kv_heads: int
 
-    def part(self, kv_heads: int) -> tuple[int, int]:
+    def part(self, kv_heads: int) -> tuple[int, int, int]:
         """For a call of tensors that have these KV heads and no others: more queries stand for the others."""
-        return self.queries * self.kv_heads // kv_heads, 0
+        return self.queries * self.kv_heads // kv_heads, 0, 0
 
 
 def _packed_params(q: Tensor, k: Tensor, v: Tensor, pack: Pack, op: str, **tree):
@@ -131,8 +131,8 @@ def backward(
     deterministic: bool, pack: Pack | None = None, **tree,
 ) -> None:  # fmt: skip
     """Fills dq of runs, and dk and dv, contiguous and of the accumulation dtype. All but k, v, dk and dv may be views
-    of some heads of tensors that have all; where the selection is, out, lse and dq are. k and v are the keys of all
-    runs, which may have fewer. whole: see there."""
+    of some heads of tensors that have all; where the selection is, out, lse and dq are, and the selections of all runs
+    or of none. k and v are the keys of all runs, which may have fewer. whole: see there."""
     if pack is not None:
         _backward_of_pack(runs[0], k, v, dk, dv, pack, backend=backend, deterministic=deterministic, **tree)
         return
@@ -190,11 +190,10 @@ def _launch_backward(
         dq = pairs.to_halves(x.dq, options)
         own.append(kernels.Run(q, x.out, lse, x.selection, params, None, x.dout, dlse, dq))
     own_dk = pairs.to_halves(dk, options)
-    part = whole.queries, whole.kv_heads
-    if any(
-        x.selection.is_contiguous() or x.dq is not run.dq or options.attn_sink is not None
-        for x, run in zip(own, runs, strict=True)
-    ):
+    # Selections that were made again have the heads of this call alone.
+    remade = all(x.selection.is_contiguous() for x in own)
+    part = whole.queries, whole.kv_heads, k.shape[2] if remade else 0
+    if options.attn_sink is not None or any(x.dq is not run.dq for x, run in zip(own, runs, strict=True)):
         # Some are no views of the heads of whole tensors: the others are copied.
         names = ("out", "lse", "selection", "dq")
         own = [x._replace(**{name: getattr(x, name).contiguous() for name in names}) for x in own]

@@ -49,6 +49,7 @@ EXPORT char const* emulator_build_union(long long T_q, long long q_start, int la
   args.layer = layer;
   args.layers = layers;
   args.top_k = top_k;
+  args.parents = ((q_start + T_q - 1) >> (4 * (layer + 1))) + 1;
   args.nodes = nodes;
   args.union_nodes = union_nodes;
   args.union_masks = union_masks;

@@ -53,9 +53,10 @@ def test_sums_are_added_in_float32():
 
 @pytest.mark.sample
 @pytest.mark.emulated
-@pytest.mark.parametrize("G", [3, 16])
-def test_some_heads_of_a_call(G):
-    """A call for some KV heads reads and writes views of tensors that have all of them, and leaves the others alone."""
+@pytest.mark.parametrize(("G", "remade"), [(3, False), (16, True)])
+def test_some_heads_of_a_call(G, remade):
+    """A call for some KV heads reads and writes views of tensors that have all of them, and leaves the others alone;
+    its selection is a view as well, or was made again for its heads."""
     q, k, v, dout, dlse = (x.to(DEVICE) for x in inputs(290, 5, H_kv=3, G=G))
     options = {"top_k_per_layer": 16, "q_start": 285}
     expected, _ = gradients(q, k, v, dout, dlse, **options)
@@ -66,12 +67,13 @@ def test_some_heads_of_a_call(G):
         own = slice(heads.start * G, heads.stop * G)
         k_own, v_own = k[:, :, heads], v[:, :, heads]
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=DEVICE) for x in (k_own, v_own)]
-        part = (600, 3)  # as if the queries were 5 of 600
+        part = (600, 3, 1 if remade else 0)  # as if the queries were 5 of 600
+        own_selection = selection[:, :, :, heads].contiguous() if remade else selection[:, :, :, heads]
         params = tree_params(q[:, :, own], k_own, v_own, **options)
         size = kernels.backward_workspace(q[:, :, own], k_own, v_own, params, part=part)
         workspace = torch.empty(size, dtype=torch.uint8, device=DEVICE)
         views = [x[:, :, own] for x in (dout, dlse, q)] + [k_own, v_own] + [x[:, :, own] for x in (out, lse)]
-        kernels.backward(*views, selection[:, :, :, heads], dq[:, :, own], *sums, workspace, params, part=part)
+        kernels.backward(*views, own_selection, dq[:, :, own], *sums, workspace, params, part=part)
         same_bits([dq[:, :, own].cpu()], [expected[0][:, :, own]])
         same_bits([x.cpu().to(torch.bfloat16) for x in sums], [x[:, :, heads] for x in expected[1:]])
     same_bits([dq[:, :, 2 * G :]], [untouched])

@@ -160,6 +160,6 @@ def test_a_part_of_a_call_has_the_chunks_of_the_whole():
             H_kv=heads, G=4, K=128, V=128, top_k=512, scale=1.0, rope_base=1e4, strict_causal=True,
             dtype=kernels.load().DType.bfloat16,
         )  # fmt: skip
-        told = kernels.load().explain_backward(params, processors=132, part=(65536, 8))
+        told = kernels.load().explain_backward(params, processors=132, part=(65536, 8, 0))
         launches.append(sum(row["launches"] for row in rows(told, "dq")))
     assert launches[0] <= 16 * launches[1] <= 1.3 * launches[0]

@@ -104,6 +104,44 @@ def test_streams_and_threads():
 
 
 @pytest.mark.hardware
+def test_threads_with_other_budgets():
+    """Launches of the same kernels with more and with less shared memory, of unions and of decoding: neither takes from
+    the other what it is about to use."""
+    g = torch.Generator(device="cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(1, n, heads, 128, generator=g, device="cuda", dtype=torch.bfloat16)
+        for n, heads in ((300, 8), (1 << 18, 2), (1 << 18, 2))
+    )
+
+    def calls(top_k):
+        cache = htree_cuda.TreeCache(1, k.shape[1], 2, 128, dtype=k.dtype, device="cuda")
+        cache.append(k, v)
+        return [
+            *run((q, k, v), top_k_per_layer=top_k),
+            htree_cuda.forward_cached(q[:, -1:], cache, top_k_per_layer=top_k),
+        ]
+
+    def work(top_k):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                found[top_k].append(calls(top_k))
+            torch.cuda.current_stream().synchronize()
+
+    expected = {top_k: calls(top_k) for top_k in (64, 512)}
+    torch.cuda.synchronize()
+    found = {top_k: [] for top_k in expected}
+    threads = [threading.Thread(target=work, args=(top_k,)) for top_k in found]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for top_k, results in found.items():
+        assert len(results) == 20  # a thread that raises says so and has fewer
+        for result in results:
+            same_bits(result, expected[top_k])
+
+
+@pytest.mark.hardware
 def test_second_device():
     if torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device")

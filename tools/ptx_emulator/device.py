@@ -94,8 +94,8 @@ def emulated(seed: int = 0, sms: int = 3, races: bool = True) -> Iterator[ctypes
         if "varlen" in name:
             return lambda *args: size([kernels.varlen_params(*args)], device=0) + _ALIGNMENT
         if "runs" in name:
-            return lambda *args, part=(0, 0): size(kernels._runs(*args), device=0, part=part) + _ALIGNMENT
-        return lambda *args, part=(0, 0): size([kernels._forward_params(*args)], device=0, part=part) + _ALIGNMENT
+            return lambda *args, part=(0, 0, 0): size(kernels._runs(*args), device=0, part=part) + _ALIGNMENT
+        return lambda *args, part=(0, 0, 0): size([kernels._forward_params(*args)], device=0, part=part) + _ALIGNMENT
 
     try:
         for name in _LAUNCHERS:

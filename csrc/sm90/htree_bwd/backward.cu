@@ -213,12 +213,12 @@ struct Launcher {
     args.layers = w.max_entry;
     args.index = w.index;
     args.T_q = batch(p.T_q);
-    args.H_kv = static_cast<int>(w.row_heads);
+    args.H_kv = static_cast<int>(w.selection_heads);
     args.sequences = tables(w, chunk);
     for_runs(chunk, [&](BackwardParams const& run, std::int64_t offset, int begin, int end) {
       args.begin = begin;
       args.end = end;
-      args.selection = run.forward.selection - offset * w.row_heads * p.top_k;
+      args.selection = run.forward.selection - offset * w.selection_heads * p.top_k;
       args.rows_of_q = has_sequences(p) ? p.sequences.total_q : p.B * run.forward.T_q;
       reverse_index::build(args, stream);
     });
@@ -294,6 +294,10 @@ void check(Runs<ForwardParams> const& runs, PartParams const& part) {
                                  "sequences of one length, got " + std::to_string(part.queries) + " queries, " +
                                      std::to_string(p.H_kv) + " of " + std::to_string(part.H_kv) + " heads and B " +
                                      std::to_string(p.B));
+  }
+  if (part.selection_H_kv != 0 && (!some_heads || part.selection_H_kv < p.H_kv)) {
+    host::tree_args::reject(kOp, "rows of the selection have the " + std::to_string(p.H_kv) + " heads of the part of a call, got " +
+                                     std::to_string(part.selection_H_kv) + " of " + std::to_string(part.H_kv));
   }
 }
 

@@ -74,7 +74,7 @@ struct StoredItem {
   WorkItem item;
   VisitList list;
 
-  // Of a number, for the whole warp; with less than no packs where there are not so many items.
+  // The item of a number, for the whole warp; fewer than no packs say that there are not so many items.
   static __device__ StoredItem listed(Args const& args, int number, int lane) {
 #pragma unroll 1
     for (int layer = 0; layer < args.max_entry; ++layer) {

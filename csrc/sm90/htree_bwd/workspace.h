@@ -96,7 +96,8 @@ struct Workspace {
   bool hands_over_ds = false;                // from dkdv_selected to dq_gather
   std::int64_t pack = 0;                     // queries that fill 16 rows of a product
   std::int64_t all_heads = 0;
-  std::int64_t row_heads = 0;                // from row to row of out, lse, selection and dq
+  std::int64_t row_heads = 0;                // from row to row of out, lse and dq
+  std::int64_t selection_heads = 0;          // and of the selection
   std::vector<Stretch> stretches;
   std::int64_t all_rows = 0;                 // of a head in the call, or in its longest stretch, at most
   int blocks[kMaxLayers] = {};               // KV blocks of a sequence, at most; likewise pairs of KV tiles
@@ -147,6 +148,7 @@ struct Workspace {
     ForwardParams const& p = *runs.first;
     shape(runs);
     row_heads = part.H_kv > 0 ? part.H_kv : p.H_kv;
+    selection_heads = part.selection_H_kv > 0 ? part.selection_H_kv : row_heads;
     std::int64_t const block_bytes = kBlockHeader + operand_bytes(p.K, p.V);
     std::int64_t const query_bytes = htree_bwd::query_bytes(p.K, p.V, unit_heads(static_cast<int>(p.G)));
     std::int64_t const tile_bytes = query_tile_bytes(p.K, p.V);
@@ -343,11 +345,11 @@ private:
   }
 
   // Rows of a range of the lists of a layer: as many as stay in the cache, but where blocks have many visits only as many as
-  // fill the segments of a list; or all of a chunk, where the items of so few would move more bytes for each visit than those
+  // fill a segment, for more CTAs list the visits then; or all of a chunk, where the items of so few would move more bytes for each visit than those
   // of all and a query that is not in the cache.
   int rows_of_range(int l, std::int64_t query_bytes) const {
     std::int64_t const cached = kRangeBytes / (heads * query_bytes);
-    std::int64_t const filled = kMaxSegments * item_visits * std::int64_t(blocks[l]) / tree.top_k;
+    std::int64_t const filled = item_visits * std::int64_t(blocks[l]) / tree.top_k;
     std::int64_t const few = std::max(std::min(cached, filled), ceil_div(rows, std::int64_t(kMaxRanges)));
     std::int64_t const visit_bytes = kItemBytes * blocks[l] / tree.top_k;  // times the rows of a range
     bool const sparse = visit_bytes / few > visit_bytes / rows + query_bytes;

@@ -7,6 +7,7 @@
 
 #include "host/cuda_check.h"
 #include "host/recording.h"
+#include "host/shared_memory.h"
 #include "launch.h"
 #include "kernel.cuh"
 
@@ -35,7 +36,7 @@ int resident(Args const& args, int log2_parts_of_cta) {
   if (answer != 0) return answer;
   void const* const kernel = reinterpret_cast<void const*>(htree_decode_kernel<Cfg>);
   int const bytes = shared_bytes<Cfg>(args.top_k, args.G, 1 << log2_parts_of_cta);
-  HTREE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  host::allow_shared_bytes(kernel, bytes);
   HTREE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;

@@ -141,6 +141,7 @@ public:
     args.layer = l;
     args.layers = w_.layers;
     args.top_k = static_cast<int>(p_.top_k);
+    args.parents = w_.N[l + 1];
     args.nodes = selected_above(lane, l);
     args.union_nodes = lane.union_nodes;
     args.union_masks = lane.union_masks;

@@ -7,7 +7,8 @@ namespace {
 template <int kBlocks>
 void launch(Args const& args, LaneStream stream) {
   using Cfg = Config<kBlocks>;
-  launch_in_lane(build_union_kernel<kBlocks>, args.sets.count(args.tiles), Cfg::kThreads, Cfg::kSharedBytes, stream, args);
+  launch_in_lane(build_union_kernel<kBlocks>, args.sets.count(args.tiles), Cfg::kThreads,
+                 Cfg::shared_bytes(args.parents, args.top_k), stream, args);
 }
 
 }  // namespace

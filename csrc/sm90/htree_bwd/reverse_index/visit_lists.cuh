@@ -1,6 +1,7 @@
 // Lists of visits, from the reverse index: for every KV block and range of the rows those that visit it, ascending, and the
 // work items of dkdv_selected, segments of these lists. A CTA has the 16 KV blocks of a word and a range, a warp a slice of its
-// rows, which it reads twice: to count the visits, then to write them behind those of the warps before it. Where lists begin, and the order of items, depend on which CTA comes first; what they hold does not.
+// rows, which it reads twice: to count the visits, then to write them behind those of the warps before it. Where lists
+// begin, and the order of items, depend on which CTA comes first; what they hold does not.
 #pragma once
 
 #include <cuda_runtime.h>
