@@ -5,8 +5,8 @@ stage run as soon as the keys before them are there, beside the exchange of the 
 itself. A stage's call is therefore given the tokens up to its own end, and its bits are those of a call that is given
 all. The queries that the rank has borrowed run together with its late part (`balance`).
 
-Backward, for each sequence and chunk of KV heads: K and V are gathered again, beside the chunk before, and all queries
-of the rank run in one call. The sums of dk and dv then travel with nothing beside them: an exchange holds SMs, and
+Backward, for each sequence and chunk of KV heads: K and V are gathered again, beside the chunk before (the first chunk has
+one head, since its exchange has nothing beside it), and all queries of the rank run in one call. The sums of dk and dv then travel with nothing beside them: an exchange holds SMs, and
 kernels whose CTAs fill all of them in whole rounds lose as much beside it as it takes alone (lab/README.md).
 """
 
@@ -213,7 +213,11 @@ class Attention(torch.autograd.Function):
                 others += [x.new_empty(1, lending.borrowed.count, *x.shape[2:]) for x in own[1:]]
             found: list[Tensor] = []
             for stage in stages:
-                whole.ready(stage.last_stage)
+                keys = [x[:, : stage.keys] for x in (k_all, v_all)]
+                if stage.keys == q.shape[1] // call.place.stages:
+                    keys = [x[b : b + 1, : stage.keys] for x in (k, v)]  # the first part, which waits for nobody
+                else:
+                    whole.ready(stage.last_stage)
                 if sent and stage is stages[-1]:
                     sent[1].wait(q)
                 runs = [
@@ -224,8 +228,8 @@ class Attention(torch.autograd.Function):
                     for run in stage.runs
                 ]  # fmt: skip
                 found += pieces.forward(
-                    k_all[:, : stage.keys], v_all[:, : stage.keys], runs, whole=size,
-                    need_selection=keeps or call.need_selection, **call.options(stage, attn_sink),
+                    *keys, runs, whole=size, need_selection=keeps or call.need_selection,
+                    **call.options(stage, attn_sink),
                 )  # fmt: skip
             if sent:
                 returns.append(lending.give_back([out[b], lse[b]], [x[0] for x in others[1:]]))
@@ -236,7 +240,8 @@ class Attention(torch.autograd.Function):
             if later.borrowed and call.needs_grad:
                 fewer = later.rows < lending.rows  # the rest of the forward's is freed
                 borrowed += [x[:, -later.rows :].clone() if fewer else x for x in others]
-            del whole, k_all, v_all, others  # before what the next sequence takes
+            whole.ready(call.place.stages - 1)  # its memory is given on, and what nobody waited for may still arrive
+            del whole, k_all, v_all, keys, others  # before what the next sequence takes
         for travel in returns:
             travel.wait(q)
         if call.need_selection:
@@ -272,7 +277,11 @@ class Attention(torch.autograd.Function):
         size = pieces.Whole(q.shape[1], H_kv)
         returns: list[Travel] = []
         others: list[Tensor] = []  # q, out, lse, dout, dlse and dq of what was borrowed of the sequence at hand
-        units = [(b, slice(h, min(h + step, H_kv))) for b in range(q.shape[0]) for h in range(0, H_kv, step)]
+        units = []
+        for b in range(q.shape[0]):
+            first = 1 if b == 0 and chunks > 1 else step  # nothing runs beside the first exchange
+            bounds = [0, *range(first, H_kv, step), H_kv]
+            units += [(b, slice(*heads)) for heads in itertools.pairwise(bounds)]
 
         def start(unit: tuple[int, slice]):
             b, kv_heads = unit
