@@ -5,9 +5,10 @@ stage run as soon as the keys before them are there, beside the exchange of the 
 itself. A stage's call is therefore given the tokens up to its own end, and its bits are those of a call that is given
 all. The queries that the rank has borrowed run together with its late part (`balance`).
 
-Backward, for each sequence and chunk of KV heads: K and V are gathered again, beside the chunk before (the first chunk has
-one head, since its exchange has nothing beside it), and all queries of the rank run in one call. The sums of dk and dv then travel with nothing beside them: an exchange holds SMs, and
-kernels whose CTAs fill all of them in whole rounds lose as much beside it as it takes alone (lab/README.md).
+Backward, for each sequence and chunk of KV heads: K and V are gathered again, beside the chunk before (the first chunk
+has one head, since its exchange has nothing beside it), and all queries of the rank run in one call. The sums of dk and
+dv then travel with nothing beside them: an exchange holds SMs, and kernels whose CTAs fill all of them in whole rounds
+lose as much beside it as it takes alone (lab/README.md).
 """
 
 from __future__ import annotations
