@@ -89,18 +89,22 @@ class Call:
         self, found: list[Tensor], stages: list[_Stage], lending: Lending, later: Lending
     ) -> tuple[list[Tensor], Travel]:
         """The selections of a sequence's runs as the backward has its runs: those of queries that are lent in the
-        forward alone travel back. The lender's late part may have fewer layers than the tokens that the borrower saw;
-        in the layers above, a query's selection is every node up to its own."""
+        forward alone travel back, to the end of the late part's. The lender's late part may have fewer layers than the
+        tokens that the borrower saw; in the layers above, a query's selection is every node up to its own."""
         rows = lending.rows - later.rows
         late = stages[-1]
         keys = late.keys if lending.lent or not self.tree["strict_causal"] else lending.end
         layers = self._layers(keys) - 1
+        like = found[:1] * layers
         if lending.lent:
-            back = found[-1].new_empty(layers, rows, *found[-1].shape[3:])
-            return [*found, back[:, None]], lending.trade(found[:1], [], [back])
+            own = found[-1]
+            whole = own.new_empty(layers, 1, own.shape[2] + rows, *own.shape[3:])
+            whole[:, :, :-rows] = own
+            return [*found[:-1], whole], lending.trade(like, [], [x[0, -rows:] for x in whole])
         at = next(run.number for run in late.runs if run.borrowed)
-        back, own = found[at][:layers, 0, :rows].contiguous(), found[at][:, :, rows:].clone()
-        return [*found[:at], *([own] if later.rows else []), *found[at + 1 :]], lending.trade(found[:1], [back], [])
+        kept = [found[at][:, :, rows:].clone()] if later.rows else []
+        back = [x[0, :rows] for x in found[at][:layers]]
+        return [*found[:at], *kept, *found[at + 1 :]], lending.trade(like, back, [])
 
     def whole_selection(self, selections: list[list[Tensor]], stages: list[_Stage], q: Tensor, k: Tensor) -> Tensor:
         """The selections of all runs in one tensor, for the layers of the whole sequence. In a layer that the tree of a
@@ -150,18 +154,15 @@ def _first(run: tuple) -> int:
     return run[0]
 
 
-def _stages(lending: Lending, local: int, strict_causal: bool, cut: int | None = None) -> list[_Stage]:
-    """Runs of a stage in the order of positions: two that touch share chunks of the backward. cut: a row of the late
-    part at which a run begins."""
+def _stages(lending: Lending, local: int, strict_causal: bool) -> list[_Stage]:
+    """Runs in the order of positions: two that touch share chunks of the backward."""
     place = lending.place
     n = local // place.stages
     found, number = [], itertools.count()
     for stage in range(place.stages):
         first, late = stage * n, stage == place.stages - 1
         end = lending.kept_rows if late else first + n
-        bounds = sorted({first, end, *([cut] if late and cut is not None and cut < end else [])})
-        shift = place.part(stage) * n - first  # from a row to its position
-        runs = [(start + shift, slice(start, stop), False) for start, stop in itertools.pairwise(bounds)]
+        runs = [(place.part(stage) * n, slice(first, end), False)]
         if late and lending.borrowed:
             runs.append((lending.borrowed.start, slice(0, lending.borrowed.count), True))
         runs = [_Rows(next(number), rows, start, borrowed) for start, rows, borrowed in sorted(runs, key=_first)]
@@ -263,12 +264,11 @@ class Attention(torch.autograd.Function):
         q, k, v, attn_sink, out, lse, *saved = ctx.saved_tensors
         dout, dlse = (x.new_zeros(()).expand_as(x) if dx is None else dx for x, dx in ((out, dout), (lse, dlse)))
         call, place = ctx.call, ctx.call.place
-        earlier, lending = call.lending(q, k)
+        _, lending = call.lending(q, k)
         seen = place.seen(call.tree["strict_causal"])
         each = 3 if lending.borrowed else 0  # saved tensors of what was borrowed, of a sequence
         kept = saved[each * q.shape[0] :]
-        cut = earlier.kept_rows if kept else None
-        stages = _stages(lending, q.shape[1], call.tree["strict_causal"], cut)
+        stages = _stages(lending, q.shape[1], call.tree["strict_causal"])
         acc = accumulation_dtype(q.dtype)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         H_kv, G = k.shape[2], q.shape[2] // k.shape[2]
@@ -316,7 +316,7 @@ class Attention(torch.autograd.Function):
                     others = [*before, *(x[None] for x in sent[0]), torch.empty_like(before[0])]
             sink = None if attn_sink is None else attn_sink[kv_heads.start * G : kv_heads.stop * G]
             runs = []
-            for stage in reversed(stages):
+            for stage in stages:
                 options = call.options(stage, sink)
                 runs += runs_of(stage, b, kv_heads, [x[:, : stage.keys] for x in whole.whole], options)
             keys = max(stage.keys for stage in stages)

@@ -36,10 +36,10 @@ class Weights(NamedTuple):
     bottom: int
 
 
-FORWARD = Weights(selected=10, free=0, above_one=0, above_more=5, bottom=4)
+FORWARD = Weights(selected=10, free=0, above_one=0, above_more=6, bottom=4)
 # Of groups of more than 8 heads, and of smaller ones, whose kernels pack queries and hand dS over.
 BACKWARD = Weights(selected=10, free=512, above_one=4, above_more=8, bottom=3)
-BACKWARD_SMALL_GROUPS = Weights(selected=10, free=768, above_one=2, above_more=1, bottom=5)
+BACKWARD_SMALL_GROUPS = Weights(selected=10, free=768, above_one=4, above_more=1, bottom=7)
 
 
 def weights(group_size: int) -> tuple[Weights, Weights]:

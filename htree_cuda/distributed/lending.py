@@ -54,6 +54,8 @@ class Lending:
     def trade(self, like: list[Tensor], sent: list[Tensor], received: list[Tensor]) -> Travel:
         """Contiguous tensors of the dtypes of `like` travel between lender and borrower: for each, a rank has one of
         `sent` or one of `received`, or neither."""
+        if not like:
+            return Travel(None)
         lists = [
             (x, {self.other: sent[i]} if sent else {}, {self.other: received[i]} if received else {})
             for i, x in enumerate(like)
