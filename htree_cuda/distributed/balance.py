@@ -39,7 +39,7 @@ class Weights(NamedTuple):
 FORWARD = Weights(selected=10, free=0, above_one=0, above_more=6, bottom=4)
 # Of groups of more than 8 heads, and of smaller ones, whose kernels pack queries and hand dS over.
 BACKWARD = Weights(selected=10, free=512, above_one=4, above_more=8, bottom=3)
-BACKWARD_SMALL_GROUPS = Weights(selected=10, free=768, above_one=4, above_more=1, bottom=7)
+BACKWARD_SMALL_GROUPS = Weights(selected=10, free=768, above_one=3, above_more=1, bottom=5)
 
 
 def weights(group_size: int) -> tuple[Weights, Weights]:

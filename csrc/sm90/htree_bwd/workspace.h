@@ -25,7 +25,7 @@ namespace htree_cuda::sm90::htree_bwd {
 // counts the inputs of that one. Nodes and their sums take kTreeBytes for as many heads as fit, one head at least.
 constexpr std::int64_t kMinChunkBytes = std::int64_t(64) << 20;
 constexpr std::int64_t kMaxChunkBytes = std::int64_t(256) << 20;
-constexpr std::int64_t kMaxHandOverChunkBytes = std::int64_t(512) << 20;
+constexpr std::int64_t kMaxHandOverChunkBytes = std::int64_t(768) << 20;
 constexpr std::int64_t kMaxLongChunkBytes = std::int64_t(2) << 30;  // the words of its reverse index are fewer than 2^32
 constexpr std::int64_t kTreeBytes = std::int64_t(256) << 20;
 // With sequences of different lengths rows of short ones have the room of long ones, and a chunk of few long rows leaves
