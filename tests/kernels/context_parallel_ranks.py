@@ -94,7 +94,7 @@ def check_float16_batches_and_no_strict_causality():
 
 
 def check_several_chunks_of_kv_heads():
-    """dk and dv of three heads exceed 512 MiB in float32 at this length: two heads, then one."""
+    """dk and dv of three heads exceed 512 MiB in float32 at this length: one head, then two."""
     compare(("zigzag",), shape={"T": 1 << 19, "H": 3, "H_kv": 3, "D": 64}, top_k_per_layer=16, save_selection=False)
 
 

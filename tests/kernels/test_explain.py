@@ -152,7 +152,8 @@ def test_small_groups_in_bf16_hand_ds_over(G, dtype):
 
 
 def test_a_part_of_a_call_has_the_chunks_of_the_whole():
-    """As many launches for a query and a head, however few of the call's the part has."""
+    """About as many launches for a query and a head, however few of the call's the part has: its two chunks are equal,
+    those of the whole are cut to rounds of dq_gather."""
     launches = []
     for queries, heads in ((65536, 8), (16384, 2)):
         params = kernels.load().ForwardParams(
@@ -162,4 +163,4 @@ def test_a_part_of_a_call_has_the_chunks_of_the_whole():
         )  # fmt: skip
         told = kernels.load().explain_backward(params, processors=132, part=(65536, 8, 0))
         launches.append(sum(row["launches"] for row in rows(told, "dq")))
-    assert launches[0] <= 16 * launches[1] <= 1.3 * launches[0]
+    assert 0.85 * launches[0] <= 16 * launches[1] <= 1.3 * launches[0]
