@@ -268,7 +268,7 @@ def check_small_steps_and_single_heads():
     attention.SUM_BYTES = 1
     try:
         compare(shape={"B": 2, "H": 6, "H_kv": 3})
-        attention.SUM_BYTES = 2 * 64 * (6 + 4) * 8  # of one KV head, then of two; of later sequences the other way round
+        attention.SUM_BYTES = 2 * 64 * (6 + 4) * 8  # units of one and two KV heads
         compare(shape={"B": 3, "H": 6, "H_kv": 3})
         attention.SUM_BYTES = 1
         compare(shape={"H": 6, "H_kv": 3}, save_selection=False)
