@@ -151,19 +151,29 @@ def plain(dtype, q_i, k_i, weights, q, k, lse):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_error_is_at_most_twice_that_of_plain_float32(dtype, monkeypatch):
-    """Logits in the hundreds, where the two parts of the sum are large, over ten tiles of keys."""
+    """Logits in the hundreds, where the two parts of the sum are large, over ten tiles of keys; the largest errors of
+    eight problems, since that of one is a matter of the order in which a processor adds."""
     monkeypatch.setattr(dense_loss, "KEYS_CPU", 15)
-    q_i, k_i, weights, *rest = problem(s_q=128, s_kv=150, h_i=8, d_i=32, h_q=16, d_qk=32, dtype=dtype, grad=False)
-    inputs = [x.requires_grad_() for x in (q_i * 2, k_i, weights * 3 + 2)]
-    exact, allowed = (plain(precision, *inputs, *rest) for precision in (torch.float64, torch.float32))
-    definition_losses, _ = definition.dense_indexer_loss(*(x[:2] for x in inputs[:1]), inputs[1], inputs[2][:2],
-                                                         rest[0][:2], rest[1], rest[2][:2])  # fmt: skip
-    torch.testing.assert_close(definition_losses, exact[:2], rtol=1e-12, atol=0)
-    loss = htree_cuda.dense_indexer_loss(*inputs, *rest, reduction="none")
-    assert exact.mean() > 50
-    results = [(x, *torch.autograd.grad(x.sum(), inputs)) for x in (loss, allowed, exact)]
-    for found, other, wanted in zip(*results, strict=True):
-        error, baseline = (x.double() - wanted.double() for x in (found, other))
+    errors: list[list[torch.Tensor]] = [[], [], [], []]  # of the loss and of its gradients, each beside the baseline's
+    for _ in range(8):
+        q_i, k_i, weights, *rest = problem(
+            s_q=128, s_kv=150, h_i=8, d_i=32, h_q=16, d_qk=32, dtype=dtype, grad=False
+        )  # fmt: skip
+        inputs = [x.requires_grad_() for x in (q_i * 2, k_i, weights * 3 + 2)]
+        # The exact gradients are not rounded: a number that is rounded the other way would count.
+        wide = [x.detach().double().requires_grad_() for x in inputs]
+        exact, allowed = plain(torch.float64, *wide, *rest), plain(torch.float32, *inputs, *rest)
+        definition_losses, _ = definition.dense_indexer_loss(*(x[:2] for x in inputs[:1]), inputs[1], inputs[2][:2],
+                                                             rest[0][:2], rest[1], rest[2][:2])  # fmt: skip
+        torch.testing.assert_close(definition_losses, exact[:2], rtol=1e-12, atol=0)
+        loss = htree_cuda.dense_indexer_loss(*inputs, *rest, reduction="none")
+        assert exact.mean() > 50
+        losses = (loss, inputs), (allowed, inputs), (exact, wide)
+        results = [(x, *torch.autograd.grad(x.sum(), leaves)) for x, leaves in losses]
+        for found, (one, other, wanted) in zip(errors, zip(*results, strict=True), strict=True):
+            found.append(torch.stack([x.double() - wanted for x in (one, other)]))
+    for found in errors:
+        error, baseline = torch.stack(found, 1).flatten(1)
         assert error.abs().max() <= 2 * baseline.abs().max()
         assert error.square().mean().sqrt() <= 2 * baseline.square().mean().sqrt()
 
