@@ -25,7 +25,7 @@ from torch import Tensor
 from .. import distributed, forward
 from ..definition import layer_sizes
 from ..distributed import attention, balance, lending, pieces
-from ..distributed.exchange import Gathered, wait
+from ..distributed.exchange import Gathered, Travel, wait
 from ..distributed.exchange import trade as trade_rows
 from ..distributed.placement import Placement
 from .inputs import DTYPES, tree_inputs, visited
@@ -146,7 +146,7 @@ def no_exchange():
             x.copy_(first)
 
     kept = attention.Gathered, attention.reduce, lending.trade
-    attention.Gathered, attention.reduce, lending.trade = gathered, lambda *arguments: None, trade
+    attention.Gathered, attention.reduce, lending.trade = gathered, lambda *arguments: Travel(None), trade
     try:
         yield
     finally:
@@ -245,7 +245,7 @@ def _memory(own: tuple[Tensor, ...], call: Callable[..., Tensor], place: Placeme
     }  # fmt: skip
 
 
-CANDIDATES = balance.Weights(selected=1, free=0, above_one=1, above_more=1, bottom=1)
+CANDIDATES = balance.Weights(highest=1, selected=1, free=0, above_one=1, above_more=1, bottom=1)
 
 
 def imbalance(T: int, ranks: int, layout: str, top_k: int, group_size: int, part: str, lends: bool = True) -> float:

@@ -10,7 +10,7 @@ from .. import checks, ops
 from ..autocast import autocast
 from . import agreement
 from .attention import Attention, Call
-from .exchange import Gathered, reduce, wait
+from .exchange import Gathered, reduce, staging
 from .placement import Placement
 
 
@@ -102,7 +102,8 @@ class _Unshard(torch.autograd.Function):
         rows = dwhole.movedim(ctx.dim, 0)
         sums = [rows.reshape(1, rows.shape[0], 1, -1).contiguous()]
         result = rows.new_empty(ctx.shape[ctx.dim], 1, sums[0].shape[3])
-        wait(dwhole, reduce(ctx.place, ctx.group, sums, [result], ctx.place.seen(False)))
+        received = staging(ctx.place, sums[0], rows.shape[0] // ctx.place.parts, sums[0].shape[3])
+        reduce(ctx.place, ctx.group, sums, [result], ctx.place.seen(False), received).wait(dwhole)
         return result.reshape(ctx.shape[ctx.dim], *rows.shape[1:]).movedim(0, ctx.dim), None, None, None
 
 
@@ -215,8 +216,8 @@ def context_parallel_forward(
             for the backward, which gathers them again; there also dk and dv in float32 for as many KV heads as 512 MiB
             hold (one at least); at most 256 MiB of what other ranks added to them; and what borrowed queries have,
             of which those of the backward keep q, out and lse, and the selection where it is kept.
-        Time: keys and values travel beside the kernels that do not need them, sums of gradients with nothing beside
-            them. With return_selection or a selection to replay no query is lent.
+        Time: keys and values travel beside the kernels that do not need them, sums of gradients beside
+            few kernels. With return_selection or a selection to replay no query is lent.
         torch.compile: the graph breaks at the call.
 
     Example:

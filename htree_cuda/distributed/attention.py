@@ -7,8 +7,8 @@ all. The queries that the rank has borrowed run together with its late part (`ba
 
 Backward, for each sequence and chunk of KV heads: K and V are gathered again, beside the chunk before (the first chunk
 has one head, since its exchange has nothing beside it), and all queries of the rank run in one call. The sums of dk and
-dv then travel with nothing beside them: an exchange holds SMs, and kernels whose CTAs fill all of them in whole rounds
-lose as much beside it as it takes alone (lab/README.md).
+dv then travel, beside the packing of the next chunk's keys and values and nothing else: an exchange holds SMs, and
+kernels whose CTAs fill all of them in whole rounds lose as much beside it as it takes alone (lab/README.md).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..torch_backend import sinks
 from ..torch_backend.decode import whole_layers
 from . import pieces
 from .balance import Loans, loans
-from .exchange import Gathered, reduce
-from .lending import Lending, Travel
+from .exchange import Gathered, Travel, join, reduce, staging
+from .lending import Lending
 from .placement import Placement
 
 # Bytes that dk and dv of a chunk of KV heads take in the accumulation dtype, at most; of one head where that is more.
@@ -275,6 +275,11 @@ class Attention(torch.autograd.Function):
         head_bytes = place.ranks * q.shape[1] * (k.shape[3] + v.shape[3]) * acc.itemsize
         chunks = -(-H_kv // max(1, SUM_BYTES // head_bytes))
         step = -(-H_kv // chunks)  # KV heads
+        # The sums of a chunk take the place of those before, which travel while its keys and values are packed.
+        T = place.ranks * q.shape[1]
+        room = [q.new_empty(T * step * x.shape[3], dtype=acc) for x in (k, v)]
+        received = staging(place, room[0], T // place.parts, step * (k.shape[3] + v.shape[3]))
+        summed = Travel(None)
         size = pieces.Whole(q.shape[1], H_kv)
         returns: list[Travel] = []
         others: list[Tensor] = []  # q, out, lse, dout, dlse and dq of what was borrowed of the sequence at hand
@@ -302,35 +307,40 @@ class Attention(torch.autograd.Function):
                     selection = kept[number][:, :, :, kv_heads]
                 found.append(pieces.Run(*forward, run.q_start, stage.keys, selection, dout_, dlse_, dq_))
             if not kept and call.given is None:
+                summed.wait(q)
                 again = [x._replace(out=torch.empty_like(x.out), lse=torch.empty_like(x.lse)) for x in found]
                 selections = pieces.forward(*keys, again, whole=size, need_selection=True, **options)
                 found = [x._replace(selection=selection) for x, selection in zip(found, selections, strict=True)]
             return found
 
-        for (b, kv_heads), (whole, sent) in _ahead(units, start):
-            whole.ready(place.stages - 1)
-            if sent:
-                sent[1].wait(q)
-                if lending.borrowed:
-                    before = saved[b * each : (b + 1) * each]
-                    others = [*before, *(x[None] for x in sent[0]), torch.empty_like(before[0])]
-            sink = None if attn_sink is None else attn_sink[kv_heads.start * G : kv_heads.stop * G]
-            runs = []
-            for stage in stages:
-                options = call.options(stage, sink)
-                runs += runs_of(stage, b, kv_heads, [x[:, : stage.keys] for x in whole.whole], options)
-            keys = max(stage.keys for stage in stages)
-            sums = [torch.empty(x.shape, dtype=acc, device=x.device) for x in whole.whole]
-            pieces.backward(
-                *(x[:, :keys] for x in (*whole.whole, *sums)), runs, whole=size, deterministic=call.deterministic,
-                **options,
-            )  # fmt: skip
-            reduce(place, call.group, sums, [x[b, :, kv_heads] for x in (dk, dv)], seen)
-            del whole, runs, sums  # before what the next unit takes
-            if lending.any and kv_heads.stop == H_kv:
-                returns.append(lending.give_back([dq[b]], [x[0] for x in others[5:]]))
-        for travel in returns:
-            travel.wait(q)
+        try:
+            for (b, kv_heads), (whole, sent) in _ahead(units, start):
+                whole.ready(place.stages - 1)
+                if sent:
+                    sent[1].wait(q)
+                    if lending.borrowed:
+                        before = saved[b * each : (b + 1) * each]
+                        others = [*before, *(x[None] for x in sent[0]), torch.empty_like(before[0])]
+                sink = None if attn_sink is None else attn_sink[kv_heads.start * G : kv_heads.stop * G]
+                runs = []
+                for stage in stages:
+                    options = call.options(stage, sink)
+                    runs += runs_of(stage, b, kv_heads, [x[:, : stage.keys] for x in whole.whole], options)
+                keys = max(stage.keys for stage in stages)
+                sums = [x[: whole_x.numel()].view(whole_x.shape) for x, whole_x in zip(room, whole.whole, strict=True)]
+                pieces.backward(
+                    *(x[:, :keys] for x in (*whole.whole, *sums)), runs, whole=size, deterministic=call.deterministic,
+                    before=summed.event, **options,
+                )  # fmt: skip
+                summed.wait(q)
+                summed = reduce(place, call.group, sums, [x[b, :, kv_heads] for x in (dk, dv)], seen, received)
+                del whole, runs, sums  # before what the next unit takes
+                if lending.any and kv_heads.stop == H_kv:
+                    returns.append(lending.give_back([dq[b]], [x[0] for x in others[5:]]))
+            for travel in (*returns, summed):
+                travel.wait(q)
+        finally:
+            join(q)  # whatever was raised: what still travels does so in memory that is now given on
         dsink = None
         if attn_sink is not None and ctx.needs_input_grad[3]:
             if call.cu_seqlens is not None:  # padding is no part of the sum

@@ -25,10 +25,12 @@ CELLS = 64
 
 
 class Weights(NamedTuple):
-    """What a candidate costs: in a selected layer, of which some cost nothing, in the entry layer above one selected
-    layer, above more of them, and in an entry layer that is the bottom. Fitted to the times of ranks alone
+    """What a candidate costs: in the highest selected layer, whose nodes have few parents, so that neighbours share
+    more of what they select; in a selected layer below; some of each layer cost nothing; in the entry layer above one
+    selected layer, above more of them, and in an entry layer that is the bottom. Fitted to the times of ranks alone
     (lab/README.md, context parallelism)."""
 
+    highest: int
     selected: int
     free: int  # candidates of each selected layer
     above_one: int
@@ -36,10 +38,10 @@ class Weights(NamedTuple):
     bottom: int
 
 
-FORWARD = Weights(selected=10, free=0, above_one=0, above_more=6, bottom=4)
+FORWARD = Weights(highest=6, selected=10, free=0, above_one=0, above_more=8, bottom=2)
 # Of groups of more than 8 heads, and of smaller ones, whose kernels pack queries and hand dS over.
-BACKWARD = Weights(selected=10, free=512, above_one=4, above_more=8, bottom=3)
-BACKWARD_SMALL_GROUPS = Weights(selected=10, free=768, above_one=3, above_more=1, bottom=5)
+BACKWARD = Weights(highest=10, selected=10, free=512, above_one=4, above_more=8, bottom=3)
+BACKWARD_SMALL_GROUPS = Weights(highest=10, selected=10, free=768, above_one=3, above_more=1, bottom=5)
 
 
 def weights(group_size: int) -> tuple[Weights, Weights]:
@@ -69,7 +71,8 @@ def work_of(t: int, r: int, top_k: int, max_nodes: int, weights: Weights) -> int
     while nodes > max_nodes:
         layers, nodes = layers + 1, t // r ** (layers + 1) + 1
     entry = (weights.bottom, weights.above_one, weights.above_more)[min(layers, 2)]
-    return weights.selected * layers * max(1, top_k * r - weights.free) + entry * nodes
+    selected = weights.highest + weights.selected * (layers - 1) if layers > 0 else 0
+    return selected * max(1, top_k * r - weights.free) + entry * nodes
 
 
 class Work:

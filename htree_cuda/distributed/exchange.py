@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,15 +43,32 @@ def _mark(x: Tensor) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
 
 
+def join(x: Tensor) -> None:
+    """What follows on the current stream of x's device comes after all that was begun in the lane."""
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).wait_stream(_stream(x.get_device()))
+
+
 def wait(x: Tensor, event: torch.cuda.Event | None) -> None:
     """What follows on the current stream of x's device comes after the event."""
     if event is not None:
         torch.cuda.current_stream(x.device).wait_event(event)
 
 
-def _steps(rows: int, ranks: int, parts: list[Tensor]) -> list[tuple[int, int]]:
-    """Cuts the rows of a part, which others send each."""
-    row_bytes = (ranks - 1) * parts[0][0].numel() * parts[0].element_size()
+class Travel:
+    """An exchange under way; what it sends and receives lives until it is waited for."""
+
+    def __init__(self, event: torch.cuda.Event | None, *tensors):
+        self.event, self.tensors = event, tensors
+
+    def wait(self, x: Tensor) -> None:
+        """What follows on the current stream of x's device comes after the exchange."""
+        wait(x, self.event)
+        self.tensors = ()
+
+
+def _steps(rows: int, row_bytes: int) -> list[tuple[int, int]]:
+    """Cuts the rows of a part, of which others send so many bytes each."""
     step = max(1, STAGING_BYTES // row_bytes)
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
@@ -60,18 +78,36 @@ def _takes_lists(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _begin_swap(group: dist.ProcessGroup, rank: int, sent: list[Tensor], received: list[Tensor]) -> list[dist.Work]:
-    """sent[i] begins to travel to rank i, where it is received[rank]; this rank's own pair stays as it is, and what has
-    no elements does not travel. All are contiguous, views of what the kernels read and wrote: nothing is packed. What
-    comes after the waiting for all that is returned comes after the exchange."""
-    if _takes_lists(sent[0]):
-        return [_all_to_all(group, rank, sent, received, async_op=True)]
-    return [
-        call(x, dist.get_global_rank(group, i), group=group)
-        for call, some in ((dist.irecv, received), (dist.isend, sent))
+def _groups_transfers(group: dist.ProcessGroup, x: Tensor) -> bool:
+    """Whether several transfers of x's device are one call: NCCL groups them unless something is wrapped around it, as
+    TORCH_DISTRIBUTED_DEBUG=DETAIL does in some versions of PyTorch. One after the other they would wait for ever."""
+    backend = group._get_backend(x.device) if x.is_cuda and hasattr(group, "_get_backend") else None
+    return type(group) is dist.ProcessGroup and bool(getattr(backend, "supports_coalescing", False))
+
+
+class Swap(NamedTuple):
+    """sent[i] travels to rank i, where it is received[rank]; a rank's own pair stays as it is, and what has no elements
+    does not travel. All are contiguous, views of what the kernels read and wrote: nothing is packed."""
+
+    sent: list[Tensor]
+    received: list[Tensor]
+
+
+def _begin_swaps(group: dist.ProcessGroup, rank: int, swaps: list[Swap]) -> list[dist.Work]:
+    """What comes after the waiting for all that is returned comes after the exchange."""
+    like = swaps[0].sent[rank]
+    if _takes_lists(like) and not _groups_transfers(group, like):
+        return [_all_to_all(group, rank, *swap, async_op=True) for swap in swaps]
+    transfers = [
+        (call, x, dist.get_global_rank(group, i))
+        for swap in swaps
+        for call, some in ((dist.irecv, swap.received), (dist.isend, swap.sent))
         for i, x in enumerate(some)
         if i != rank and x.numel()
     ]
+    if transfers and _takes_lists(like):
+        return dist.batch_isend_irecv([dist.P2POp(*transfer, group) for transfer in transfers])
+    return [call(x, peer, group=group) for call, x, peer in transfers]
 
 
 def _all_to_all(group: dist.ProcessGroup, rank: int, sent: list[Tensor], received: list[Tensor], async_op: bool):
@@ -81,11 +117,11 @@ def _all_to_all(group: dist.ProcessGroup, rank: int, sent: list[Tensor], receive
 
 
 def _swap(group: dist.ProcessGroup, rank: int, sent: list[Tensor], received: list[Tensor]) -> None:
-    """The same on the current stream, so with its priority: an asynchronous collective has a stream of its own."""
+    """The same on the current stream, so with its priority: what `_begin_swaps` begins has a stream of its own."""
     if _takes_lists(sent[0]):
         _all_to_all(group, rank, sent, received, async_op=False)
         return
-    for work in _begin_swap(group, rank, sent, received):
+    for work in _begin_swaps(group, rank, [Swap(sent, received)]):
         work.wait()
 
 
@@ -137,65 +173,73 @@ class Gathered:
             _swap(self.group, place.rank, sent, received)
 
 
+def staging(place: Placement, like: Tensor, rows: int, numbers: int) -> list[Tensor]:
+    """Memory for what `reduce` receives at a time, of parts of so many rows and, in all sums, so many numbers a row at
+    most, of the dtype and device of `like`."""
+    row = (place.ranks - 1) * numbers
+    return [like.new_empty(min(max(STAGING_BYTES // like.element_size(), row), row * rows)) for _ in range(2)]
+
+
 def reduce(
-    place: Placement, group: dist.ProcessGroup, sums: list[Tensor], results: list[Tensor], seen: list[int]
-) -> None:
+    place: Placement, group: dist.ProcessGroup, sums: list[Tensor], results: list[Tensor], seen: list[int],
+    received: list[Tensor],
+) -> Travel:  # fmt: skip
     """Sums over ranks of sums [1, T, heads, D], of which this rank gets its parts: written to results
     [T / ranks, heads, D], rounded to their dtype. A rank has nothing to add to parts that it does not see
-    (`Placement.seen`). What follows on the current stream comes after its end.
+    (`Placement.seen`). received: of `staging`. No tensor is to be touched before it has been waited for.
 
     The partial sums travel to the rank that owns the tokens and are added there in the order of ranks: no more bytes
     than a reduce-scatter has, and the same bits in every run. One step travels while what the step before brought is
     added.
     """
-    pairs = [
-        (stage, place.own(x, stage), place.parts_of(total[0], stage))
-        for stage in range(place.stages)
-        for x, total in zip(results, sums, strict=True)
-    ]
     if place.ranks == 1:
-        for _, own, parts in pairs:
-            own.copy_(parts[0])
-        return
-    steps = [
-        (stage, own, parts, *step) for stage, own, parts in pairs for step in _steps(own.shape[0], place.ranks, parts)
-    ]
-    room = max((place.ranks - 1) * parts[0][first:end].numel() for _, _, parts, first, end in steps)
-    # Of the memory of the current stream, which has just freed what the kernels worked in.
-    staging = [sums[0].new_empty(room) for _ in range(min(2, len(steps)))]
+        for x, total in zip(results, sums, strict=True):
+            for stage in range(place.stages):
+                place.own(x, stage).copy_(place.parts_of(total[0], stage)[0])
+        return Travel(None)
+    rows = results[0].shape[0] // place.stages
+    row_bytes = (place.ranks - 1) * sum(x[0, 0].numel() for x in sums) * sums[0].element_size()
+    steps = [(stage, *step) for stage in range(place.stages) for step in _steps(rows, row_bytes)]
     nothing = sums[0].new_empty(0)
     with _lane(sums[0]):
         waiting = None
-        for i, (stage, own, parts, first, end) in enumerate(steps):
+        for i, (stage, first, end) in enumerate(steps):
             number = [place.part_of(rank, stage) for rank in range(place.ranks)]
-            mine = parts[place.rank][first:end]
-            sent = [x[first:end] if n < seen[place.rank] else nothing for n, x in zip(number, parts, strict=True)]
-            slots = iter(staging[i % 2][: (place.ranks - 1) * mine.numel()].view(-1, *mine.shape))
-            theirs = [
-                mine if rank == place.rank else next(slots) if place.part(stage) < many else nothing
-                for rank, many in enumerate(seen)
-            ]
-            works = _begin_swap(group, place.rank, sent, theirs)
+            free = received[i % 2]
+            swaps, own = [], []
+            for x, total in zip(results, sums, strict=True):
+                parts = [part[first:end] for part in place.parts_of(total[0], stage)]
+                mine = parts[place.rank]
+                slots = iter(free[: (place.ranks - 1) * mine.numel()].view(-1, *mine.shape))
+                free = free[(place.ranks - 1) * mine.numel() :]
+                sent = [part if n < seen[place.rank] else nothing for n, part in zip(number, parts, strict=True)]
+                theirs = [
+                    mine if rank == place.rank else next(slots) if place.part(stage) < many else nothing
+                    for rank, many in enumerate(seen)
+                ]
+                swaps.append(Swap(sent, theirs))
+                own.append(place.own(x, stage)[first:end])
+            works = _begin_swaps(group, place.rank, swaps)
             if waiting is not None:
                 _add(*waiting)
-            waiting = works, theirs, own[first:end]
+            waiting = works, swaps, own
         _add(*waiting)
-        end_of_all = _mark(sums[0])
-    wait(sums[0], end_of_all)
+        return Travel(_mark(sums[0]), sums, received)
 
 
-def _add(works: list[dist.Work], theirs: list[Tensor], own: Tensor) -> None:
-    """The sum of what has come, in the order of ranks."""
+def _add(works: list[dist.Work], swaps: list[Swap], results: list[Tensor]) -> None:
+    """The sums of what has come, in the order of ranks."""
     for work in works:
         work.wait()
-    *before, last = (x for x in theirs if x.numel())
-    if not before:
-        own.copy_(last)
-        return
-    found = before[0]
-    for other in before[1:]:
-        found = found + other
-    torch.add(found, last, out=own)
+    for swap, own in zip(swaps, results, strict=True):
+        *before, last = (x for x in swap.received if x.numel())
+        if not before:
+            own.copy_(last)
+            continue
+        found = before[0]
+        for other in before[1:]:
+            found = found + other
+        torch.add(found, last, out=own)
 
 
 def trade(

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .balance import Loan
-from .exchange import trade
-from .exchange import wait as wait_for
+from .exchange import Travel, trade
 from .placement import Placement
-
-
-class Travel:
-    """An exchange under way; what it sends and receives lives until it is waited for."""
-
-    def __init__(self, event: torch.cuda.Event | None, *tensors):
-        self.event, self.tensors = event, tensors
-
-    def wait(self, x: Tensor) -> None:
-        """What follows on the current stream of x's device comes after the exchange."""
-        wait_for(x, self.event)
-        self.tensors = ()
 
 
 class Lending:

@@ -18,6 +18,7 @@ from ..params import TreeParams
 from ..torch_backend import sinks
 from ..torch_backend import tree as torch_tree
 from ..torch_backend import varlen as torch_varlen
+from .exchange import wait
 
 
 class Pack(NamedTuple):
@@ -128,11 +129,14 @@ def _forward_of_pack(run: Run, k: Tensor, v: Tensor, pack: Pack, backend: str, n
 @ops._without_autocast
 def backward(
     k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, runs: list[Run], *, whole: Whole, backend: str,
-    deterministic: bool, pack: Pack | None = None, **tree,
+    deterministic: bool, pack: Pack | None = None, before: torch.cuda.Event | None = None, **tree,
 ) -> None:  # fmt: skip
     """Fills dq of runs, and dk and dv, contiguous and of the accumulation dtype. All but k, v, dk and dv may be views
     of some heads of tensors that have all; where the selection is, out, lse and dq are, and the selections of all runs
-    or of none. k and v are the keys of all runs, which may have fewer. whole: see there."""
+    or of none. k and v are the keys of all runs, which may have fewer. whole: see there. before: an event that all
+    comes behind but, in the kernels, the packing of keys and values, which touches neither dk nor dv."""
+    if pack is not None or ops._use_torch("backward", k, backend):
+        wait(k, before)
     if pack is not None:
         _backward_of_pack(runs[0], k, v, dk, dv, pack, backend=backend, deterministic=deterministic, **tree)
         return
@@ -152,7 +156,7 @@ def backward(
         return
     for x, params in zip(runs, op_params, strict=True):
         checks.support.forward(x.q, k, v, params, "backward")
-    _launch_backward(runs, k, v, dk, dv, op_params, whole)
+    _launch_backward(runs, k, v, dk, dv, op_params, whole, before)
 
 
 def _backward_of_pack(
@@ -178,8 +182,9 @@ def _backward_of_pack(
 
 
 def _launch_backward(
-    runs: list[Run], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, op_params: list[TreeParams], whole: Whole
-) -> None:
+    runs: list[Run], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, op_params: list[TreeParams], whole: Whole,
+    before: torch.cuda.Event | None,
+) -> None:  # fmt: skip
     from .. import kernels
 
     options = op_params[0]
@@ -199,7 +204,7 @@ def _launch_backward(
         own = [x._replace(**{name: getattr(x, name).contiguous() for name in names}) for x in own]
         part = whole.part(k.shape[2])
     workspace = k.new_empty(kernels.backward_runs_workspace(own, own_k, v, part=part), dtype=torch.uint8)
-    kernels.backward_runs(own, own_k, v, own_dk, dv, workspace, add=False, part=part)
+    kernels.backward_runs(own, own_k, v, own_dk, dv, workspace, add=False, part=part, before_chunks=before)
     for x, run in zip(own, runs, strict=True):
         if x.dq is not run.dq:
             run.dq.copy_(pairs.from_halves(x.dq, options))

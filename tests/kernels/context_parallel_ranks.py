@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import htree_cuda
 from htree_cuda import distributed as cp
-from htree_cuda.distributed import attention, balance
+from htree_cuda.distributed import attention, balance, exchange
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -100,14 +100,14 @@ def check_several_chunks_of_kv_heads():
 
 def check_heads_of_tensors_that_have_all():
     """Chunks of one KV head, views of what has all heads, whose keys are gathered beside the chunk before."""
-    saved = attention.SUM_BYTES
-    attention.SUM_BYTES = 32768 * 128 * 2 * 4
+    saved, staging = attention.SUM_BYTES, exchange.STAGING_BYTES
+    attention.SUM_BYTES, exchange.STAGING_BYTES = 32768 * 128 * 2 * 4, 3 << 20
     try:
         compare(shape={"T": 32768, "H": 16, "H_kv": 4}, top_k_per_layer=64)
         compare(("zigzag",), shape={"T": 32768, "H": 16, "H_kv": 4}, top_k_per_layer=64, save_selection=False)
         compare(("zigzag",), shape={"T": 32768, "H": 32, "H_kv": 2}, top_k_per_layer=64, rope_interleaved=True)
     finally:
-        attention.SUM_BYTES = saved
+        attention.SUM_BYTES, exchange.STAGING_BYTES = saved, staging
 
 
 def check_other_work_on_the_device_in_between():

@@ -124,6 +124,30 @@ def test_runs_of_queries(G):
         assert ((x - y).abs() / (y.abs() + 2.0**-7 * y.abs().max())).max() <= 2.0**-6 and y.abs().max() > 0
 
 
+def test_gradients_come_behind_an_event():
+    """What another stream writes to dk and dv before the event, however late, is gone."""
+    q, k, v, dout, dlse = (x.to(DEVICE) for x in inputs(290, 290, G=3))
+    results = forward(q, k, v, top_k_per_layer=16)
+    params = tree_params(q, k, v, top_k_per_layer=16)
+    run = kernels.Run(q, *results, params, None, dout, dlse, torch.empty_like(q))
+    workspace = torch.empty(kernels.backward_runs_workspace([run], k, v), dtype=torch.uint8, device=DEVICE)
+    late, expected = ([torch.zeros(x.shape, dtype=torch.float32, device=DEVICE) for x in (k, v)] for _ in range(2))
+    for x in late:
+        x.fill_(torch.nan)  # a kernel's first launch may wait for the device
+    kernels.backward_runs([run], k, v, *expected, workspace, add=False)
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(100_000_000)  # some 60 ms
+        for x in late:
+            x.fill_(torch.nan)
+        event = other.record_event()
+    kernels.backward_runs([run], k, v, *late, workspace, add=False, before_chunks=event)
+    assert not event.query()
+    torch.cuda.synchronize()
+    same_bits(late, expected)
+
+
 @pytest.mark.emulated
 def test_runs_of_few_queries():
     """So few that only the blocks that they select are packed, those of each run one behind another: the bits of calls

@@ -277,8 +277,8 @@ def check_small_steps_and_single_heads():
 
 
 def check_what_nccl_is_given():
-    """Lists of contiguous tensors on which sender and receiver agree, none for the rank itself: what all_to_all of NCCL
-    takes, which gloo has not."""
+    """Contiguous tensors on which sender and receiver agree, none for the rank itself: what all_to_all and
+    batch_isend_irecv of NCCL take, of which gloo has not the first."""
     calls = []
 
     def all_to_all(received, sent, group, async_op):
@@ -288,32 +288,52 @@ def check_what_nccl_is_given():
         assert received[rank].numel() == sent[rank].numel() == 0
         dist.all_gather_object(sizes, [x.numel() for x in sent], group=group)
         assert [x.numel() for x in received] == [row[rank] for row in sizes]
-        calls.append(sizes)
-        later = Later(group, rank, sent, received)
+        calls.append("all_to_all")
+        later = Later(
+            [dist.P2POp(call, x, i, group) for call, some in ((dist.irecv, received), (dist.isend, sent))
+             for i, x in enumerate(some) if x.numel()]
+        )  # fmt: skip
         return later if async_op else later.wait()
 
-    takes, exchange._takes_lists, original = exchange._takes_lists, lambda x: True, dist.all_to_all
+    def batch_isend_irecv(ops):
+        rank, boxes = dist.get_rank(), [None] * dist.get_world_size()
+        assert all(x.tensor.is_contiguous() and x.tensor.numel() > 0 and x.peer != rank for x in ops)
+        mine = {call: [(x.peer, x.tensor.numel()) for x in ops if x.op is call] for call in (dist.isend, dist.irecv)}
+        dist.all_gather_object(boxes, [mine[dist.isend], mine[dist.irecv]])
+        for peer, (sent, _) in enumerate(boxes):
+            to_me = [n for i, n in sent if i == rank]
+            assert to_me == [n for i, n in mine[dist.irecv] if i == peer]
+        calls.append("batch")
+        return Later(ops)
 
-    class Later:
+    class Later(list):
         """Travels when it is waited for."""
 
-        def __init__(self, *arguments):
-            self.arguments = arguments
+        def __init__(self, ops):
+            super().__init__([self])
+            self.ops = ops
 
         def wait(self):
-            exchange._takes_lists = takes
-            exchange._swap(*self.arguments)
-            exchange._takes_lists = lambda x: True
+            for work in [x.op(x.tensor, x.peer, group=x.group) for x in self.ops]:
+                work.wait()
 
-    dist.all_to_all = all_to_all
+    questions = exchange._takes_lists, exchange._groups_transfers
+    exchange._takes_lists = lambda x: True
+    originals = dist.all_to_all, dist.batch_isend_irecv
+    dist.all_to_all, dist.batch_isend_irecv = all_to_all, batch_isend_irecv
+    staging, exchange.STAGING_BYTES = exchange.STAGING_BYTES, 500  # three steps and more
     try:
-        compare(shape={"B": 2, "H": 6, "H_kv": 3})
-        with loans_of_any_size():
-            compare(layouts=["zigzag"], shape={"B": 2, "T": 96}, selects=False)
-        check_the_gradient_of_unshard_is_that_of_all_losses()
+        for grouped in (True, False):
+            exchange._groups_transfers = lambda group, x, grouped=grouped: grouped
+            compare(shape={"B": 2, "H": 6, "H_kv": 3})
+            with loans_of_any_size():
+                compare(layouts=["zigzag"], shape={"B": 2, "T": 96}, selects=False)
+            check_the_gradient_of_unshard_is_that_of_all_losses()
     finally:
-        exchange._takes_lists, dist.all_to_all = takes, original
-    assert calls
+        exchange.STAGING_BYTES = staging
+        exchange._takes_lists, exchange._groups_transfers = questions
+        dist.all_to_all, dist.batch_isend_irecv = originals
+    assert set(calls) == {"all_to_all", "batch"}
 
 
 def check_what_does_not_travel_is_not_read():

@@ -173,7 +173,7 @@ def test_zigzag_is_balanced_and_contiguous_is_not(part):
         assert bench.imbalance(T, 1, "zigzag", top_k, 4, part) == 1
 
 
-@pytest.mark.parametrize("weights", [*balance.weights(4), balance.BACKWARD, balance.Weights(1, 3, 1, 1, 1)])
+@pytest.mark.parametrize("weights", [*balance.weights(4), balance.BACKWARD, balance.Weights(1, 1, 3, 1, 1, 1)])
 def test_work_is_counted_as_the_tree_is_walked(weights):
     """The candidates of selected layers and of the entry layer; up to the last node, of which the tree's own walk has
     fewer children, and but for the layers above, of which it takes all."""
@@ -186,7 +186,8 @@ def test_work_is_counted_as_the_tree_is_walked(weights):
         walked = visited(T, t, t + 1, r, top_k, top_k * r)[0]
         above = sum(t // r**l + 1 for l in range(layers + 1, 5))
         of_entry = (weights.bottom, weights.above_one, *[weights.above_more] * 4)[layers]
-        expected = weights.selected * layers * max(1, top_k * r - weights.free) + of_entry * entry
+        of_selected = [0, weights.highest, *(weights.highest + weights.selected * n for n in (1, 2, 3))][layers]
+        expected = of_selected * max(1, top_k * r - weights.free) + of_entry * entry
         assert balance.work_of(t, r, top_k, top_k * r, weights) == expected
         assert abs(walked - above - layers * top_k * r - entry) <= layers * r
     work = balance.Work(T, 4, r, top_k, top_k * r, weights)

@@ -344,9 +344,9 @@ private:
     return host::is_packed(p) ? all : std::min(all, sequences_in_chunk(p) * own);
   }
 
-  // Rows of a range of the lists of a layer: as many as stay in the cache, but where blocks have many visits only as many as
-  // fill a segment, for more CTAs list the visits then; or all of a chunk, where the items of so few would move more bytes for each visit than those
-  // of all and a query that is not in the cache.
+  // Rows of a range of the lists of a layer: as many as stay in the cache; where blocks have many visits, only as many as
+  // fill a segment, so that more CTAs list the visits; all of a chunk, where the items of so few would move more bytes for
+  // each visit than those of all and a query that is not in the cache.
   int rows_of_range(int l, std::int64_t query_bytes) const {
     std::int64_t const cached = kRangeBytes / (heads * query_bytes);
     std::int64_t const filled = item_visits * std::int64_t(blocks[l]) / tree.top_k;
