@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 -m htree_cuda bench context_parallel --quick --out results.json
 
-Times are the largest of any rank. Steps of at least LONG_S are made once. Whole sequences on one rank are measured on
-all ranks at the same time, each with shapes of its own. The first rank writes --out again after each row. Exchange and
-compute are measured apart by leaving the other out: `pieces`, which computes, or the collectives, in whose place keys
-and values come that were gathered before.
+Times are the largest of any rank. Steps of at least ONCE_S are made once, the first of their shape. Whole sequences on
+one rank are measured on all ranks at the same time, each with shapes of its own. The first rank writes --out again
+after each row. Exchange and compute are measured apart by leaving the other out: `pieces`, which computes, or the
+collectives, in whose place keys and values come that were gathered before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from .inputs import DTYPES, tree_inputs, visited
 from .protocol import identity, write_report
 
 SHAPES = [(16, 1, 64), (16, 1, 512), (32, 8, 64), (32, 8, 512)]  # H, H_kv, top_k of --quick, the longest last
-LONG_S = 1.5  # a step that takes longer is made once, and nothing is measured apart but the exchange
+LONG_S = 1.5  # of a step that takes longer nothing is measured apart but the exchange
+ONCE_S = 5.0  # and one that takes longer is made once
 TIMED_S = 0.3
 WARM_TOKENS = 4096  # of a first call, in which ranks agree and connect
 
@@ -157,8 +158,8 @@ def no_exchange():
 
 
 def _both(call: Callable[..., Tensor], inputs: tuple[Tensor, ...], device: str, together: bool) -> dict:
-    """A forward and a backward. A long step counts although it is the first of its shape; else it is the warm-up of a
-    forward without gradients and of a backward of an output that was computed before."""
+    """A forward and a backward. A step of ONCE_S counts although it is the first of its shape; else it is the warm-up
+    of a forward without gradients and of a backward of an output that was computed before."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     found: list[Tensor] = []
     if together:
@@ -171,7 +172,7 @@ def _both(call: Callable[..., Tensor], inputs: tuple[Tensor, ...], device: str, 
         dist.barrier()
     backward_s = _once(gradients, device)
     step = forward_s + backward_s
-    if (max(_of_all(step, device)) if together else step) >= LONG_S:
+    if (max(_of_all(step, device)) if together else step) >= ONCE_S:
         times = {"forward": _times(forward_s, device, together, 1), "backward": _times(backward_s, device, together, 1)}
     else:
         times = {"backward": timed(gradients, device, together, backward_s)}

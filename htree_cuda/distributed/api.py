@@ -214,7 +214,7 @@ def context_parallel_forward(
             over any group that splits the tokens of a batch. Every rank must run its backward where one does.
         Memory: beyond what `htree_cuda.forward` takes for these queries over T tokens, one gathered k and v, not kept
             for the backward, which gathers them again; there also dk and dv in float32 for as many KV heads as 512 MiB
-            hold (one at least); at most 256 MiB of what other ranks added to them; and what borrowed queries have,
+            hold (one at least); at most 128 MiB of what other ranks added to them; and what borrowed queries have,
             of which those of the backward keep q, out and lse, and the selection where it is kept.
         Time: keys and values travel beside the kernels that do not need them, sums of gradients beside
             few kernels. With return_selection or a selection to replay no query is lent.

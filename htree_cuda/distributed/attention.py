@@ -278,7 +278,7 @@ class Attention(torch.autograd.Function):
         # The sums of a chunk take the place of those before, which travel while its keys and values are packed.
         T = place.ranks * q.shape[1]
         room = [q.new_empty(T * step * x.shape[3], dtype=acc) for x in (k, v)]
-        received = staging(place, room[0], T // place.parts, step * (k.shape[3] + v.shape[3]))
+        received: list[Tensor] = []
         summed = Travel(None)
         size = pieces.Whole(q.shape[1], H_kv)
         returns: list[Travel] = []
@@ -333,6 +333,8 @@ class Attention(torch.autograd.Function):
                     before=summed.event, **options,
                 )  # fmt: skip
                 summed.wait(q)
+                # Where the kernels of the only chunk have just freed theirs.
+                received = received or staging(place, room[0], T // place.parts, step * (k.shape[3] + v.shape[3]))
                 summed = reduce(place, call.group, sums, [x[b, :, kv_heads] for x in (dk, dv)], seen, received)
                 del whole, runs, sums  # before what the next unit takes
                 if lending.any and kv_heads.stop == H_kv:

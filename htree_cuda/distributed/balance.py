@@ -38,10 +38,10 @@ class Weights(NamedTuple):
     bottom: int
 
 
-FORWARD = Weights(highest=6, selected=10, free=0, above_one=0, above_more=8, bottom=2)
+FORWARD = Weights(highest=6, selected=10, free=0, above_one=0, above_more=8, bottom=1)
 # Of groups of more than 8 heads, and of smaller ones, whose kernels pack queries and hand dS over.
 BACKWARD = Weights(highest=10, selected=10, free=512, above_one=4, above_more=8, bottom=3)
-BACKWARD_SMALL_GROUPS = Weights(highest=10, selected=10, free=768, above_one=3, above_more=1, bottom=5)
+BACKWARD_SMALL_GROUPS = Weights(highest=10, selected=10, free=800, above_one=3, above_more=1, bottom=6)
 
 
 def weights(group_size: int) -> tuple[Weights, Weights]:

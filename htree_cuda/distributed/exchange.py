@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .placement import Placement
 
-# Bytes of other ranks' sums that one step of `reduce` receives into memory of its own; there are two at a time. The two
-# links of a pair of GPUs carry steps of 32 MiB at 213 GB/s, of 128 MiB at 285 (lab/README.md).
-STAGING_BYTES = 128 << 20
+# Bytes of other ranks' sums that one step of `reduce` receives into memory of its own; there are two at a time. Between
+# two GPUs of a host NCCL carries 16 MiB at 163 GB/s, 64 MiB at 263 and 256 MiB at 304 (lab/README.md).
+STAGING_BYTES = 64 << 20
 
 
 @functools.cache
@@ -134,8 +134,9 @@ def all_gather(mine: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
 
 
 class Gathered:
-    """Tensors [T / ranks, heads, D] of this rank -> `whole`, [1, T, heads, D] of all ranks in the order of tokens.
-    Parts that a rank does not see (`Placement.seen`) do not travel to it: there `whole` has no values.
+    """Tensors [T / ranks, heads, D] of this rank -> `whole`, [1, T, heads, D] of all ranks in the order of tokens,
+    views of one tensor that has the columns of all. Parts that a rank does not see (`Placement.seen`) do not travel to
+    it: there `whole` has no values.
 
     `start` enqueues the exchange; `ready(stage)` has the current stream wait until the tokens of a stage, and of those
     before it, are there.
@@ -147,7 +148,10 @@ class Gathered:
         if place.ranks == 1:
             self.whole = [x[None] for x in tensors]
         else:
-            self.whole = [x.new_empty(1, place.ranks * x.shape[0], *x.shape[1:]) for x in tensors]
+            rows, heads, _ = tensors[0].shape
+            columns = [x.shape[2] for x in tensors]
+            self.all = tensors[0].new_empty(place.ranks * rows, heads, sum(columns))
+            self.whole = [x[None] for x in self.all.split(columns, dim=2)]
 
     def start(self) -> Gathered:
         if self.place.ranks > 1:
@@ -164,13 +168,13 @@ class Gathered:
     def _stage(self, stage: int) -> None:
         place = self.place
         for x, whole in zip(self.tensors, self.whole, strict=True):
-            parts = place.parts_of(whole[0], stage)
-            own, nothing = parts[place.rank], x.new_empty(0)
-            own.copy_(place.own(x, stage))
-            sent = [own if place.part(stage) < self.seen[i] else nothing for i in range(place.ranks)]
-            number = [place.part_of(i, stage) for i in range(place.ranks)]
-            received = [y if i < self.seen[place.rank] else nothing for i, y in zip(number, parts, strict=True)]
-            _swap(self.group, place.rank, sent, received)
+            place.parts_of(whole[0], stage)[place.rank].copy_(place.own(x, stage))
+        parts = place.parts_of(self.all, stage)
+        own, nothing = parts[place.rank], self.all.new_empty(0)
+        sent = [own if place.part(stage) < self.seen[i] else nothing for i in range(place.ranks)]
+        number = [place.part_of(i, stage) for i in range(place.ranks)]
+        received = [y if i < self.seen[place.rank] else nothing for i, y in zip(number, parts, strict=True)]
+        _swap(self.group, place.rank, sent, received)
 
 
 def staging(place: Placement, like: Tensor, rows: int, numbers: int) -> list[Tensor]:
@@ -248,8 +252,11 @@ def trade(
     """Of each tensor, rows that this rank sends to others and rows that it receives, by rank, contiguous; the tensor
     says their dtype and device. Every rank makes the call. Returns the event of its end, until which they must live."""
     like = tensors[0][0]
+    swaps = []
+    for x, *both in tensors:
+        nothing = x.new_empty(0)
+        swaps.append(Swap(*([some.get(i, nothing) for i in range(place.ranks)] for some in both)))
     with _lane(like):
-        for x, sent, received in tensors:
-            nothing = x.new_empty(0)
-            _swap(group, place.rank, *([some.get(i, nothing) for i in range(place.ranks)] for some in (sent, received)))
+        for work in _begin_swaps(group, place.rank, swaps):
+            work.wait()
         return _mark(like)

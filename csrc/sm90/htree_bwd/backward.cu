@@ -173,8 +173,8 @@ struct Launcher {
   }
 
   void clear_sums(int heads) {
-    HTREE_CUDA_CHECK(cudaMemsetAsync(w.dk, 0, heads * w.node_rows * p.K * sizeof(float), stream));
-    HTREE_CUDA_CHECK(cudaMemsetAsync(w.dv, 0, heads * w.node_rows * p.V * sizeof(float), stream));
+    HTREE_CUDA_CHECK(cudaMemsetAsync(w.dk, 0, heads * w.node_rows * p.K * sizeof(float), beside()));
+    HTREE_CUDA_CHECK(cudaMemsetAsync(w.dv, 0, heads * w.node_rows * p.V * sizeof(float), beside()));
   }
 
   void pack_queries(Chunk const& chunk) {
@@ -249,10 +249,10 @@ struct Launcher {
     std::int64_t const rows = std::int64_t(args.chunk.heads) * args.chunk.rows;
     bool const persistent = rule.ctas == Ctas::kPersistent;
     int const ctas = persistent ? sm_count() : static_cast<int>(grid_blocks(kOp, rows, kCtaQueries));
-    cudaStream_t const beside = side && rule.order == Order::kBesideSelected ? side->stream() : stream;
-    variant_of(p).launch(rule.kernel, args, ctas, beside);
+    variant_of(p).launch(rule.kernel, args, ctas, rule.order == Order::kBesideSelected ? beside() : stream);
   }
 
+  cudaStream_t beside() const { return side ? side->stream() : stream; }
   void fork() { side.emplace(stream); }
   void join() {
     side->join();
@@ -283,7 +283,7 @@ struct Launcher {
         args.sequence_count = static_cast<std::int32_t>(p.sequences.count);
         args.part = w.pack_part;
       }
-      pack::distribute(args, p.dtype, stream);
+      pack::distribute(args, p.dtype, beside());
     };
     tokens(w.dk, params.dk, p.K);
     tokens(w.dv, params.dv, p.V);

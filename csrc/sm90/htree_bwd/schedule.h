@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <iterator>
 #include <string>
+#include <utility>
 
 #include "dispatch.h"
 #include "host/launch_overlapped.cuh"
@@ -93,16 +94,19 @@ inline Args chunk_args(Workspace const& w, Chunk const& chunk) {
 
 // Sink: describe_sequences(), describe_chunk(chunk), make_rotations(), pool(), pack_kv(layer, in_tiles, first_head, heads),
 // clear_sums(heads), pack_queries(chunk), build_index(chunk), list_visits(args), multiply(rule, args), add_segments(args),
-// distribute(first_head, heads), begin(stretch). Between fork() and join() what is beside dkdv_selected runs on a second stream, which begins
-// behind the first and which the first waits for.
+// distribute(first_head, heads), begin(stretch). Between fork() and join() what is beside dkdv_selected, distribute and
+// clear_sums run on a second stream, which begins behind the first and which the first waits for.
+//
+// forked: sums of the heads before are distributed there, and cleared, beside what comes before the first kernel that adds.
 template <class Sink>
-void schedule_chunk(Workspace const& w, Chunk const& chunk, Sink& sink) {
+void schedule_chunk(Workspace const& w, Chunk const& chunk, bool forked, Sink& sink) {
   if (w.sequences_given && !w.has_tables(chunk)) sink.describe_chunk(chunk);
   sink.pack_queries(chunk);
   sink.build_index(chunk);
   Args const args = chunk_args(w, chunk);
   if (args.list_ctas > 0) sink.list_visits(args);
-  bool forked = false;
+  if (forked) sink.join();
+  forked = false;
   for (Rule const& rule : kRules) {
     bool const selected = rule.order == Order::kOnlySelected;
     if (!rule.runs_for(w.hands_over_ds) || (selected && args.list_ctas == 0)) continue;
@@ -123,18 +127,23 @@ void schedule(ForwardParams const& p, Workspace const& w, Sink& sink) {
   if (w.sequences_given) sink.describe_sequences();
   if (p.sequences.part == 0) sink.make_rotations();  // the same for all parts of a pack
   if (w.tree.layers > 1) sink.pool();
+  auto const heads_from = [&](std::int64_t head) { return static_cast<int>(std::min(w.heads, w.all_heads - head)); };
+  sink.clear_sums(heads_from(0));
+  bool forked = false;
   for (std::int64_t head = 0; head < w.all_heads; head += w.heads) {
-    int const heads = static_cast<int>(std::min(w.heads, w.all_heads - head));
+    int const heads = heads_from(head);
     for (int l = 0; l <= w.max_entry; ++l) {
       if (l < w.max_entry) sink.pack_kv(l, false, head, heads);
       if (l >= w.min_entry) sink.pack_kv(l, true, head, heads);
     }
-    sink.clear_sums(heads);
     for (Stretch const& stretch : w.stretches) {
       sink.begin(stretch);
-      w.for_chunks(stretch, head, heads, [&](Chunk const& chunk) { schedule_chunk(w, chunk, sink); });
+      w.for_chunks(stretch, head, heads, [&](Chunk const& chunk) { schedule_chunk(w, chunk, std::exchange(forked, false), sink); });
     }
+    forked = head + heads < w.all_heads;
+    if (forked) sink.fork();
     sink.distribute(head, heads);
+    if (forked) sink.clear_sums(heads_from(head + heads));
   }
 }
 
