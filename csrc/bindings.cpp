@@ -251,15 +251,15 @@ void bind_backward(py::module_& module) {
   module.def(
       "backward",
       [](std::vector<BackwardParams> runs, std::uintptr_t workspace, std::int64_t workspace_bytes, int device,
-         std::uintptr_t stream, Part const& part, std::uintptr_t before_chunks) {
+         std::uintptr_t stream, Part const& part, std::uintptr_t before_dkv) {
         for (BackwardParams& run : runs) set_workspace(run.forward, workspace, workspace_bytes);
         PartParams own = part_params(part);
-        own.before_chunks = as_pointer(before_chunks);
+        own.before_dkv = as_pointer(before_dkv);
         on_device(device, [&] { backward(runs_of(runs), own, as_pointer(stream)); });
       },
       py::arg("runs"), py::kw_only(), py::arg("workspace"), py::arg("workspace_bytes"), py::arg("device"), py::arg("stream"),
-      py::arg("part") = Part(), py::arg("before_chunks") = 0,
-      "runs: of queries, whose gradients of keys and values are summed; before_chunks: a cudaEvent_t; see csrc/part.h");
+      py::arg("part") = Part(), py::arg("before_dkv") = 0,
+      "runs: of queries, whose gradients of keys and values are summed; before_dkv: a cudaEvent_t; see csrc/part.h");
   module.def(
       "explain_backward",
       [](ForwardParams const& params, int processors, Part const& part) {

@@ -14,9 +14,8 @@ struct PartParams {
   std::int64_t H_kv = 0;     // of the larger call, for the backward: rows of out, lse, selection and dq have so many KV heads,
                              // of which those of this call are neighbours; pointers are to the first of these. B is 1 then
   std::int64_t selection_H_kv = 0;  // of the rows of the selection, where these differ from the other rows'
-  void* before_chunks = nullptr;    // an event, or null, that the chunks of the backward and what is written to dk and dv come
-                                    // behind; the tree, the packing of the first heads' keys and values, and the zeros of
-                                    // their sums do not
+  void* before_dkv = nullptr;       // an event, or null, behind which the backward reads and writes dk and dv: the end of its
+                                    // first chunk of KV heads, whose sums it has until then in its workspace
 };
 
 // Queries of one sequence in runs: a run is queries with consecutive positions in tensors of its own, and all runs see the

@@ -345,13 +345,13 @@ def backward_runs_workspace(runs: Sequence[Run], k: Tensor, v: Tensor, part: tup
 
 def backward_runs(
     runs: Sequence[Run], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, workspace: Tensor, *, add: bool,
-    part: tuple[int, int, int] = (0, 0, 0), before_chunks: torch.cuda.Event | None = None,
+    part: tuple[int, int, int] = (0, 0, 0), before_dkv: torch.cuda.Event | None = None,
 ) -> None:  # fmt: skip
     """Fills dq of each run, and dk and dv of all runs together; several need B 1. dk and dv may be float32: they are
     then added to where `add` says so. part: queries of a sequence and KV heads of a larger call that this one is a part
     of, and KV heads of the selection. Where the former KV heads are not 0, out, lse, selection and dq are views of some
-    heads of contiguous tensors; where the latter are not, the selection has so many heads of its own. before_chunks:
-    what reads and writes dk and dv comes behind this event, what pools and packs keys and values does not."""
+    heads of contiguous tensors; where the latter are not, the selection has so many heads of its own. before_dkv: an
+    event behind which dk and dv are read and written, at the end of the first chunk of KV heads."""
     module = load()
     own = [
         module.BackwardParams(
@@ -365,7 +365,7 @@ def backward_runs(
     ]
     module.backward(
         own, workspace=workspace.data_ptr(), workspace_bytes=workspace.numel(), part=part,
-        before_chunks=0 if before_chunks is None else before_chunks.cuda_event, **_place(k),
+        before_dkv=0 if before_dkv is None else before_dkv.cuda_event, **_place(k),
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from .protocol import identity, write_report
 SHAPES = [(16, 1, 64), (16, 1, 512), (32, 8, 64), (32, 8, 512)]  # H, H_kv, top_k of --quick, the longest last
 LONG_S = 1.5  # of a step that takes longer nothing is measured apart but the exchange
 ONCE_S = 5.0  # and one that takes longer is made once
-TIMED_S = 0.3
+TIMED_S = 1.0
 WARM_TOKENS = 4096  # of a first call, in which ranks agree and connect
 
 

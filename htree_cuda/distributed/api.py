@@ -217,7 +217,7 @@ def context_parallel_forward(
             hold (one at least); at most 128 MiB of what other ranks added to them; and what borrowed queries have,
             of which those of the backward keep q, out and lse, and the selection where it is kept.
         Time: keys and values travel beside the kernels that do not need them, sums of gradients beside
-            few kernels. With return_selection or a selection to replay no query is lent.
+            those of the next KV heads. With return_selection or a selection to replay no query is lent.
         torch.compile: the graph breaks at the call.
 
     Example:

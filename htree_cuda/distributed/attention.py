@@ -7,8 +7,8 @@ all. The queries that the rank has borrowed run together with its late part (`ba
 
 Backward, for each sequence and chunk of KV heads: K and V are gathered again, beside the chunk before (the first chunk
 has one head, since its exchange has nothing beside it), and all queries of the rank run in one call. The sums of dk and
-dv then travel, beside the packing of the next chunk's keys and values and nothing else: an exchange holds SMs, and
-kernels whose CTAs fill all of them in whole rounds lose as much beside it as it takes alone (lab/README.md).
+dv then travel beside the kernels of the first head of the next chunk, which write to dk and dv last; those of the last
+chunk have nothing beside them.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ class Attention(torch.autograd.Function):
         head_bytes = place.ranks * q.shape[1] * (k.shape[3] + v.shape[3]) * acc.itemsize
         chunks = -(-H_kv // max(1, SUM_BYTES // head_bytes))
         step = -(-H_kv // chunks)  # KV heads
-        # The sums of a chunk take the place of those before, which travel while its keys and values are packed.
+        # The sums of a chunk take the place of those before, which travel until the first of its heads is done.
         T = place.ranks * q.shape[1]
         room = [q.new_empty(T * step * x.shape[3], dtype=acc) for x in (k, v)]
         received: list[Tensor] = []

@@ -134,7 +134,7 @@ def backward(
     """Fills dq of runs, and dk and dv, contiguous and of the accumulation dtype. All but k, v, dk and dv may be views
     of some heads of tensors that have all; where the selection is, out, lse and dq are, and the selections of all runs
     or of none. k and v are the keys of all runs, which may have fewer. whole: see there. before: an event that all
-    comes behind but, in the kernels, the packing of keys and values, which touches neither dk nor dv."""
+    comes behind but, in the kernels, what touches neither dk nor dv: all of the first KV head but its last kernels."""
     if pack is not None or ops._use_torch("backward", k, backend):
         wait(k, before)
     if pack is not None:
@@ -204,7 +204,7 @@ def _launch_backward(
         own = [x._replace(**{name: getattr(x, name).contiguous() for name in names}) for x in own]
         part = whole.part(k.shape[2])
     workspace = k.new_empty(kernels.backward_runs_workspace(own, own_k, v, part=part), dtype=torch.uint8)
-    kernels.backward_runs(own, own_k, v, own_dk, dv, workspace, add=False, part=part, before_chunks=before)
+    kernels.backward_runs(own, own_k, v, own_dk, dv, workspace, add=False, part=part, before_dkv=before)
     for x, run in zip(own, runs, strict=True):
         if x.dq is not run.dq:
             run.dq.copy_(pairs.from_halves(x.dq, options))

@@ -142,7 +142,7 @@ def test_gradients_come_behind_an_event():
         for x in late:
             x.fill_(torch.nan)
         event = other.record_event()
-    kernels.backward_runs([run], k, v, *late, workspace, add=False, before_chunks=event)
+    kernels.backward_runs([run], k, v, *late, workspace, add=False, before_dkv=event)
     assert not event.query()
     torch.cuda.synchronize()
     same_bits(late, expected)

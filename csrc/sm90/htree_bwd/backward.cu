@@ -39,16 +39,11 @@ struct Launcher {
   Workspace const& w;
   cudaStream_t stream;
   BackwardParams const& params = *runs.first;
-  void* before_chunks = nullptr;
+  void* before_dkv = nullptr;
   Stretch stretch = {};
   std::optional<host::SideStream> side = {};
 
-  void begin(Stretch const& next) {
-    stretch = next;
-    if (before_chunks == nullptr) return;
-    HTREE_CUDA_CHECK(cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(before_chunks), 0));
-    before_chunks = nullptr;
-  }
+  void begin(Stretch const& next) { stretch = next; }
 
   // The runs that have rows of a chunk: use(run, offset, begin, end) of those rows, the last with what pads the chunk.
   // offset: rows of the stretch before the run.
@@ -264,6 +259,8 @@ struct Launcher {
   }
 
   void distribute(std::int64_t first_head, int heads) {
+    if (before_dkv != nullptr) HTREE_CUDA_CHECK(cudaStreamWaitEvent(beside(), static_cast<cudaEvent_t>(before_dkv), 0));
+    before_dkv = nullptr;
     auto const tokens = [&](float const* sums, void* out, std::int64_t dim) {
       pack::Distribute args{};
       args.tree = w.tree;
@@ -346,9 +343,7 @@ void backward(Runs<BackwardParams> const& runs, PartParams const& part, void* st
   ForwardParams const& p = params.forward;
   cudaStream_t const s = static_cast<cudaStream_t>(stream);
   if (is_empty(all)) {
-    if (part.before_chunks != nullptr) {
-      HTREE_CUDA_CHECK(cudaStreamWaitEvent(s, static_cast<cudaEvent_t>(part.before_chunks), 0));
-    }
+    if (part.before_dkv != nullptr) HTREE_CUDA_CHECK(cudaStreamWaitEvent(s, static_cast<cudaEvent_t>(part.before_dkv), 0));
     std::int64_t const queries = has_sequences(p) ? p.sequences.total_q : 0;  // padding, where no sequence may have any
     if (queries > 0) HTREE_CUDA_CHECK(cudaMemsetAsync(params.dq, 0, queries * p.H_kv * p.G * p.K * 2, s));
     if (params.float32 && params.add) return;
@@ -361,7 +356,7 @@ void backward(Runs<BackwardParams> const& runs, PartParams const& part, void* st
     Workspace const w(own, part, static_cast<char*>(own.first->workspace));
     host::tree_args::check_workspace(kOp, *own.first, w.bytes);
     Launcher launcher{runs, *own.first, w, s};
-    launcher.before_chunks = part.before_chunks;
+    launcher.before_dkv = part.before_dkv;
     schedule(*own.first, w, launcher);
   };
   if (runs.count > 1) return launch(all);
