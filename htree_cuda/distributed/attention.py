@@ -7,8 +7,8 @@ all. The queries that the rank has borrowed run together with its late part (`ba
 
 Backward, for each sequence and chunk of KV heads: K and V are gathered again, beside the chunk before (the first chunk
 has one head, since its exchange has nothing beside it), and all queries of the rank run in one call. The sums of dk and
-dv then travel beside the kernels of the first head of the next chunk, which write to dk and dv last; those of the last
-chunk have nothing beside them.
+dv then travel beside the kernels of the first head of the next chunk, which write to dk and dv last. Those of the last
+chunk have nothing beside them, nor have any where selections are made again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..torch_backend import sinks
 from ..torch_backend.decode import whole_layers
 from . import pieces
 from .balance import Loans, loans
-from .exchange import Gathered, Travel, join, reduce, staging
+from .exchange import Gathered, Travel, joined, reduce, staging
 from .lending import Lending
 from .placement import Placement
 
@@ -207,45 +207,48 @@ class Attention(torch.autograd.Function):
             whole = Gathered(call.place, call.group, [k[b], v[b]], seen).start()
             return whole, lending.send([q[b]]) if lending.any else None
 
-        for b, (whole, sent) in _ahead(list(range(q.shape[0])), start):
-            k_all, v_all = whole.whole
-            own = _of_sequence(b, (q, out, lse))
-            others = [x[None] for x in sent[0]] if sent else []
-            if others:
-                others += [x.new_empty(1, lending.borrowed.count, *x.shape[2:]) for x in own[1:]]
-            found: list[Tensor] = []
-            for stage in stages:
-                keys = [x[:, : stage.keys] for x in (k_all, v_all)]
-                if stage.keys == q.shape[1] // call.place.stages:
-                    keys = [x[b : b + 1, : stage.keys] for x in (k, v)]  # the first part, which waits for nobody
-                else:
-                    whole.ready(stage.last_stage)
-                if sent and stage is stages[-1]:
-                    sent[1].wait(q)
-                runs = [
-                    pieces.Run(
-                        *(x[:, run.rows] for x in (others if run.borrowed else own)), run.q_start, stage.keys,
-                        call.replayed(b, stage, run),
-                    )
-                    for run in stage.runs
-                ]  # fmt: skip
-                found += pieces.forward(
-                    *keys, runs, whole=size, need_selection=keeps or call.need_selection,
-                    **call.options(stage, attn_sink),
-                )  # fmt: skip
-            if sent:
-                returns.append(lending.give_back([out[b], lse[b]], [x[0] for x in others[1:]]))
-                if keeps and lending.rows > later.rows:
-                    found, travel = call.split_selections(found, stages, lending, later)
-                    returns.append(travel)
-            selections.append(found)
-            if later.borrowed and call.needs_grad:
-                fewer = later.rows < lending.rows  # the rest of the forward's is freed
-                borrowed += [x[:, -later.rows :].clone() if fewer else x for x in others]
-            whole.ready(call.place.stages - 1)  # its memory is given on, and what nobody waited for may still arrive
-            del whole, k_all, v_all, keys, others  # before what the next sequence takes
-        for travel in returns:
-            travel.wait(q)
+        with joined(q, call.place):
+            for b, (whole, sent) in _ahead(list(range(q.shape[0])), start):
+                k_all, v_all = whole.whole
+                own = _of_sequence(b, (q, out, lse))
+                others = [x[None] for x in sent[0]] if sent else []
+                if others:
+                    others += [x.new_empty(1, lending.borrowed.count, *x.shape[2:]) for x in own[1:]]
+                found: list[Tensor] = []
+                for stage in stages:
+                    keys = [x[:, : stage.keys] for x in (k_all, v_all)]
+                    if stage.keys == q.shape[1] // call.place.stages:
+                        keys = [x[b : b + 1, : stage.keys] for x in (k, v)]  # the first part, which waits for nobody
+                    else:
+                        whole.ready(stage.last_stage)
+                    if sent and stage is stages[-1]:
+                        sent[1].wait(q)
+                    runs = [
+                        pieces.Run(
+                            *(x[:, run.rows] for x in (others if run.borrowed else own)), run.q_start, stage.keys,
+                            call.replayed(b, stage, run),
+                        )
+                        for run in stage.runs
+                    ]  # fmt: skip
+                    found += pieces.forward(
+                        *keys, runs, whole=size, need_selection=keeps or call.need_selection,
+                        **call.options(stage, attn_sink),
+                    )  # fmt: skip
+                if sent:
+                    returns.append(lending.give_back([out[b], lse[b]], [x[0] for x in others[1:]]))
+                    if keeps and lending.rows > later.rows:
+                        found, travel = call.split_selections(found, stages, lending, later)
+                        returns.append(travel)
+                selections.append(found)
+                if later.borrowed and call.needs_grad:
+                    fewer = later.rows < lending.rows  # the rest of the forward's is freed
+                    borrowed += [x[:, -later.rows :].clone() if fewer else x for x in others]
+                whole.ready(
+                    call.place.stages - 1
+                )  # its memory is given on, and what nobody waited for may still arrive
+                del whole, k_all, v_all, keys, others  # before what the next sequence takes
+            for travel in returns:
+                travel.wait(q)
         if call.need_selection:
             selection = call.whole_selection(selections, stages, q, k)
         else:
@@ -307,13 +310,13 @@ class Attention(torch.autograd.Function):
                     selection = kept[number][:, :, :, kv_heads]
                 found.append(pieces.Run(*forward, run.q_start, stage.keys, selection, dout_, dlse_, dq_))
             if not kept and call.given is None:
-                summed.wait(q)
+                summed.wait(q)  # scores are slower beside the exchange of sums than behind it (lab/README.md)
                 again = [x._replace(out=torch.empty_like(x.out), lse=torch.empty_like(x.lse)) for x in found]
                 selections = pieces.forward(*keys, again, whole=size, need_selection=True, **options)
                 found = [x._replace(selection=selection) for x, selection in zip(found, selections, strict=True)]
             return found
 
-        try:
+        with joined(q, place):
             for (b, kv_heads), (whole, sent) in _ahead(units, start):
                 whole.ready(place.stages - 1)
                 if sent:
@@ -341,8 +344,6 @@ class Attention(torch.autograd.Function):
                     returns.append(lending.give_back([dq[b]], [x[0] for x in others[5:]]))
             for travel in (*returns, summed):
                 travel.wait(q)
-        finally:
-            join(q)  # whatever was raised: what still travels does so in memory that is now given on
         dsink = None
         if attn_sink is not None and ctx.needs_input_grad[3]:
             if call.cu_seqlens is not None:  # padding is no part of the sum

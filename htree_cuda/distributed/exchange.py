@@ -23,7 +23,7 @@ STAGING_BYTES = 64 << 20
 
 @functools.cache
 def _stream(device_index: int) -> torch.cuda.Stream:
-    """Of high priority: a collective's few blocks then get an SM as soon as one is free."""
+    """Of high priority: the few blocks of what `_swap` sends then get an SM as soon as one is free."""
     return torch.cuda.Stream(device_index, priority=-1)
 
 
@@ -43,10 +43,16 @@ def _mark(x: Tensor) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
 
 
-def join(x: Tensor) -> None:
-    """What follows on the current stream of x's device comes after all that was begun in the lane."""
-    if x.is_cuda:
-        torch.cuda.current_stream(x.device).wait_stream(_stream(x.get_device()))
+@contextlib.contextmanager
+def joined(x: Tensor, place: Placement):
+    """Whatever is raised inside, what follows on the current stream of x's device comes after all that was begun in the
+    lane: the memory of what still travels is given on then. Where nothing can have begun, the lane is left alone: a
+    graph that captures one rank's calls must not wait for it."""
+    try:
+        yield
+    finally:
+        if x.is_cuda and x.numel() and place.ranks > 1:
+            torch.cuda.current_stream(x.device).wait_stream(_stream(x.get_device()))
 
 
 def wait(x: Tensor, event: torch.cuda.Event | None) -> None:
@@ -121,8 +127,7 @@ def _swap(group: dist.ProcessGroup, rank: int, sent: list[Tensor], received: lis
     if _takes_lists(sent[0]):
         _all_to_all(group, rank, sent, received, async_op=False)
         return
-    for work in _begin_swaps(group, rank, [Swap(sent, received)]):
-        work.wait()
+    _wait_for(_begin_swaps(group, rank, [Swap(sent, received)]))
 
 
 def all_gather(mine: Tensor, group: dist.ProcessGroup, ranks: int) -> Tensor:
@@ -224,17 +229,25 @@ def reduce(
                 swaps.append(Swap(sent, theirs))
                 own.append(place.own(x, stage)[first:end])
             works = _begin_swaps(group, place.rank, swaps)
-            if waiting is not None:
-                _add(*waiting)
+            try:
+                if waiting is not None:
+                    _add(*waiting)
+            except BaseException:
+                _wait_for(works)  # its memory is given on
+                raise
             waiting = works, swaps, own
         _add(*waiting)
         return Travel(_mark(sums[0]), sums, received)
 
 
-def _add(works: list[dist.Work], swaps: list[Swap], results: list[Tensor]) -> None:
-    """The sums of what has come, in the order of ranks."""
+def _wait_for(works: list[dist.Work]) -> None:
     for work in works:
         work.wait()
+
+
+def _add(works: list[dist.Work], swaps: list[Swap], results: list[Tensor]) -> None:
+    """The sums of what has come, in the order of ranks."""
+    _wait_for(works)
     for swap, own in zip(swaps, results, strict=True):
         *before, last = (x for x in swap.received if x.numel())
         if not before:
@@ -252,11 +265,8 @@ def trade(
     """Of each tensor, rows that this rank sends to others and rows that it receives, by rank, contiguous; the tensor
     says their dtype and device. Every rank makes the call. Returns the event of its end, until which they must live."""
     like = tensors[0][0]
-    swaps = []
-    for x, *both in tensors:
-        nothing = x.new_empty(0)
-        swaps.append(Swap(*([some.get(i, nothing) for i in range(place.ranks)] for some in both)))
     with _lane(like):
-        for work in _begin_swaps(group, place.rank, swaps):
-            work.wait()
+        for x, sent, received in tensors:
+            nothing = x.new_empty(0)
+            _swap(group, place.rank, *([some.get(i, nothing) for i in range(place.ranks)] for some in (sent, received)))
         return _mark(like)

@@ -194,7 +194,7 @@ def _launch_backward(
         lse, dlse = (x.lse, x.dlse) if options.attn_sink is None else sinks.folded(x.lse, x.dlse, options.attn_sink)
         dq = pairs.to_halves(x.dq, options)
         own.append(kernels.Run(q, x.out, lse, x.selection, params, None, x.dout, dlse, dq))
-    own_dk = pairs.to_halves(dk, options)
+    own_dk = dk if own_k is k else torch.empty_like(dk)
     # Selections that were made again have the heads of this call alone.
     remade = all(x.selection.is_contiguous() for x in own)
     part = whole.queries, whole.kv_heads, k.shape[2] if remade else 0

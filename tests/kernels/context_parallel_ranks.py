@@ -110,6 +110,16 @@ def check_heads_of_tensors_that_have_all():
         attention.SUM_BYTES, exchange.STAGING_BYTES = saved, staging
 
 
+def check_sums_beside_a_call_of_two_heads():
+    """Sums of a chunk of KV heads are on their way while those of the first head of the next one are distributed on a
+    second stream."""
+    saved, attention.SUM_BYTES = attention.SUM_BYTES, 2 * (1 << 17) * 256 * 4
+    try:
+        compare(("zigzag",), shape={"T": 1 << 17, "H": 16, "H_kv": 4}, top_k_per_layer=64, save_selection=True)
+    finally:
+        attention.SUM_BYTES = saved
+
+
 def check_other_work_on_the_device_in_between():
     """A stream that is not the default one, and memory that is used again at once."""
     stream = torch.cuda.Stream()

@@ -510,12 +510,17 @@ def test_autograd():
 
 
 @pytest.mark.hardware
-def test_graph_capture_and_replay():
-    tensors = [x.cuda() for x in inputs(2000, 200, G=4)]
+@pytest.mark.parametrize(
+    ("shape", "top_k"),
+    [({"T": 2000, "T_q": 200, "G": 4}, 16), ({"T": 5000, "T_q": 3000, "H_kv": 3, "K": 128, "V": 128}, 32)],
+)
+def test_graph_capture_and_replay(shape, top_k):
+    """One chunk of KV heads, and several: their sums are distributed on the second stream."""
+    tensors = [x.cuda() for x in inputs(**shape)]
     leaves = [x.requires_grad_() for x in tensors[:3]]
 
     def step():
-        out, lse = htree_cuda.forward(*leaves, top_k_per_layer=16, return_lse=True)
+        out, lse = htree_cuda.forward(*leaves, top_k_per_layer=top_k, return_lse=True)
         return torch.autograd.grad((out, lse), leaves, tensors[3:])
 
     expected = step()

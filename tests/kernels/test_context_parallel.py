@@ -124,11 +124,18 @@ def test_runs_of_queries(G):
         assert ((x - y).abs() / (y.abs() + 2.0**-7 * y.abs().max())).max() <= 2.0**-6 and y.abs().max() > 0
 
 
-def test_gradients_come_behind_an_event():
-    """What another stream writes to dk and dv before the event, however late, is gone."""
-    q, k, v, dout, dlse = (x.to(DEVICE) for x in inputs(290, 290, G=3))
-    results = forward(q, k, v, top_k_per_layer=16)
-    params = tree_params(q, k, v, top_k_per_layer=16)
+@pytest.mark.parametrize(
+    ("shape", "top_k", "head_chunks"),
+    [({"T": 290, "T_q": 290, "G": 3}, 16, 1), ({"T": 5000, "T_q": 3000, "H_kv": 3, "K": 128, "V": 128}, 32, 3)],
+)
+def test_gradients_come_behind_an_event(shape, top_k, head_chunks):
+    """What another stream writes to dk and dv before the event, however late, is gone; the gradients of the first of
+    several chunks of KV heads are written on a second stream."""
+    q, k, v, dout, dlse = (x.to(DEVICE) for x in inputs(**shape))
+    results = forward(q, k, v, top_k_per_layer=top_k)
+    params = tree_params(q, k, v, top_k_per_layer=top_k)
+    launches = kernels.explain_backward(q, k, v, params, sms=132)
+    assert [x["launches"] for x in launches if x["phase"] == "distribute"] == [2 * head_chunks]
     run = kernels.Run(q, *results, params, None, dout, dlse, torch.empty_like(q))
     workspace = torch.empty(kernels.backward_runs_workspace([run], k, v), dtype=torch.uint8, device=DEVICE)
     late, expected = ([torch.zeros(x.shape, dtype=torch.float32, device=DEVICE) for x in (k, v)] for _ in range(2))
