@@ -3,8 +3,9 @@
     python -m tools.fit_costs            writes htree_cuda/cost_rates.json
     python -m tools.fit_costs --check    exit 1 where it is not what the results give
 
-A set is fitted for each op, group and K: for each phase that a profile tells apart, the rates of its units that make
-the sum of squared relative errors smallest. Whole sequences on the GPU that was measured last count.
+A set is fitted for each op, group and K: the rates that make the sum of squared relative errors smallest, over the
+phases that a profile tells apart and over whole calls. Whole sequences on the GPU that was measured last count, those
+of `bench budgets` by the mean of `iid` and `local` inputs.
 """
 
 from __future__ import annotations
@@ -42,22 +43,66 @@ PHASES = {
     "dkdv_selected": ("dkdv, selected",),
     "rest": ("rest",),
 }
+KINDS = ("iid", "local")
+# A pair of an entry layer takes so much of one of a selected layer: 0.18 to 0.25 by the profiles of 2026-11-24, which
+# told the two apart (lab/README.md). Where whole calls are fitted too, the sum alone is known.
+ENTRY_SHARE = 0.22
+
+
+def _selects(figure: dict) -> bool:
+    """Whether it is of a whole sequence that has more than one layer."""
+    longer = figure["T"] > figure["top_k"] * figure["compression_rate"]
+    return longer and figure["T"] == figure.get("T_q", figure["T"])
+
+
+def _profiled(report: dict) -> list[dict]:
+    """Figures of one op, whose phases add up to the call."""
+    found = []
+    for figure in report["figures"]:
+        profiled = figure.get("phases_ms") or figure.get("kernels_ms")
+        if profiled and _selects(figure):
+            times = phases(profiled)
+            if total := times.pop("all", None):
+                times["rest"] = total - sum(times.values())
+            found.append(figure | {"times": times})
+    return found
+
+
+def _budgets(report: dict) -> list[dict]:
+    """Calls of `bench budgets`, which profiles a step, forward and backward together, on inputs of one kind: its phases
+    are scaled as the whole call is from that kind to the mean."""
+    calls: dict[tuple, dict[str, dict]] = defaultdict(dict)
+    steps: dict[tuple, dict] = {}
+    for figure in report["figures"]:
+        shape = tuple(figure[name] for name in ("H", "H_kv", "K", "V", "T", "top_k", "dtype"))
+        if figure["op"] == "both":
+            if "phases_ms" in figure:
+                steps[shape] = figure
+        elif figure["inputs"] in KINDS and _selects(figure):
+            calls[figure["op"], shape][figure["inputs"]] = figure
+    found = []
+    for (op, shape), kinds in calls.items():
+        if set(kinds) != set(KINDS):
+            continue
+        ms = sum(figure["ms"] for figure in kinds.values()) / len(kinds)
+        times = {}
+        if step := steps.get(shape):
+            profiled = step["phases_ms"] if op == "forward" else step["kernels_ms"]
+            scale = ms / kinds[step["inputs"]]["ms"]
+            times = {name: x * scale for name, x in profiled.items() if name in PHASES}
+        found.append(kinds["iid"] | {"ms": ms, "times": times, "whole": True})
+    return found
 
 
 def figures() -> list[dict]:
-    """Profiled figures of whole sequences with more than one layer, each with its file, GPU and date."""
+    """Calls, each with the times of its phases, its file, GPU and date; `whole`: phases are not all of its time."""
     found = []
-    for path in sorted([*RESULTS.glob("forward*.json"), *RESULTS.glob("backward*.json")]):
-        report = json.loads(path.read_text())
-        for figure in report.get("figures", []):
-            selects = figure["T"] > figure["top_k"] * figure["compression_rate"]
-            profiled = figure.get("phases_ms") or figure.get("kernels_ms")
-            if profiled and selects and figure["T"] == figure.get("T_q", figure["T"]):
-                times = phases(profiled)
-                if total := times.pop("all", None):
-                    times["rest"] = total - sum(times.values())
-                about = {"gpu": report["gpu"], "date": report["date"], "file": path.name, "times": times}
-                found.append(figure | about)
+    for read, pattern in ((_profiled, "forward*"), (_profiled, "backward*"), (_budgets, "budgets*")):
+        for path in sorted(RESULTS.glob(f"{pattern}.json")):
+            report = json.loads(path.read_text())
+            if report.get("figures"):
+                about = {"gpu": report["gpu"], "date": report["date"], "file": path.name} if "gpu" in report else None
+                found += [figure | about for figure in read(report) if about]
     last = max(found, key=lambda figure: figure["date"])
     return [figure for figure in found if figure["gpu"] == last["gpu"]]
 
@@ -91,23 +136,41 @@ def least_squares(rows: list[list[float]], ms: list[float]) -> list[float]:
     return rates
 
 
+def _tied(work: dict[str, float]) -> dict[str, float]:
+    """Pairs of entry layers as parts of pairs of selected ones."""
+    rest = {name: x for name, x in work.items() if name != "attend, entry"}
+    if "attend, entry" in work:
+        rest["attend, selected"] = rest.get("attend, selected", 0.0) + ENTRY_SHARE * work["attend, entry"]
+    return rest
+
+
 def fit(of: list[dict]) -> dict:
     """One set of rates from figures of one op, group and K."""
-    observed: dict[tuple[str, ...], list[tuple[list[float], float]]] = defaultdict(list)
+    observed: list[tuple[dict[str, float], float]] = []
     calls = []
     for figure in of:
         call, work = work_of(figure)
-        calls.append((figure, call))
+        calls.append((figure, call, work))
         for phase, ms in figure["times"].items():
             names = PHASES.get(phase)
             if phase == "pack" and "rotations" in figure["times"]:
                 names = ("pack",)
             if names and ms > 0 and any(work[name] for name in names):
-                observed[names].append(([work[name] for name in names], ms))
-    ns: dict[str, float] = {}
-    for names, pairs in observed.items():
-        for name, x in zip(names, least_squares([row for row, _ in pairs], [ms for _, ms in pairs])):
-            ns[name] = ns.get(name) or float(f"{x * 1e6:.4g}")
+                observed.append(({name: work[name] for name in names}, ms))
+    whole = [(work, figure["ms"]) for figure, _, work in calls if figure.get("whole")]
+    if whole:  # kernels without a phase of their own are the rest
+        profiled = {name for work, _ in observed for name in work} | {"rest"}
+        observed += [({name: x for name, x in work.items() if name in profiled}, ms) for work, ms in whole]
+        observed = [(_tied(work), ms) for work, ms in observed]
+    told = {name for work, _ in observed for name in work}
+    names = [name for names in PHASES.values() for name in names if name in told]
+    names = list(dict.fromkeys(names))
+    rows = [[work.get(name, 0.0) for name in names] for work, _ in observed]
+    rates = least_squares(rows, [ms for _, ms in observed])
+    ns = {name: x * 1e6 for name, x in zip(names, rates) if x > 0}
+    if whole and "attend, selected" in ns:
+        ns["attend, entry"] = ENTRY_SHARE * ns["attend, selected"]
+    ns = {name: float(f"{x:.4g}") for name, x in ns.items()}
     first = of[0]
     return {
         "op": first["op"], "G": first["H"] // first["H_kv"], "K": first["K"], "V": first["V"],
@@ -119,7 +182,7 @@ def fit(of: list[dict]) -> dict:
 def errors(one: dict) -> list[float]:
     """Relative errors of the whole calls that a set was fitted to."""
     found = []
-    for figure, call in one["calls"]:
+    for figure, call, _ in one["calls"]:
         times = cost_model.predict(call, one)
         total = sum(ms or 0.0 for ms in times) + cost_model.rest(call, one)
         found.append(abs(total / figure["ms"] - 1))
