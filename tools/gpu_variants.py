@@ -25,6 +25,8 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "build_backend"))
+
 import htree_cuda_build as build
 import htree_cuda_compile as compiling
 import htree_cuda_store as store
