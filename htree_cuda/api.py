@@ -382,7 +382,7 @@ def normalize_attn_dist(attn_dist: Tensor, *, group: torch.distributed.ProcessGr
 
     Returns:
         [s_q, topk] or [B, s_q, topk], dtype of attn_dist, a fresh tensor: every query's slots sum to 1. A query whose
-        slots are all 0 stays 0; one that holds a NaN or an infinity gets NaN. It never requires grad.
+        slots are all 0 stays 0; one that holds a NaN or an infinity is NaN in all slots. It never requires grad.
 
     Raises:
         TypeError, ValueError: as `forward`.

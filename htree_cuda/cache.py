@@ -455,7 +455,7 @@ class TreeCache:
     def pages(self, row: int) -> list[int]:
         """The pages that a sequence holds, in order."""
         self._counts_pages("pages")
-        (row,) = checks.cache.rows("pages", "row", row, self.batch_size)
+        row = checks.cache.row("pages", row, self.batch_size)
         return list(self._pool.of[row])
 
     def reserve(self, tokens: int | Sequence[int]) -> None:
@@ -501,7 +501,7 @@ class TreeCache:
             sequence whose end lies in a page that others hold needs `reserve` first, which copies that page.
         """
         self._counts_pages("attach")
-        (row,) = checks.cache.rows("attach", "row", row, self.batch_size)
+        row = checks.cache.row("attach", row, self.batch_size)
         if not isinstance(pages, Sequence):
             raise TypeError(f"attach: pages must be a sequence of ints, got {type(pages).__name__}")
         pages = [checks.common.integer("attach", "pages", page) for page in pages]

@@ -183,7 +183,8 @@ def descend(
         n = candidates.shape[0]
         q_rot = rope(q[:, None], torch.tensor([n - 1], device=q.device), rope_base, **rotation)[:, 0]
         k_rot = rope(tree_k[layer][candidates], torch.arange(n, device=q.device), rope_base, **rotation)
-        scores = scale * (q_rot @ k_rot.T)
+        # Not a matrix product, in which equal keys may get scores that differ: ties go to the lower position.
+        scores = scale * (q_rot[:, None] * k_rot).sum(-1)
         leaves = torch.ones(n, dtype=torch.bool, device=q.device)
         log_imp, margin, parents = None, math.inf, candidates[:0]
         if layer > 0:

@@ -78,7 +78,10 @@ def explain(
     T_q, V = T if T_q is None else T_q, K if V is None else V
     sizes = {"B": B, "T": T, "T_q": T_q, "H": H, "H_kv": H_kv, "K": K, "V": V, "sms": sms}
     for name, value in sizes.items():
-        checks.common.size("explain", name, checks.common.integer("explain", name, value))
+        checks.common.size("explain", name, checks.common.integer("explain", name, value), most=checks.common.MAX_INT32)
+    elements = B * max(T, T_q) * max(H, H_kv) * max(K, V)
+    if elements >= 2**60:
+        checks.common.fail("explain", "B T H K must be below 2^60", elements)
     q = torch.empty(B, T_q, H, K, dtype=dtype, device="meta")
     k, v = (torch.empty(B, T, H_kv, D, dtype=dtype, device="meta") for D in (K, V))
     params = checks.tree.forward(

@@ -319,16 +319,46 @@ def state(state: Any, settings: dict[str, Any], tensors: dict[str, Tensor], *, c
         tensor(op, f"{name} of the state", state[name])
         if state[name].shape != mine.shape:
             fail(op, f"{name} of the state must have the shape {tuple(mine.shape)}", tuple(state[name].shape))
+        if state[name].dtype != mine.dtype:
+            fail(op, f"{name} of the state must be {mine.dtype}", state[name].dtype)
+        if state[name].is_meta:
+            fail(op, f"{name} of the state must have values", "a meta tensor")
+    lengths = state["lengths"].tolist()
+    for length in lengths:
+        if not 0 <= length <= settings["max_tokens"]:
+            fail(op, f"lengths of the state must lie in 0 .. max_tokens ({settings['max_tokens']})", length)
     pages = state.get("pages", [])
     if not counts_pages:
         if pages:
             fail(op, "the cache must count its pages, as the one of the state did", "a block_table of the caller")
         return
+    _listed(op, "pages", pages)
     if len(pages) != settings["batch_size"]:
         rule = f"pages of the state must be those of {settings['batch_size']} sequences"
         fail(op, rule, f"those of {len(pages)} (a cache with a block_table of the caller counts none)")
-    for page in (page for held in pages for page in held):
-        size(op, "every page of the state", integer(op, "a page of the state", page), 0, settings["num_pages"] - 1)
+    most, tokens = tensors["block_table"].shape[1], settings["page_size"]
+    for held, length in zip(pages, lengths):
+        _listed(op, "pages of a sequence", held)
+        for page in held:
+            size(op, "every page of the state", integer(op, "a page of the state", page), 0, settings["num_pages"] - 1)
+        if len(set(held)) != len(held):
+            fail(op, "pages of a sequence of the state must differ from each other", held)
+        if not -(-length // tokens) <= len(held) <= most:
+            rule = f"a sequence of {length} tokens must have {-(-length // tokens)} to {most} pages of {tokens}"
+            fail(op, f"{rule} in the state", len(held))
+
+
+def _listed(op: str, what: str, value: Any) -> None:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{op}: {what} of the state must be a list, got {type(value).__name__}")
+
+
+def row(op: str, value: Any, batch_size: int) -> int:
+    """A sequence of the batch, by index."""
+    value = integer(op, "row", value)
+    if not 0 <= value < batch_size:
+        fail(op, f"row must lie in 0 .. batch_size - 1 ({batch_size - 1})", value)
+    return value
 
 
 def rows(op: str, name: str, value: Any, batch_size: int) -> list[int]:

@@ -198,8 +198,8 @@ def power_of_two(op: str, name: str, value: int, least: int) -> None:
 
 
 def scale_number(op: str, name: str, value: float, dtype: torch.dtype) -> None:
-    """Finite, and neither infinite nor lost in the accumulation dtype."""
-    if not math.isfinite(value):
+    """Finite, and neither infinite nor lost in the accumulation dtype. By comparisons, which torch.compile traces."""
+    if not -math.inf < value < math.inf:
         fail(op, f"{name} must be finite", value)
     acc = torch.finfo(accumulation_dtype(dtype))
     if abs(value) > acc.max or 0 < abs(value) < acc.tiny:

@@ -206,7 +206,7 @@ def quantize_fp8(x: Tensor, block_size: int | None, scale_format: str) -> None:
     size(op, "D (the last dimension of x)", x.shape[-1])
     if block_size is not None:
         size(op, "block_size", block_size)
-    if scale_format not in SCALE_FORMATS:
+    if not isinstance(scale_format, str) or scale_format not in SCALE_FORMATS:
         fail(op, f"scale_format must be one of {', '.join(map(repr, SCALE_FORMATS))}", repr(scale_format))
 
 

@@ -66,7 +66,7 @@ def module(
         sm_scale = float(sizes["qk_nope_head_dim"] + dims) ** -0.5
     else:
         scale_number(OP, "sm_scale", sm_scale, dtype)
-    if stage not in STAGES:
+    if not isinstance(stage, str) or stage not in STAGES:
         fail(OP, f"stage must be one of {', '.join(map(repr, STAGES))}", repr(stage))
     backend_name(OP, backend)
     return sizes, rope_base, float(sm_scale)

@@ -217,6 +217,6 @@ def indexer_loss(
         fail(op, f"attn_dist must have the shape {shape} of logits, or {with_groups}", tuple(attn_dist.shape))
     _index_list(op, "logits", logits, shape[-2], batched, indices, topk_length)
     equal(op, "topk of indices", indices.shape[-1], "topk of logits", shape[-1])
-    if reduction not in REDUCTIONS:
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         fail(op, f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}", repr(reduction))
     return _slot_numbers(op, shape[-2], s_kv, shape[0] if batched else None, q_start, k_stride)

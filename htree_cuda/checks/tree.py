@@ -195,6 +195,8 @@ def attention_module_input(
         equal(op, f"dimension 2 of {name}", part.shape[2], "n_kv_heads", n_kv_heads)
         equal(op, f"dimension 3 of {name}", part.shape[3], "the head dimension", dim)
         same_device(op, "x", x, **{name: part})
+        if autocast_enabled(x.device.type):
+            float_dtype(op, name, part)
     equal(op, "dimension 1 of v of past", past[1].shape[1], "T of k of past", past[0].shape[1])
 
 

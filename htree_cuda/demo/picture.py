@@ -160,6 +160,6 @@ def draw(path: str, document: Document, search: Search, answer: Answer) -> None:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     try:
-        figure.savefig(Path(path), dpi=110)
+        figure.savefig(Path(path), dpi=110, format=Path(path).suffix[1:] or "png")
     except (OSError, ValueError) as error:
         raise DemoError(f"--png {path}: cannot be written ({getattr(error, 'strerror', None) or error})") from None

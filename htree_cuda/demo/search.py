@@ -60,7 +60,7 @@ def pool_layers(x: Tensor, rate: int, layers: int) -> list[Tensor]:
 
 
 def _rotate(x: Tensor, positions: Tensor, rope_base: float) -> Tensor:
-    """Rotate-half RoPE (section 3 of the definition): pair m rotates by position * rope_base^(-2m/K)."""
+    """Rotate-half RoPE (section 2 of the definition): pair m rotates by position * rope_base^(-2m/K)."""
     half = x.shape[-1] // 2
     frequency = rope_base ** (-2 * torch.arange(half, dtype=torch.float64, device=x.device) / x.shape[-1])
     angle = positions.to(torch.float64)[..., None] * frequency
@@ -72,7 +72,7 @@ def _rotate(x: Tensor, positions: Tensor, rope_base: float) -> Tensor:
 def leaves(
     q: Tensor, keys: list[Tensor], selection: Tensor, lse: Tensor, *, t: int, rate: int, scale: float, rope_base: float
 ) -> list[LayerView]:
-    """The descent of one query, rebuilt from what `forward` returned (sections 2, 3 and 5 of the definition).
+    """The descent of one query, rebuilt from what `forward` returned (sections 2 and 4 of the definition).
 
     Args:
         q: [G, K], the query heads of one KV head. keys: [N_l, K] per layer, bottom first.

@@ -164,6 +164,21 @@ def test_states_of_other_caches_are_refused_before_anything_is_written():
         (own, {**state, "lengths": [1, 2]}, TypeError, "lengths of the state must be a torch.Tensor, got list"),
         (own, {**state, "k": state["k"][:1]}, ValueError, r"k of the state must have the shape \(4, .* got \(1, "),
         (own, {**state, "pages": [[0, 4], []]}, ValueError, "every page of the state must be at most 3, got 4"),
+        (
+            own,
+            {**state, "pages": [[0, 1, 2], [3]]},
+            ValueError,
+            "a sequence of 300 tokens must have 2 to 2 pages of 256",
+        ),
+        (own, {**state, "pages": [[0], [1]]}, ValueError, "a sequence of 300 tokens must have 2 to 2 pages of 256"),
+        (own, {**state, "pages": [[0, 0], [1]]}, ValueError, "pages of a sequence of the state must differ from each"),
+        (own, {**state, "pages": None}, TypeError, "pages of the state must be a list, got NoneType"),
+        (own, {**state, "pages": [1, 2]}, TypeError, "pages of a sequence of the state must be a list, got int"),
+        (own, {**state, "lengths": state["lengths"].float()}, ValueError, "lengths of the state must be torch.int32"),
+        (own, {**state, "lengths": int32(301, -1)}, ValueError, "lengths of the state must lie in 0 .. max_tokens"),
+        (own, {**state, "lengths": int32(10**6, 0)}, ValueError, "lengths of the state must lie in 0 .. max_tokens"),
+        (own, {**state, "k": state["k"].bool()}, ValueError, "k of the state must be torch.float64, got torch.bool"),
+        (own, {**state, "k": state["k"].to("meta")}, ValueError, "k of the state must have values, got a meta tensor"),
     ):
         lengths, table = cache.lengths.tolist(), cache.block_table.tolist()
         with pytest.raises(error, match=f"load_state_dict: {match}"):
@@ -270,3 +285,12 @@ def test_any_sequence_of_calls(program):
                 rows, upper = decode._flat_rows(c._tensors(), c.layout, layer, torch.full_like(node, i), node * 0, node)
                 pair.append([y[rows] for y in decode._buffers(c._tensors(), upper)])
             assert all(torch.equal(y, z) for y, z in zip(*pair))
+
+
+def test_a_row_is_one_number():
+    cache = new_cache(2, page_size=256)
+    for call in (lambda: cache.pages([0, 0]), lambda: cache.attach([], [], 0)):
+        with pytest.raises(TypeError, match="row must be an int, got"):
+            call()
+    with pytest.raises(ValueError, match=r"pages: row must lie in 0 .. batch_size - 1 \(1\), got 2"):
+        cache.pages(2)

@@ -291,3 +291,19 @@ def test_margins_separate_selected_from_the_rest():
         for step in trace.layers:
             assert step.margin >= 0
             assert step.leaves.sum() + min(4, len(step.candidates)) * (step.layer > 0) == len(step.candidates)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_keys_are_tied(dtype):
+    """The definition expands the lower of equal keys, whatever their place among the candidates."""
+    T, K = 200, 64
+    for seed in range(10):
+        g = torch.Generator().manual_seed(seed)
+        q, key = torch.randn(1, 3, 2, K, generator=g, dtype=dtype), torch.randn(1, 1, 1, K, generator=g, dtype=dtype)
+        k, v = key.expand(1, T, 1, K).contiguous(), torch.randn(1, T, 1, 3, generator=g, dtype=dtype)
+        result = definition.forward(
+            q, k, v, q_start=T - 3, compression_rate=4, top_k_per_layer=4, max_top_nodes=16, scale=0.125,
+            rope_base=None, strict_causal=True, compute_dtype=dtype,
+        )  # fmt: skip
+        top = result.selection[-1, 0, :, 0]  # all candidates of the highest layer are equal
+        assert (top[:, :3] == torch.arange(3)).all()

@@ -326,8 +326,10 @@ def test_text_errors_are_one_precise_line(tmp_path, capsys, name, content, query
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--top-k", "33"], "--top-k must be a power of two, at least 1, got 33"),
-        (["--rate", "1"], "--rate must be a power of two, at least 2, got 1"),
+        (["--top-k", "33"], "--top-k must be a power of two, 1 to 2^30, got 33"),
+        (["--top-k", "4294967296"], "--top-k must be a power of two, 1 to 2^30, got 4294967296"),
+        (["--rate", "1"], "--rate must be a power of two, 2 to 2^30, got 1"),
+        (["--rate", "2147483648"], "--rate must be a power of two, 2 to 2^30, got 2147483648"),
         (["--passages", "0"], "--passages must be at least 1, got 0"),
         (["--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
         (["--evaluate", "--query", "x"], "no --query"),
@@ -336,6 +338,25 @@ def test_text_errors_are_one_precise_line(tmp_path, capsys, name, content, query
 def test_option_errors(capsys, arguments, message):
     status, _, err = run(capsys, *arguments, "--device", "cpu")
     assert status == 2 and message in err
+
+
+@pytest.mark.parametrize("name", ["", "folder"])
+def test_a_picture_has_a_file(name, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "a.txt").write_text("hello world")
+    (tmp_path / "folder").mkdir()
+    png = str(tmp_path / name) if name else ""
+    status, _, err = run(capsys, "--text", str(tmp_path / "a.txt"), "--query", "hello", "--png", png, "--device", "cpu")
+    assert status == 2 and f"--png must name a file, got {png!r}" in err
+
+
+def test_a_picture_is_where_it_was_wanted(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "a.txt").write_text("hello world")
+    png = tmp_path / "picture"
+    arguments = ("--text", str(tmp_path / "a.txt"), "--query", "hello", "--png", str(png), "--device", "cpu")
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0 and str(png) in out and png.read_bytes().startswith(PNG)
 
 
 def test_unwritable_picture_is_an_error(tmp_path, capsys):

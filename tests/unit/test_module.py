@@ -330,6 +330,17 @@ def test_autocast(qk_norm):
     assert_same_bits(found, again)
 
 
+def test_past_under_autocast():
+    """Of any floating dtype, and of no other."""
+    m, x = model(dtype=torch.float32)[0].attention, torch.randn(1, 5, 12)
+    past = m(x, return_kv=True)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = m(x, past=past)
+        assert (m(x, past=tuple(y.half() for y in past)) - expected).abs().max() < 0.05
+        with pytest.raises(ValueError, match=r"HTreeAttention: k of past must be .*float"):
+            m(x, past=tuple(y.long() for y in past))
+
+
 @pytest.mark.parametrize("qk_norm", [True, False])
 def test_autocast_stays_near_float32(qk_norm):
     """One layer, so that no near-tie of a selection falls the other way; bfloat16 has 8 bits of mantissa."""

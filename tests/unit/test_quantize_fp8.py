@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -187,3 +188,27 @@ def test_hadamard_of_large_numbers():
 def test_errors(match, error, call):
     with pytest.raises(error, match=re.escape(match)):
         call(htree_cuda)
+
+
+def test_hadamard_is_infinite_where_a_result_is():
+    assert htree_cuda.hadamard_transform(torch.full((16,), 3e38)).tolist() == [math.inf] + [0.0] * 15
+    assert htree_cuda.hadamard_transform(torch.tensor([1e10, 1e10]), scale=1e38).tolist() == [math.inf, 0.0]
+    many = htree_cuda.hadamard_transform(torch.full((32768,), 1e308, dtype=torch.float64))
+    assert many[0] == math.inf and not many[1:].any()
+
+
+def test_hadamard_compiles_for_any_scale():
+    x = torch.randn(3, 8)
+    for dynamic in (None, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            lambda x, scale: htree_cuda.hadamard_transform(x, scale=scale), fullgraph=True, backend="aot_eager",
+            dynamic=dynamic,
+        )  # fmt: skip
+        for scale in (0.5, 0.7, 3.0):
+            torch.testing.assert_close(compiled(x, scale), htree_cuda.hadamard_transform(x, scale=scale))
+
+
+def test_a_scale_format_is_a_string():
+    with pytest.raises(ValueError, match="quantize_fp8: scale_format must be one of"):
+        htree_cuda.quantize_fp8(torch.ones(3, 2), scale_format=np.array(["float32", "a"]))

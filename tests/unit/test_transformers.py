@@ -330,6 +330,16 @@ def test_autocast(llama):
     assert (found - whole).norm() < 0.25 * whole.norm()
 
 
+def test_a_cache_filled_under_autocast_serves_a_call_without(llama):
+    _, _, sparse = llama
+    ids = tokens(1, 30)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            cache = sparse(ids[:, :20]).past_key_values
+        logits = sparse(ids[:, 20:], past_key_values=cache).logits
+    assert logits.dtype == torch.float32 and logits.isfinite().all()
+
+
 def test_what_is_said_of_documents_is_heard_or_refused(llama):
     """The lengths of packed documents beside a cache or a mask, other lengths of keys, and masks of other numbers."""
     _, _, sparse = llama

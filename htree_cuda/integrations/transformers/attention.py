@@ -88,7 +88,7 @@ def htree_attention(
         out = htree_cuda.forward_cached(
             call.compact(q).to(htree_layer.dtype), htree_layer.tree, seqused_q=call.used, **options
         )
-        return call.spread(out), None
+        return call.spread(out).to(query.dtype), None
     options["compression_rate"] = tree.compression_rate
     if call.cu_seqlens is not None:
         B = q.shape[0]
