@@ -440,7 +440,7 @@ def indexer_loss(
         Gradient: to logits alone, ``softmax(logits) - target`` times that of the result; attn_dist is a constant.
         Plain PyTorch operations on any device, so that torch.compile fuses them; deterministic.
         What an invalid slot holds, in logits or in attn_dist, never matters. A NaN in a valid slot gives NaN for its
-        query. A logit of -inf in a valid slot whose target is not 0 gives +inf.
+        query. A logit of -inf in a valid slot whose target is not 0 gives +inf; where all are -inf the gradient is 0.
 
     Example:
         >>> logits = torch.randn(16, 32, requires_grad=True)

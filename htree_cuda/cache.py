@@ -566,7 +566,7 @@ class TreeCache:
         mine = {name.lstrip("_"): getattr(self, name) for name in self._STATE}
         checks.cache.state(state, self._settings(), mine, counts_pages=self._pool is not None)
         for name in self._STATE:
-            getattr(self, name).copy_(state[name.lstrip("_")])
+            getattr(self, name).copy_(state[name.lstrip("_")].detach())
         if self._pool:
             self._pool = PagePool(self.num_pages, state["pages"])
             self._update_pages()

@@ -334,14 +334,17 @@ def hadamard_transform(x: Tensor, *, scale: float | None = None) -> Tensor:
         scale = D**-0.5
     else:
         checks.common.scale_number(op, "scale", scale, x.dtype)
+        scale = float(scale) if isinstance(scale, int) else scale
     y = x.to(accumulation_dtype(x.dtype))
     # A row whose sums could be infinite where its results are not is summed as a D-th, a power of two.
-    large = y.abs().amax(-1, keepdim=True) > torch.finfo(y.dtype).max / D
-    y = torch.where(large, y / D, y)
+    large = None
+    if x.dtype != torch.float16:  # whose numbers are too small for that
+        large = y.abs().amax(-1, keepdim=True) > torch.finfo(y.dtype).max / D
+        y = torch.where(large, y / D, y)
     half = 1
     while half < D:
         a, b = y.reshape(*x.shape[:-1], D // (2 * half), 2, half).unbind(-2)
         y = torch.stack((a + b, a - b), -2).reshape(x.shape)
         half *= 2
     y = y * scale
-    return torch.where(large, y * D, y).to(x.dtype)
+    return (y if large is None else torch.where(large, y * D, y)).to(x.dtype)

@@ -81,7 +81,7 @@ def explain(
         checks.common.size("explain", name, checks.common.integer("explain", name, value), most=checks.common.MAX_INT32)
     elements = B * max(T, T_q) * max(H, H_kv) * max(K, V)
     if elements >= 2**60:
-        checks.common.fail("explain", "B T H K must be below 2^60", elements)
+        checks.common.fail("explain", "B * max(T, T_q) * max(H, H_kv) * max(K, V) must be below 2^60", elements)
     q = torch.empty(B, T_q, H, K, dtype=dtype, device="meta")
     k, v = (torch.empty(B, T, H_kv, D, dtype=dtype, device="meta") for D in (K, V))
     params = checks.tree.forward(
@@ -210,8 +210,10 @@ def _call(args: argparse.Namespace) -> dict:
         if getattr(args, name) not in (None, False) and args.op not in ops:
             raise ExplainError(f"--{name.replace('_', '-')} is of {', '.join(ops)}, not of {args.op}")
     for name in SIZES:
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise ExplainError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        value = getattr(args, name)
+        for wrong, rule in ((-1, "least 1"), (1, f"most {checks.common.MAX_INT32}")):
+            if value is not None and (value < 1 if wrong < 0 else value > checks.common.MAX_INT32):
+                raise ExplainError(f"--{name.replace('_', '-')} must be at {rule}, got {value}")
     if args.op not in ("forward", "forward_cached"):
         K = args.K or (576 if args.op in ("attn_dist", "sparse_attention") else 128)
         return explain_dsa.explain(

@@ -17,9 +17,9 @@ def _share(x: Tensor) -> Tensor:
     """x over its sum along the last dimension; a row whose sum is 0 stays as it is, and an infinity makes it NaN."""
     largest = x.detach().amax(-1, keepdim=True) if x.shape[-1] else x.sum(-1, keepdim=True)
     # A power of two, with which no sum of fewer than 2^32 finite numbers is infinite.
-    x = x * torch.where(largest > torch.finfo(x.dtype).max * 2.0**-32, 2.0**-32, 1.0).to(x.dtype)
+    x = x * torch.ones_like(largest).masked_fill(largest > torch.finfo(x.dtype).max * 2.0**-32, 2.0**-32)
     total = x.sum(-1, keepdim=True)
-    return x / total.masked_fill(total == 0, 1.0).masked_fill(total == math.inf, math.nan)
+    return x / total.masked_fill(total == 0, 1.0).masked_fill(total.isinf(), math.nan)
 
 
 def normalize_attn_dist(attn_dist: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
@@ -53,11 +53,11 @@ def indexer_loss(
     # In its own precision: only then does its scale not matter to float32 logits.
     target = _share(attn_dist.masked_fill(~valid, 0.0)).to(acc)
     counts = valid.any(-1)
-    # A row without a valid slot gets zeros for its logits: a softmax over nothing is NaN, in its gradient too.
-    scores = logits.to(acc).masked_fill(~valid, -math.inf).masked_fill(~counts[..., None], 0.0)
-    # Where every logit is -inf none has a probability.
-    nowhere = (scores.detach() == -math.inf).all(-1, keepdim=True)
-    log_p = torch.log_softmax(scores.masked_fill(nowhere, 0.0), -1).masked_fill(nowhere, -math.inf)
+    # A row without a valid slot gets zeros for its logits: a softmax over nothing is NaN, in its gradient too. So does a
+    # row in which every logit is -inf, where no slot has a probability.
+    scores = logits.to(acc).masked_fill(~valid, -math.inf)
+    nothing = (scores.detach() == -math.inf).all(-1, keepdim=True)
+    log_p = torch.log_softmax(scores.masked_fill(nothing, 0.0), -1).masked_fill(nothing & counts[..., None], -math.inf)
     # Where the target is 0 the limit of t log(t) is 0, and 0 * (-inf) must not become NaN.
     loss = torch.where(target == 0, 0.0, target * (target.log() - log_p)).sum(-1)
     if reduction == "none":

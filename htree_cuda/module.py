@@ -295,7 +295,9 @@ class HTreeAttention(nn.Module):
         if past is not None:
             if not autocast_enabled(x.device.type):
                 checks.common.same_dtype("HTreeAttention", "x", k, **{"k of past": past[0], "v of past": past[1]})
-            k, v = (torch.cat((old.to(new.dtype), new), dim=1) for old, new in zip(past, (k, v)))
+            # Under autocast dtypes may differ: the wider one keeps what the past has.
+            dtypes = [torch.promote_types(old.dtype, new.dtype) for old, new in zip(past, (k, v))]
+            k, v = (torch.cat((old.to(t), new.to(t)), dim=1) for old, new, t in zip(past, (k, v), dtypes))
         if cu_seqlens is not None:
             out = self.attend_varlen(q, k, v, cu_seqlens, max_seqlen)
         elif seqused is not None:

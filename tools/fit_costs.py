@@ -4,8 +4,8 @@
     python -m tools.fit_costs --check    exit 1 where it is not what the results give
 
 A set is fitted for each op, group and K: the rates that make the sum of squared relative errors smallest, over the
-phases that a profile tells apart and over whole calls. Whole sequences on the GPU that was measured last count, those
-of `bench budgets` by the mean of `iid` and `local` inputs.
+phases that a profile tells apart and over whole calls. Of each set whole sequences on the GPU that was measured last
+count, those of `bench budgets` by the mean of `iid` and `local` inputs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _budgets(report: dict) -> list[dict]:
             continue
         ms = sum(figure["ms"] for figure in kinds.values()) / len(kinds)
         times = {}
-        if step := steps.get(shape):
+        if (step := steps.get(shape)) and step["inputs"] in kinds:
             profiled = step["phases_ms"] if op == "forward" else step["kernels_ms"]
             scale = ms / kinds[step["inputs"]]["ms"]
             times = {name: x * scale for name, x in profiled.items() if name in PHASES}
@@ -103,8 +103,15 @@ def figures() -> list[dict]:
             if report.get("figures"):
                 about = {"gpu": report["gpu"], "date": report["date"], "file": path.name} if "gpu" in report else None
                 found += [figure | about for figure in read(report) if about]
-    last = max(found, key=lambda figure: figure["date"])
-    return [figure for figure in found if figure["gpu"] == last["gpu"]]
+    last: dict[tuple, dict] = {}
+    for figure in sorted(found, key=lambda figure: figure["date"]):
+        last[_set_of(figure)] = figure
+    return [figure for figure in found if figure["gpu"] == last[_set_of(figure)]["gpu"]]
+
+
+def _set_of(figure: dict) -> tuple:
+    """Op, group, K and V, which have rates of their own."""
+    return figure["op"], figure["H"] // figure["H_kv"], figure["K"], figure["V"]
 
 
 def work_of(figure: dict) -> tuple[dict, dict[str, float]]:
@@ -193,7 +200,7 @@ def fitted() -> str:
     """The text of cost_rates.json."""
     groups = defaultdict(list)
     for figure in figures():
-        groups[figure["op"], figure["H"] // figure["H_kv"], figure["K"], figure["V"]].append(figure)
+        groups[_set_of(figure)].append(figure)
     sets = [fit(of) for _, of in sorted(groups.items())]
     for one in sets:
         one["error"] = float(f"{max(errors(one)):.2g}")

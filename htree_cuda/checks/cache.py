@@ -317,6 +317,7 @@ def state(state: Any, settings: dict[str, Any], tensors: dict[str, Tensor], *, c
         fail(op, "settings must be those of this cache", f"(here, there) {differ}")
     for name, mine in tensors.items():
         tensor(op, f"{name} of the state", state[name])
+        strided(op, **{f"{name} of the state": state[name]})
         if state[name].shape != mine.shape:
             fail(op, f"{name} of the state must have the shape {tuple(mine.shape)}", tuple(state[name].shape))
         if state[name].dtype != mine.dtype:
@@ -337,15 +338,15 @@ def state(state: Any, settings: dict[str, Any], tensors: dict[str, Tensor], *, c
         rule = f"pages of the state must be those of {settings['batch_size']} sequences"
         fail(op, rule, f"those of {len(pages)} (a cache with a block_table of the caller counts none)")
     most, tokens = tensors["block_table"].shape[1], settings["page_size"]
-    for held, length in zip(pages, lengths):
+    for row, (held, length) in enumerate(zip(pages, lengths)):
         _listed(op, "pages of a sequence", held)
         for page in held:
             size(op, "every page of the state", integer(op, "a page of the state", page), 0, settings["num_pages"] - 1)
         if len(set(held)) != len(held):
             fail(op, "pages of a sequence of the state must differ from each other", held)
         if not -(-length // tokens) <= len(held) <= most:
-            rule = f"a sequence of {length} tokens must have {-(-length // tokens)} to {most} pages of {tokens}"
-            fail(op, f"{rule} in the state", len(held))
+            rule = f"sequence {row} of the state, of {length} tokens, must have at least {-(-length // tokens)} and at"
+            fail(op, f"{rule} most {most} pages of {tokens}", len(held))
 
 
 def _listed(op: str, what: str, value: Any) -> None:

@@ -127,8 +127,6 @@ def _print_backend(search: Search, device: torch.device) -> None:
 
 def _draw(path: str | None, asked: tuple[Document, Search], answer: Answer) -> str:
     """Writes the picture; returns where. The default folder is made, one that the user names has to exist."""
-    if path == "" or (path is not None and Path(path).is_dir()):
-        raise DemoError(f"--png must name a file, got {path!r}")
     if path is None:
         try:
             PICTURE.parent.mkdir(exist_ok=True)
@@ -148,6 +146,8 @@ def _run(arguments: argparse.Namespace) -> None:
     for name, value, least in (("--rate", arguments.rate, 2), ("--top-k", arguments.top_k, 1)):
         if value is not None and (not least <= value <= MAX_POWER or value & (value - 1)):
             raise DemoError(f"{name} must be a power of two, {least} to 2^{MAX_POWER.bit_length() - 1}, got {value}")
+    if not arguments.no_png and arguments.png is not None and (not arguments.png or os.path.isdir(arguments.png)):
+        raise DemoError(f"--png must name a file, got {arguments.png!r}")
     if arguments.evaluate and (arguments.text is not None or arguments.query is not None):
         raise DemoError("--evaluate asks its own questions of the Python documentation: no --text, no --query")
     if arguments.text is not None and arguments.query is None:

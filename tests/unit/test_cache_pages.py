@@ -168,9 +168,14 @@ def test_states_of_other_caches_are_refused_before_anything_is_written():
             own,
             {**state, "pages": [[0, 1, 2], [3]]},
             ValueError,
-            "a sequence of 300 tokens must have 2 to 2 pages of 256",
+            "sequence 0 of the state, of 300 tokens, must have at least 2 and at most 2",
         ),
-        (own, {**state, "pages": [[0], [1]]}, ValueError, "a sequence of 300 tokens must have 2 to 2 pages of 256"),
+        (
+            own,
+            {**state, "pages": [[0], [1]]},
+            ValueError,
+            "sequence 0 of the state, of 300 tokens, must have at least 2 and at most 2",
+        ),
         (own, {**state, "pages": [[0, 0], [1]]}, ValueError, "pages of a sequence of the state must differ from each"),
         (own, {**state, "pages": None}, TypeError, "pages of the state must be a list, got NoneType"),
         (own, {**state, "pages": [1, 2]}, TypeError, "pages of a sequence of the state must be a list, got int"),
@@ -178,6 +183,7 @@ def test_states_of_other_caches_are_refused_before_anything_is_written():
         (own, {**state, "lengths": int32(301, -1)}, ValueError, "lengths of the state must lie in 0 .. max_tokens"),
         (own, {**state, "lengths": int32(10**6, 0)}, ValueError, "lengths of the state must lie in 0 .. max_tokens"),
         (own, {**state, "k": state["k"].bool()}, ValueError, "k of the state must be torch.float64, got torch.bool"),
+        (own, {**state, "k": state["k"].to_sparse()}, ValueError, "k of the state must be a dense"),
         (own, {**state, "k": state["k"].to("meta")}, ValueError, "k of the state must have values, got a meta tensor"),
     ):
         lengths, table = cache.lengths.tolist(), cache.block_table.tolist()

@@ -350,6 +350,14 @@ def test_a_picture_has_a_file(name, tmp_path, capsys):
     assert status == 2 and f"--png must name a file, got {png!r}" in err
 
 
+def test_a_picture_with_too_long_a_name_is_an_error(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "a.txt").write_text("hello world")
+    png = str(tmp_path / ("a" * 300))
+    status, _, err = run(capsys, "--text", str(tmp_path / "a.txt"), "--query", "hello", "--png", png, "--device", "cpu")
+    assert status == 2 and f"--png {png}: cannot be written" in err
+
+
 def test_a_picture_is_where_it_was_wanted(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     (tmp_path / "a.txt").write_text("hello world")

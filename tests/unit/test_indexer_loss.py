@@ -68,6 +68,10 @@ def test_a_target_where_no_logit_is_finite_costs_infinity(other):
     indices = torch.arange(n, dtype=torch.int32).view(1, 1, n)
     loss = htree_cuda.indexer_loss(logits, torch.eye(1, n), indices, s_kv=n)
     assert loss == math.inf
+    loss.backward()
+    assert logits.grad.isfinite().all() and logits.grad.any() == bool(other), (
+        "no gradient where nothing has a probability"
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0), (0, 2, 3, 4)])

@@ -335,7 +335,8 @@ def test_past_under_autocast():
     m, x = model(dtype=torch.float32)[0].attention, torch.randn(1, 5, 12)
     past = m(x, return_kv=True)[1]
     with torch.autocast("cpu", torch.bfloat16):
-        expected = m(x, past=past)
+        expected, kv = m(x, past=past, return_kv=True)
+        assert [y.dtype for y in kv] == [torch.float32] * 2 and torch.equal(kv[0][:, :5], past[0])
         assert (m(x, past=tuple(y.half() for y in past)) - expected).abs().max() < 0.05
         with pytest.raises(ValueError, match=r"HTreeAttention: k of past must be .*float"):
             m(x, past=tuple(y.long() for y in past))

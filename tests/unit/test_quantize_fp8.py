@@ -193,6 +193,7 @@ def test_errors(match, error, call):
 def test_hadamard_is_infinite_where_a_result_is():
     assert htree_cuda.hadamard_transform(torch.full((16,), 3e38)).tolist() == [math.inf] + [0.0] * 15
     assert htree_cuda.hadamard_transform(torch.tensor([1e10, 1e10]), scale=1e38).tolist() == [math.inf, 0.0]
+    assert htree_cuda.hadamard_transform(torch.ones(1), scale=2**70) == 2.0**70
     many = htree_cuda.hadamard_transform(torch.full((32768,), 1e308, dtype=torch.float64))
     assert many[0] == math.inf and not many[1:].any()
 
