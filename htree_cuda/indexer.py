@@ -53,7 +53,7 @@ def indexer_loss(
     # In its own precision: only then does its scale not matter to float32 logits.
     target = _share(attn_dist.masked_fill(~valid, 0.0)).to(acc)
     counts = valid.any(-1)
-    # A row without a valid slot gets zeros for its logits: a softmax over nothing is NaN, in its gradient too. So does a
+    # A row without a valid slot gets zeros for its logits: a softmax over nothing is NaN, as is its gradient. So does a
     # row in which every logit is -inf, where no slot has a probability.
     scores = logits.to(acc).masked_fill(~valid, -math.inf)
     nothing = (scores.detach() == -math.inf).all(-1, keepdim=True)

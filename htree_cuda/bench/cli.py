@@ -32,6 +32,29 @@ def _ints(text: str) -> list[int]:
     return numbers
 
 
+def _size(text: str) -> int:
+    return _ints(text)[0] if "," not in text else int(text)
+
+
+def _count(text: str) -> int:
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    if not 0 <= float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be at least 0 and finite, got {text}")
+    return float(text)
+
+
+def _types(text: str) -> str:
+    known = [*DTYPES, "float8_e4m3fn"]
+    if unknown := {name for name in text.split(",") if name} - set(known):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: must be of {', '.join(known)}")
+    return text
+
+
 def _kinds(text: str) -> list[str]:
     kinds = text.split(",")
     if unknown := set(kinds) - set(KINDS):
@@ -69,11 +92,11 @@ def _tree(cuda: bool) -> argparse.ArgumentParser:
     """Options of forward and backward."""
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
-    add("--batch", type=int, default=1, help="B, sequences")
-    add("--heads", type=int, default=16 if cuda else 8, help="H, query heads")
-    add("--kv-heads", type=int, default=1 if cuda else 2, help="H_kv, KV heads; divides --heads")
-    add("--dim", type=int, default=128 if cuda else 64, help="K = V, head dimension of keys and of values")
-    add("--compression-rate", type=int, default=16, help="children per node")
+    add("--batch", type=_size, default=1, help="B, sequences")
+    add("--heads", type=_size, default=16 if cuda else 8, help="H, query heads")
+    add("--kv-heads", type=_size, default=1 if cuda else 2, help="H_kv, KV heads; divides --heads")
+    add("--dim", type=_size, default=128 if cuda else 64, help="K = V, head dimension of keys and of values")
+    add("--compression-rate", type=_size, default=16, help="children per node")
     return parser
 
 
@@ -86,7 +109,7 @@ def _decode(cuda: bool) -> argparse.ArgumentParser:
     add("--lengths", type=_ints, default="8192,32768,131072,1048576" if cuda else "2048,8192", help="each T, tokens")
     add("--heads", type=decode.heads, default="16/1,64/8,32/8" if cuda else "8/2", help="pairs of H and H_kv")
     add("--top-k", type=_ints, default="64,512" if cuda else "16,64", help="nodes expanded per layer, each")
-    add("--dim", type=int, default=128 if cuda else 64, help="K = V, head dimension of keys and of values")
+    add("--dim", type=_size, default=128 if cuda else 64, help="K = V, head dimension of keys and of values")
     add("--dense-up-to", type=int, default=1 << 20, help="longest T at which dense attention runs")
     return parser
 
@@ -102,10 +125,10 @@ def _packed(cuda: bool) -> argparse.ArgumentParser:
     """Options of packed, whose every combination is measured."""
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
-    add("--total", type=int, default=65536 if cuda else 2048, help="tokens of a pack")
+    add("--total", type=_size, default=65536 if cuda else 2048, help="tokens of a pack")
     add("--heads", type=decode.heads, default="16/1,32/8" if cuda else "8/2", help="pairs of H and H_kv")
     add("--top-k", type=_ints, default="64,512" if cuda else "16", help="nodes expanded per layer, each")
-    add("--dim", type=int, default=128 if cuda else 64, help="K = V, head dimension of keys and of values")
+    add("--dim", type=_size, default=128 if cuda else 64, help="K = V, head dimension of keys and of values")
     add("--cases", type=_cases, default=",".join(packed.CASES), help="which packs: " + ", ".join(packed.CASES))
     add("--backward", action="store_true", help="also the gradients alone")
     return parser
@@ -115,10 +138,10 @@ def _lists(cuda: bool) -> argparse.ArgumentParser:
     """Options of attn_dist and sparse_attention."""
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
-    add("--queries", type=int, default=4096 if cuda else 32, help="s_q, queries")
+    add("--queries", type=_size, default=4096 if cuda else 32, help="s_q, queries")
     add("--heads-list", type=_ints, default=[128, 64], help="each h_q, query heads, to measure")
-    add("--topk", type=int, default=2048, help="slots of each query's index list")
-    add("--dim", type=int, default=576, help="d_qk, head dimension of queries and keys")
+    add("--topk", type=_size, default=2048, help="slots of each query's index list")
+    add("--dim", type=_size, default=576, help="d_qk, head dimension of queries and keys")
     return parser
 
 
@@ -130,7 +153,7 @@ def _context_parallel(cuda: bool) -> argparse.ArgumentParser:
     add("--lengths", type=_ints, default="131072,1048576" if cuda else "2048", help="each T of all ranks to measure")
     add("--layouts", type=_layouts, default="zigzag,contiguous", help="which tokens a rank has: one or both")
     add("--inputs", choices=RANDOM, default="iid", help="kind of input")
-    add("--top-k", type=int, default=512 if cuda else 16, help="nodes expanded per layer")
+    add("--top-k", type=_size, default=512 if cuda else 16, help="nodes expanded per layer")
     add("--no-single", action="store_true", help="leave out one rank alone, which needs the memory for it")
     add("--weak-up-to", type=int, default=131072, help="longest T whose share of a rank is also measured alone")
     add("--plot", type=Path, help="write a PNG of the speedup over T")
@@ -146,17 +169,20 @@ def _budgets(cuda: bool) -> argparse.ArgumentParser:
     lengths = "32768,65536,16384,131072,8192,262144" if cuda else "1024,2048"
     add("--lengths", type=_ints, default=lengths, help="each T, tokens, in the order in which a limit cuts them off")
     add("--inputs", type=_kinds, default="iid,local,trained" if cuda else "iid", help="of iid, local, trained")
-    add("--dim", type=int, default=128 if cuda else 64, help="K = V, head dimension of keys and of values")
-    add("--compression-rate", type=int, default=16, help="children per node")
+    add("--dim", type=_size, default=128 if cuda else 64, help="K = V, head dimension of keys and of values")
+    add("--compression-rate", type=_size, default=16, help="children per node")
     add("--dense-up-to", type=int, default=262144, help="longest T at which dense attention runs")
     add("--forward-only", action="store_true", help="time forwards alone, and no kernels one by one")
     add("--phases-at", type=_ints, default="65536", help="each T whose kernels are also timed one by one")
     add(
-        "--limit-s", type=float, default=0.0, help="begin no row after so many seconds and name those left; 0: no limit"
+        "--limit-s",
+        type=_seconds,
+        default=0.0,
+        help="begin no row after so many seconds and name those left; 0: no limit",
     )
-    add("--warm-up-s", type=float, default=Short.warm_up_s, help="seconds of calls before those that count")
-    add("--timed-s", type=float, default=Short.timed_s, help="seconds of calls that count, at least")
-    add("--long-s", type=float, default=Short.long_s, help="a call that takes so many seconds counts once")
+    add("--warm-up-s", type=_seconds, default=Short.warm_up_s, help="seconds of calls before those that count")
+    add("--timed-s", type=_seconds, default=Short.timed_s, help="seconds of calls that count, at least")
+    add("--long-s", type=_seconds, default=Short.long_s, help="a call that takes so many seconds counts once")
     return parser
 
 
@@ -164,11 +190,16 @@ def _indexer(cuda: bool) -> argparse.ArgumentParser:
     """Options of indexer."""
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument
-    add("--queries", type=int, default=4096 if cuda else 64, help="s_q, queries")
-    add("--topk", type=int, default=2048 if cuda else 256, help="slots of each query's index list")
-    add("--index-heads", type=int, default=64 if cuda else 8, help="h_i, heads of the indexer")
-    add("--index-dim", type=int, default=128 if cuda else 64, help="d_i, head dimension of the indexer")
-    add("--types", default="", help="dtypes of q and k, float8_e4m3fn among them, comma-separated; empty: --dtype")
+    add("--queries", type=_size, default=4096 if cuda else 64, help="s_q, queries")
+    add("--topk", type=_size, default=2048 if cuda else 256, help="slots of each query's index list")
+    add("--index-heads", type=_size, default=64 if cuda else 8, help="h_i, heads of the indexer")
+    add("--index-dim", type=_size, default=128 if cuda else 64, help="d_i, head dimension of the indexer")
+    add(
+        "--types",
+        type=_types,
+        default="",
+        help="dtypes of q and k, float8_e4m3fn among them, comma-separated; empty: --dtype",
+    )
     ops = ", ".join(indexer.OPS)
     add("--ops", type=_ops, default=",".join(indexer.OPS), help=f"of {ops}; the first two hold [s_q, s_kv] float32")
     return parser
@@ -186,17 +217,17 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command("forward", tree, "htree attention against dense attention over T")
     add("--lengths", type=_ints, default="8192,16384,32768,65536,131072", help="each T, tokens of context, to measure")
-    add("--queries", type=int, default=0, help="measure the last N queries; 0: all of them")
+    add("--queries", type=_count, default=0, help="measure the last N queries; 0: all of them")
     add("--inputs", type=_kinds, default="iid", help="kinds of input, of iid, local, trained")
-    add("--seeds", type=int, default=1, help="inputs to time: that of --seed, and as many less one after it")
-    add("--top-k", type=int, default=512 if cuda else 64, help="nodes expanded per layer")
+    add("--seeds", type=_size, default=1, help="inputs to time: that of --seed, and as many less one after it")
+    add("--top-k", type=_size, default=512 if cuda else 64, help="nodes expanded per layer")
     add("--dense-up-to", type=int, default=262144 if cuda else 131072, help="longest T at which dense attention runs")
     add("--dense-once", type=int, default=0, help="longest T for a single call of it, beyond those lengths")
     add("--plot", type=Path, help="write a PNG of time per query over T")
     add = command("backward", tree, "gradients of htree attention against dense attention's over T")
     add("--lengths", type=_ints, default="16384,65536,131072" if cuda else "2048,4096", help="each T to measure")
     add("--inputs", type=_kinds, default="iid,local", help="kinds of input, of iid, local, trained")
-    add("--top-k", type=int, default=512 if cuda else 16, help="nodes expanded per layer")
+    add("--top-k", type=_size, default=512 if cuda else 16, help="nodes expanded per layer")
     add("--dense-up-to", type=int, default=131072, help="longest T at which dense attention runs")
     add = command("decode", _decode(cuda), "a step of decoding from a cached tree against dense attention over T")
     add("--plot", type=Path, help="write a PNG of time per step over T")
@@ -210,13 +241,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--lengths", type=_ints, default="4096,16384,65536,131072" if cuda else "4096", help="each s_kv, keys")
     add = command("sparse_attention", lists, "sparse_attention over numbers of heads and keys, beside FlashMLA")
     add("--lengths", type=_ints, default="16384,65536" if cuda else "4096", help="each s_kv, keys, to measure")
-    add("--value-dim", type=int, default=512, help="d_v, columns of a key row that are its value")
+    add("--value-dim", type=_size, default=512, help="d_v, columns of a key row that are its value")
     add("--backward", action="store_true", help="the gradients in its place, atomic and deterministic, ascending lists")
     add = command("dsa", lists, "a decoder step of DeepSeek Sparse Attention: each piece and the whole")
     add("--lengths", type=_ints, default="16384,65536" if cuda else "1024", help="each s_kv, keys, to measure")
-    add("--value-dim", type=int, default=512, help="d_v, columns of a key row that are its value")
-    add("--index-heads", type=int, default=64, help="h_i, heads of the indexer")
-    add("--index-dim", type=int, default=128, help="d_i, head dimension of the indexer")
+    add("--value-dim", type=_size, default=512, help="d_v, columns of a key row that are its value")
+    add("--index-heads", type=_size, default=64, help="h_i, heads of the indexer")
+    add("--index-dim", type=_size, default=128, help="d_i, head dimension of the indexer")
     add = command("indexer", _indexer(cuda), "the indexer, its selector, and both in one call, over numbers of keys")
     add("--lengths", type=_ints, default="16384,65536,131072" if cuda else "2048", help="each s_kv, keys, to measure")
     return parser
@@ -253,6 +284,10 @@ def main(argv: list[str] | None = None) -> int:
     command = COMMANDS[args.command]
     args.keep = Keep(args.command, args.device, args.out)
     try:
+        if args.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: PyTorch sees no CUDA device")
+        if args.out and args.out.is_dir():
+            raise ValueError(f"--out must name a file, got the folder {args.out}")
         figures = command.run(args)
     except (ValueError, checks.UnsupportedError) as error:  # a shape that the operation refuses
         print(f"htree_cuda bench {args.command}: {error}", file=sys.stderr)

@@ -97,7 +97,10 @@ def number(op: str, name: str, value: Any, *, optional: bool = False) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{op}: {name} must be a number{' or None' if optional else ''}, got {value!r}")
-        value = int(value) if isinstance(value, numbers.Integral) else float(value)
+        try:
+            value = int(value) if isinstance(value, numbers.Integral) else float(value)
+        except OverflowError:
+            fail(op, f"{name} must be finite in float64", type(value).__name__)
     if isinstance(value, int) and abs(value) > MAX_FLOAT64:
         fail(op, f"{name} must be finite in float64", f"an int of {value.bit_length()} bits")
     return value

@@ -83,7 +83,7 @@ def shard(x: Tensor, dim: int, group, layout: str = "zigzag") -> Tensor:
     dim = checks.distributed.dimension(op, x, checks.common.integer(op, "dim", dim))
     checks.distributed.length(op, f"dimension {dim} of x", x.shape[dim], place.ranks, layout)
     n = x.shape[dim] // place.parts
-    return torch.cat([x.narrow(dim, place.part(stage) * n, n) for stage in range(place.stages)], dim)
+    return torch.cat([x.narrow(dim, place.part(stage) * n, n) for stage in range(place.stages)], dim).contiguous()
 
 
 class _Unshard(torch.autograd.Function):
@@ -99,6 +99,8 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dwhole: Tensor):
+        if dwhole.numel() == 0:
+            return dwhole.new_zeros(ctx.shape), None, None, None
         rows = dwhole.movedim(ctx.dim, 0)
         sums = [rows.reshape(1, rows.shape[0], 1, -1).contiguous()]
         result = rows.new_empty(ctx.shape[ctx.dim], 1, sums[0].shape[3])
@@ -239,7 +241,7 @@ def context_parallel_forward(
         flags = (return_lse, return_selection)
         q, k, v, call = _checked(op, q, k, v, group, layout, options, flags, selection, cu_seqlens, max_seqlen)
         facts = _facts(q, k, v, layout, options, call) if due else {}
-    except (TypeError, ValueError, RuntimeError) as found:
+    except Exception as found:  # whatever it is, the other ranks are told
         error, facts = found, {}
     if due:
         agreement.check(op, group, q, facts, error)
@@ -263,6 +265,10 @@ def _checked(
     place = Placement(layout, dist.get_rank(group), dist.get_world_size(group))
     attn_sink, rope_inv_freq = options["attn_sink"], options["rope_inv_freq"]
     options = checks.tree.tree_option_types(op, options)
+    # 2 and 2.0 are the same call, also to the other ranks.
+    options |= {name: float(x) for name in ("scale", "rope_base") if isinstance(x := options[name], int)}
+    if given is not None:
+        checks.common.tensor(op, "selection", given)
     for name, flag in zip(("return_lse", "return_selection"), flags, strict=True):
         checks.common.boolean(op, name, flag)
     q, k, v = autocast(q, k, v)
@@ -277,7 +283,6 @@ def _checked(
         if not ops._use_torch("forward", q, options["backend"]):
             checks.support.forward(q, k, v, params, op)
         if given is not None:
-            checks.common.tensor(op, "selection", given)
             whole = k[:, :1].expand(-1, place.ranks * k.shape[1], -1, -1)  # for its shape, which says how many layers
             checks.tree.given_selection(op, given, q, whole, params)
     else:

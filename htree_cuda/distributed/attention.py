@@ -262,91 +262,111 @@ class Attention(torch.autograd.Function):
         return out, lse, selection
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, dlse, _dselection):
-        q, k, v, attn_sink, out, lse, *saved = ctx.saved_tensors
-        dout, dlse = (x.new_zeros(()).expand_as(x) if dx is None else dx for x, dx in ((out, dout), (lse, dlse)))
-        call, place = ctx.call, ctx.call.place
-        _, lending = call.lending(q, k)
-        seen = place.seen(call.tree["strict_causal"])
-        each = 3 if lending.borrowed else 0  # saved tensors of what was borrowed, of a sequence
-        kept = saved[each * q.shape[0] :]
-        stages = _stages(lending, q.shape[1], call.tree["strict_causal"])
-        acc = accumulation_dtype(q.dtype)
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        H_kv, G = k.shape[2], q.shape[2] // k.shape[2]
-        head_bytes = place.ranks * q.shape[1] * (k.shape[3] + v.shape[3]) * acc.itemsize
-        chunks = -(-H_kv // max(1, SUM_BYTES // head_bytes))
-        step = -(-H_kv // chunks)  # KV heads
-        # The sums of a chunk take the place of those before, which travel until the first of its heads is done.
-        T = place.ranks * q.shape[1]
-        room = [q.new_empty(T * step * x.shape[3], dtype=acc) for x in (k, v)]
-        received: list[Tensor] = []
-        summed = Travel(None)
-        size = pieces.Whole(q.shape[1], H_kv)
-        returns: list[Travel] = []
-        others: list[Tensor] = []  # q, out, lse, dout, dlse and dq of what was borrowed of the sequence at hand
-        units = []
-        for b in range(q.shape[0]):
-            first = 1 if b == 0 and chunks > 1 else step  # nothing runs beside the first exchange
-            bounds = [0, *range(first, H_kv, step), H_kv]
-            units += [(b, slice(*heads)) for heads in itertools.pairwise(bounds)]
-
-        def start(unit: tuple[int, slice]):
-            b, kv_heads = unit
-            whole = Gathered(place, call.group, [x[b, :, kv_heads] for x in (k, v)], seen).start()
-            return whole, lending.send([dout[b], dlse[b]]) if lending.any and kv_heads.start == 0 else None
-
-        def runs_of(stage: _Stage, b: int, kv_heads: slice, keys: list[Tensor], options: dict) -> list[pieces.Run]:
-            """With their selections, which are made again where nobody has kept them."""
-            heads = slice(kv_heads.start * G, kv_heads.stop * G)
-            own = _of_sequence(b, (q, out, lse, dout, dlse, dq))
-            found = []
-            for run in stage.runs:
-                *forward, dout_, dlse_, dq_ = (x[:, run.rows, heads] for x in (others if run.borrowed else own))
-                selection = call.replayed(b, stage, run, kv_heads)
-                if kept:
-                    number = b * sum(len(x.runs) for x in stages) + run.number
-                    selection = kept[number][:, :, :, kv_heads]
-                found.append(pieces.Run(*forward, run.q_start, stage.keys, selection, dout_, dlse_, dq_))
-            if not kept and call.given is None:
-                summed.wait(q)  # scores are slower beside the exchange of sums than behind it (lab/README.md)
-                again = [x._replace(out=torch.empty_like(x.out), lse=torch.empty_like(x.lse)) for x in found]
-                selections = pieces.forward(*keys, again, whole=size, need_selection=True, **options)
-                found = [x._replace(selection=selection) for x, selection in zip(found, selections, strict=True)]
+    def backward(ctx, *gradients):
+        found = _gradients(ctx, *gradients)
+        if not torch.is_grad_enabled():
             return found
+        leaf = next(x for x in ctx.saved_tensors[:4] if x is not None and x.requires_grad)
+        return tuple(None if x is None else _NoSecondDerivative.apply(x, leaf) for x in found)
 
-        with joined(q, place):
-            for (b, kv_heads), (whole, sent) in _ahead(units, start):
-                whole.ready(place.stages - 1)
-                if sent:
-                    sent[1].wait(q)
-                    if lending.borrowed:
-                        before = saved[b * each : (b + 1) * each]
-                        others = [*before, *(x[None] for x in sent[0]), torch.empty_like(before[0])]
-                sink = None if attn_sink is None else attn_sink[kv_heads.start * G : kv_heads.stop * G]
-                runs = []
-                for stage in stages:
-                    options = call.options(stage, sink)
-                    runs += runs_of(stage, b, kv_heads, [x[:, : stage.keys] for x in whole.whole], options)
-                keys = max(stage.keys for stage in stages)
-                sums = [x[: whole_x.numel()].view(whole_x.shape) for x, whole_x in zip(room, whole.whole, strict=True)]
-                pieces.backward(
-                    *(x[:, :keys] for x in (*whole.whole, *sums)), runs, whole=size, deterministic=call.deterministic,
-                    before=summed.event, **options,
-                )  # fmt: skip
-                summed.wait(q)
-                # Where the kernels of the only chunk have just freed theirs.
-                received = received or staging(place, room[0], T // place.parts, step * (k.shape[3] + v.shape[3]))
-                summed = reduce(place, call.group, sums, [x[b, :, kv_heads] for x in (dk, dv)], seen, received)
-                del whole, runs, sums  # before what the next unit takes
-                if lending.any and kv_heads.stop == H_kv:
-                    returns.append(lending.give_back([dq[b]], [x[0] for x in others[5:]]))
-            for travel in (*returns, summed):
-                travel.wait(q)
-        dsink = None
-        if attn_sink is not None and ctx.needs_input_grad[3]:
-            if call.cu_seqlens is not None:  # padding is no part of the sum
-                dout = torch.where((lse == -torch.inf)[..., None], dout.new_zeros(()), dout)
-            dsink = sinks.gradient(dout, out, lse, attn_sink)
-        return dq, dk, dv, dsink, None
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """A gradient that may be used, and that says so where it is differentiated again."""
+
+    @staticmethod
+    def forward(ctx, gradient: Tensor, leaf: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise RuntimeError("context_parallel_forward: second derivatives (double backward) are not supported")
+
+
+@torch.autograd.function.once_differentiable
+def _gradients(ctx, dout, dlse, _dselection):
+    q, k, v, attn_sink, out, lse, *saved = ctx.saved_tensors
+    dout, dlse = (x.new_zeros(()).expand_as(x) if dx is None else dx for x, dx in ((out, dout), (lse, dlse)))
+    call, place = ctx.call, ctx.call.place
+    _, lending = call.lending(q, k)
+    seen = place.seen(call.tree["strict_causal"])
+    each = 3 if lending.borrowed else 0  # saved tensors of what was borrowed, of a sequence
+    kept = saved[each * q.shape[0] :]
+    stages = _stages(lending, q.shape[1], call.tree["strict_causal"])
+    acc = accumulation_dtype(q.dtype)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    H_kv, G = k.shape[2], q.shape[2] // k.shape[2]
+    head_bytes = place.ranks * q.shape[1] * (k.shape[3] + v.shape[3]) * acc.itemsize
+    chunks = -(-H_kv // max(1, SUM_BYTES // head_bytes))
+    step = -(-H_kv // chunks)  # KV heads
+    # The sums of a chunk take the place of those before, which travel until the first of its heads is done.
+    T = place.ranks * q.shape[1]
+    room = [q.new_empty(T * step * x.shape[3], dtype=acc) for x in (k, v)]
+    received: list[Tensor] = []
+    summed = Travel(None)
+    size = pieces.Whole(q.shape[1], H_kv)
+    returns: list[Travel] = []
+    others: list[Tensor] = []  # q, out, lse, dout, dlse and dq of what was borrowed of the sequence at hand
+    units = []
+    for b in range(q.shape[0]):
+        first = 1 if b == 0 and chunks > 1 else step  # nothing runs beside the first exchange
+        bounds = [0, *range(first, H_kv, step), H_kv]
+        units += [(b, slice(*heads)) for heads in itertools.pairwise(bounds)]
+
+    def start(unit: tuple[int, slice]):
+        b, kv_heads = unit
+        whole = Gathered(place, call.group, [x[b, :, kv_heads] for x in (k, v)], seen).start()
+        return whole, lending.send([dout[b], dlse[b]]) if lending.any and kv_heads.start == 0 else None
+
+    def runs_of(stage: _Stage, b: int, kv_heads: slice, keys: list[Tensor], options: dict) -> list[pieces.Run]:
+        """With their selections, which are made again where nobody has kept them."""
+        heads = slice(kv_heads.start * G, kv_heads.stop * G)
+        own = _of_sequence(b, (q, out, lse, dout, dlse, dq))
+        found = []
+        for run in stage.runs:
+            *forward, dout_, dlse_, dq_ = (x[:, run.rows, heads] for x in (others if run.borrowed else own))
+            selection = call.replayed(b, stage, run, kv_heads)
+            if kept:
+                number = b * sum(len(x.runs) for x in stages) + run.number
+                selection = kept[number][:, :, :, kv_heads]
+            found.append(pieces.Run(*forward, run.q_start, stage.keys, selection, dout_, dlse_, dq_))
+        if not kept and call.given is None:
+            summed.wait(q)  # scores are slower beside the exchange of sums than behind it (lab/README.md)
+            again = [x._replace(out=torch.empty_like(x.out), lse=torch.empty_like(x.lse)) for x in found]
+            selections = pieces.forward(*keys, again, whole=size, need_selection=True, **options)
+            found = [x._replace(selection=selection) for x, selection in zip(found, selections, strict=True)]
+        return found
+
+    with joined(q, place):
+        for (b, kv_heads), (whole, sent) in _ahead(units, start):
+            whole.ready(place.stages - 1)
+            if sent:
+                sent[1].wait(q)
+                if lending.borrowed:
+                    before = saved[b * each : (b + 1) * each]
+                    others = [*before, *(x[None] for x in sent[0]), torch.empty_like(before[0])]
+            sink = None if attn_sink is None else attn_sink[kv_heads.start * G : kv_heads.stop * G]
+            runs = []
+            for stage in stages:
+                options = call.options(stage, sink)
+                runs += runs_of(stage, b, kv_heads, [x[:, : stage.keys] for x in whole.whole], options)
+            keys = max(stage.keys for stage in stages)
+            sums = [x[: whole_x.numel()].view(whole_x.shape) for x, whole_x in zip(room, whole.whole, strict=True)]
+            pieces.backward(
+                *(x[:, :keys] for x in (*whole.whole, *sums)), runs, whole=size, deterministic=call.deterministic,
+                before=summed.event, **options,
+            )  # fmt: skip
+            summed.wait(q)
+            # Where the kernels of the only chunk have just freed theirs.
+            received = received or staging(place, room[0], T // place.parts, step * (k.shape[3] + v.shape[3]))
+            summed = reduce(place, call.group, sums, [x[b, :, kv_heads] for x in (dk, dv)], seen, received)
+            del whole, runs, sums  # before what the next unit takes
+            if lending.any and kv_heads.stop == H_kv:
+                returns.append(lending.give_back([dq[b]], [x[0] for x in others[5:]]))
+        for travel in (*returns, summed):
+            travel.wait(q)
+    dsink = None
+    if attn_sink is not None and ctx.needs_input_grad[3]:
+        if call.cu_seqlens is not None:  # padding is no part of the sum
+            dout = torch.where((lse == -torch.inf)[..., None], dout.new_zeros(()), dout)
+        dsink = sinks.gradient(dout, out, lse, attn_sink)
+    return dq, dk, dv, dsink, None

@@ -394,6 +394,16 @@ def check_shard_unshard_positions():
     assert cp.positions(4 * world, group, "zigzag").tolist()[:2] == [2 * dist.get_rank(), 2 * dist.get_rank() + 1]
 
 
+def check_shard_and_unshard_of_odd_tensors():
+    """Nothing at all, with a gradient, and another memory format."""
+    n = 4 * dist.get_world_size()
+    x = torch.empty(0, n // dist.get_world_size(), 4, requires_grad=True)
+    cp.unshard(x, 1, dist.group.WORLD).sum().backward()
+    assert x.grad.shape == x.shape
+    own = cp.shard(torch.randn(2, 3, n, 5).to(memory_format=torch.channels_last), 2, dist.group.WORLD)
+    assert own.is_contiguous()
+
+
 def check_the_gradient_of_unshard_is_that_of_all_losses():
     group, world = dist.group.WORLD, dist.get_world_size()
     weight = torch.arange(4.0 * world, dtype=torch.float64)
@@ -446,6 +456,12 @@ def check_ranks_that_disagree_raise_everywhere():
 def check_an_error_of_one_rank_reaches_the_others():
     last = dist.get_world_size() - 1
     group = dist.new_group()
+    x, cu = torch.randn(8, 2, 4), torch.tensor([0, 8 * dist.get_world_size()], dtype=torch.int32)
+    packed = {"layout": "contiguous", "cu_seqlens": cu, "max_seqlen": 8 * dist.get_world_size()}
+    bad = "x" if dist.get_rank() == last else None
+    call = lambda: cp.context_parallel_forward(x, x, x, group=group, selection=bad, top_k_per_layer=2, **packed)  # noqa: E731
+    mine = "context_parallel_forward: selection must be a torch.Tensor"
+    refused(call, *([mine] if dist.get_rank() == last else [f"rank {last} refused its own: TypeError", "selection"]))
     for bad, text in (({"options": {"scale": float("nan")}}, "scale must be finite"), ({"shape": {"V": 0}}, "V ")):
         if dist.get_rank() == last:
             refused(lambda bad=bad: _disagreement(**bad)(group), "context_parallel_forward: ", text)

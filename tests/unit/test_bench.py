@@ -535,3 +535,30 @@ def test_every_row_of_the_design_is_in_the_table(monkeypatch):
     expected |= {(T, 16, 16, kind) for T in lengths[:4] for kind in inputs.RANDOM}
     assert set(rows) == expected and len(rows) == len(expected) and args.top_k == [64, 128, 512]
     assert rows[0][0] == 32768 and rows[-1][0] == max(lengths), "a limit cuts off the longest"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["forward", "--batch", "0"], "every number must be at least 1, got 0"),
+        (["forward", "--kv-heads", "-1"], "every number must be at least 1, got -1"),
+        (["forward", "--queries", "-1"], "must be at least 0, got -1"),
+        (["indexer", "--types", "foo"], "foo: must be of"),
+        (["budgets", "--limit-s", "nan"], "must be at least 0 and finite, got nan"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_one_line(capsys):
+    assert cli.main(["forward", "--device", "cuda", "--lengths", "64"]) == 2
+    assert capsys.readouterr().err == "htree_cuda bench forward: --device cuda: PyTorch sees no CUDA device\n"
+
+
+def test_results_go_to_a_file(tmp_path, capsys):
+    assert cli.main(["forward", "--lengths", "64", "--out", str(tmp_path)]) == 2
+    assert f"--out must name a file, got the folder {tmp_path}" in capsys.readouterr().err

@@ -98,12 +98,21 @@ def test_autocast_casts_as_forward_does(group):
     assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
 
 
-def test_second_derivatives_raise(group):
+@pytest.mark.parametrize("loss", [torch.sum, lambda out: out.square().sum()])
+def test_second_derivatives_raise(group, loss):
     leaves = [x.requires_grad_() for x in qkv()]
     out = cp.context_parallel_forward(*leaves, group=group)
-    grad = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    grads = torch.autograd.grad(loss(out), leaves, create_graph=True)
+    for grad in grads:
+        assert grad.requires_grad
+        with pytest.raises(RuntimeError, match=r"once_differentiable|second derivatives"):
+            grad.square().sum().backward(retain_graph=True)
+
+
+def test_a_number_may_be_any_int(group):
+    q, k, v = qkv()
+    expected = htree_cuda.forward(q, k, v, scale=2**70)
+    assert torch.equal(cp.context_parallel_forward(q, k, v, group=group, scale=2**70), expected)
 
 
 @pytest.mark.parametrize(

@@ -861,3 +861,21 @@ def test_the_guide_runs(tmp_path):
         exec(compile(block, "huggingface.md", "exec"), names)
     assert len(blocks) == 3 and names["tokens"].shape == (2, 82) and names["tree"].lengths.tolist() == [50, 11]
     assert names["model"].config.htree_cuda["top_k_per_layer"] == 64
+
+
+def test_dense_layers_keep_packed_documents_apart_or_refuse_them():
+    """Sliding layers of GPT-OSS know of no documents; other dense layers need positions to know of them."""
+    lengths = [12, 15]
+    ids, positions = tokens(1, 27), torch.cat([torch.arange(n) for n in lengths])[None]
+    cu = torch.tensor([0, 12, 27], dtype=torch.int32)
+    said = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 15, "max_length_k": 15, "use_cache": False}
+    oss = convert(dense_model("gpt_oss"), **SPARSE)
+    for more in ({"position_ids": positions, "use_cache": False}, said, {**said, "position_ids": positions}):
+        with pytest.raises(ValueError, match="packed documents need every layer of a gpt_oss model to be converted"):
+            oss(ids, **more)
+    for model in (convert(dense_model("gemma3"), **SPARSE), convert(dense_model("llama"), **SPARSE, layers=[0])):
+        with pytest.raises(ValueError, match="cu_seq_lens_q needs position_ids that begin again"):
+            model(ids, **said)
+        with torch.no_grad():
+            logits = model(ids, position_ids=positions, **said).logits[0, 12:]
+            close(logits, model(ids[:, 12:], use_cache=False).logits[0], 1e-4)

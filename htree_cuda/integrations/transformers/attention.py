@@ -188,6 +188,8 @@ def before_model(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, di
         layers[0].valid if layers else None,
         kwargs,
     )
+    if call.cu_seqlens is not None:
+        refuse_packed(model, kwargs.get("position_ids") is not None)
     for layer in layers:
         layer.call = call
     kwargs["htree_call"] = call
@@ -208,6 +210,28 @@ def new_layers(model: nn.Module, cache: Cache, capacity: int | None = None) -> C
 def htree_layers_of(model: nn.Module, cache: Cache | None) -> list[HTreeCacheLayer]:
     """The layers of the cache that hold trees."""
     return [] if cache is None else [layer for layer in cache.layers if isinstance(layer, HTreeCacheLayer)]
+
+
+# Models whose masks of dense layers are made without positions, so that a token sees the documents before its own.
+MASKS_WITHOUT_POSITIONS = ("gpt_oss",)
+
+
+def refuse_packed(model: nn.Module, has_positions: bool) -> None:
+    """Raises where layers that are not converted would see the documents before a token's own."""
+    dense = [layer.self_attn for layer in model.layers if getattr(layer.self_attn, "htree", None) is None]
+    if not dense or "flash" in _settings(model.config)["attn_implementation"]:
+        return
+    kind = getattr(model.config, "model_type", "")
+    if kind in MASKS_WITHOUT_POSITIONS:
+        raise ValueError(
+            f"htree attention: packed documents need every layer of a {kind} model to be converted, got "
+            f"{len(dense)} dense layers, whose masks know of no documents{DENSE_WAY_OUT}"
+        )
+    if not has_positions:
+        raise ValueError(
+            "htree attention: cu_seq_lens_q needs position_ids that begin again with each document where layers are "
+            f"not converted, got none and {len(dense)} dense layers{DENSE_WAY_OUT}"
+        )
 
 
 def refuse(model: nn.Module, kwargs: dict) -> None:
