@@ -96,6 +96,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--new", type=int, default=24, help="tokens to write; default 24")
     parser.add_argument("--steps", type=int, default=8, help="steps of training; default 8")
     args = parser.parse_args(argv)
+    for name, value, least in (("--top-k", args.top_k, 1), ("--compression-rate", args.compression_rate, 2)):
+        if value < least or value & (value - 1):
+            parser.error(f"{name} must be a power of two, at least {least}, got {value}")
+    for name, value in (("--prompt", args.prompt), ("--new", args.new), ("--steps", args.steps)):
+        if value < 1:
+            parser.error(f"{name} must be at least 1, got {value}")
     torch.manual_seed(0)
     dense = small_llama()
     options = {"top_k_per_layer": args.top_k, "compression_rate": args.compression_rate}

