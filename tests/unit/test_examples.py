@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -99,5 +100,7 @@ def test_what_cannot_work_is_one_line(example, capsys):
 def test_bad_arguments_are_one_line(name, arguments, message):
     if name == "convert_llama":
         pytest.importorskip("transformers")
-    done = subprocess.run([sys.executable, EXAMPLES / f"{name}.py", *arguments], text=True, capture_output=True)
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+    command = [sys.executable, EXAMPLES / f"{name}.py", *arguments]
+    done = subprocess.run(command, text=True, capture_output=True, env=environment)
     assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith(message)
