@@ -18,6 +18,7 @@ from .definition import layer_sizes
 
 DSA_DTYPES = {name: DTYPES[name] for name in ("bfloat16", "float16")} | {"float8_e4m3fn": torch.float8_e4m3fn}
 DEFAULT_SMS = 132  # of an H100 or H200 SXM
+MAX_NUMBERS = 2**42  # of a tensor
 HOW_TO_GET_ONE = (
     "install a wheel that holds the kernels, or build them, for which no GPU is needed: "
     "HTREE_CUDA_KERNELS=on pip install ."
@@ -79,9 +80,9 @@ def explain(
     sizes = {"B": B, "T": T, "T_q": T_q, "H": H, "H_kv": H_kv, "K": K, "V": V, "sms": sms}
     for name, value in sizes.items():
         checks.common.size("explain", name, checks.common.integer("explain", name, value), most=checks.common.MAX_INT32)
-    elements = B * max(T, T_q) * max(H, H_kv) * max(K, V)
-    if elements >= 2**60:
-        checks.common.fail("explain", "B * max(T, T_q) * max(H, H_kv) * max(K, V) must be below 2^60", elements)
+    numbers = B * max(T, T_q) * max(H, H_kv) * max(K, V)
+    if numbers >= MAX_NUMBERS:  # no GPU holds them, and the launches are counted one by one
+        checks.common.fail("explain", "B * max(T, T_q) * max(H, H_kv) * max(K, V) must be below 2^42", numbers)
     q = torch.empty(B, T_q, H, K, dtype=dtype, device="meta")
     k, v = (torch.empty(B, T, H_kv, D, dtype=dtype, device="meta") for D in (K, V))
     params = checks.tree.forward(
@@ -210,10 +211,9 @@ def _call(args: argparse.Namespace) -> dict:
         if getattr(args, name) not in (None, False) and args.op not in ops:
             raise ExplainError(f"--{name.replace('_', '-')} is of {', '.join(ops)}, not of {args.op}")
     for name in SIZES:
-        value = getattr(args, name)
-        for wrong, rule in ((-1, "least 1"), (1, f"most {checks.common.MAX_INT32}")):
-            if value is not None and (value < 1 if wrong < 0 else value > checks.common.MAX_INT32):
-                raise ExplainError(f"--{name.replace('_', '-')} must be at {rule}, got {value}")
+        value, option, most = getattr(args, name), f"--{name.replace('_', '-')}", checks.common.MAX_INT32
+        if value is not None and not 1 <= value <= most:
+            raise ExplainError(f"{option} must be at {'least 1' if value < 1 else f'most {most}'}, got {value}")
     if args.op not in ("forward", "forward_cached"):
         K = args.K or (576 if args.op in ("attn_dist", "sparse_attention") else 128)
         return explain_dsa.explain(
@@ -239,7 +239,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not kernels.built():
             raise ExplainError(f"there are no kernels to explain ({kernels.why_not_built()}); {HOW_TO_GET_ONE}")
-        call = _call(args)
+        try:
+            call = _call(args)
+        except RuntimeError as error:
+            if not str(error).startswith("Storage size"):  # PyTorch, of a meta tensor with too many numbers
+                raise
+            raise ExplainError(f"tensors of these sizes do not exist: {error}") from None
     except (ExplainError, ValueError, checks.UnsupportedError) as error:
         print(f"htree_cuda explain: {str(error).removeprefix('explain: ')}", file=sys.stderr)
         return 2

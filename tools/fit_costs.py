@@ -100,9 +100,9 @@ def figures() -> list[dict]:
     for read, pattern in ((_profiled, "forward*"), (_profiled, "backward*"), (_budgets, "budgets*")):
         for path in sorted(RESULTS.glob(f"{pattern}.json")):
             report = json.loads(path.read_text())
-            if report.get("figures"):
-                about = {"gpu": report["gpu"], "date": report["date"], "file": path.name} if "gpu" in report else None
-                found += [figure | about for figure in read(report) if about]
+            if "gpu" in report and "figures" in report:
+                about = {"gpu": report["gpu"], "date": report["date"], "file": path.name}
+                found += [figure | about for figure in read(report)]
     last: dict[tuple, dict] = {}
     for figure in sorted(found, key=lambda figure: figure["date"]):
         last[_set_of(figure)] = figure
@@ -170,8 +170,7 @@ def fit(of: list[dict]) -> dict:
         observed += [({name: x for name, x in work.items() if name in profiled}, ms) for work, ms in whole]
         observed = [(_tied(work), ms) for work, ms in observed]
     told = {name for work, _ in observed for name in work}
-    names = [name for names in PHASES.values() for name in names if name in told]
-    names = list(dict.fromkeys(names))
+    names = list(dict.fromkeys(name for names in PHASES.values() for name in names if name in told))
     rows = [[work.get(name, 0.0) for name in names] for work, _ in observed]
     rates = least_squares(rows, [ms for _, ms in observed])
     ns = {name: x * 1e6 for name, x in zip(names, rates) if x > 0}

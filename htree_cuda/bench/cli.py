@@ -32,14 +32,14 @@ def _ints(text: str) -> list[int]:
     return numbers
 
 
-def _size(text: str) -> int:
-    return _ints(text)[0] if "," not in text else int(text)
+def _size(text: str, least: int = 1) -> int:
+    if int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+    return int(text)
 
 
 def _count(text: str) -> int:
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
-    return int(text)
+    return _size(text, least=0)
 
 
 def _seconds(text: str) -> float:

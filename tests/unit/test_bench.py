@@ -540,8 +540,8 @@ def test_every_row_of_the_design_is_in_the_table(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["forward", "--batch", "0"], "every number must be at least 1, got 0"),
-        (["forward", "--kv-heads", "-1"], "every number must be at least 1, got -1"),
+        (["forward", "--batch", "0"], "argument --batch: must be at least 1, got 0"),
+        (["forward", "--kv-heads", "-1"], "argument --kv-heads: must be at least 1, got -1"),
         (["forward", "--queries", "-1"], "must be at least 0, got -1"),
         (["indexer", "--types", "foo"], "foo: must be of"),
         (["budgets", "--limit-s", "nan"], "must be at least 0 and finite, got nan"),

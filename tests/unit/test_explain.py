@@ -145,7 +145,7 @@ def test_what_is_wrong_is_one_line(library, monkeypatch, capsys):
         (["--sms", "0"], "--sms must be at least 1, got 0"),
         (["--sms", "99999999999"], "--sms must be at most 2147483647, got 99999999999"),
         (["--B", "999999999999"], "--B must be at most 2147483647, got 999999999999"),
-        (["--B", "2147483647", "--T", "262144"], "B * max(T, T_q) * max(H, H_kv) * max(K, V) must be below 2^60, got "),
+        (["--B", "2147483647", "--T", "262144"], "B * max(T, T_q) * max(H, H_kv) * max(K, V) must be below 2^42, got "),
         (["--T-q", "-3"], "--T-q must be at least 1, got -3"),
         (["--deterministic"], "--deterministic is of sparse_attention, not of forward"),
         (["--op", "forward_cached", "--V", "64"], "--V is of forward, not of forward_cached"),
