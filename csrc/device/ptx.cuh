@@ -48,6 +48,13 @@ __device__ __forceinline__ uint32_t block_index() {
   return index;
 }
 
+// gridDim.x, read at this place in the same way.
+__device__ __forceinline__ uint32_t grid_size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(size));
+  return size;
+}
+
 // The lane's number, read at this place in the same way.
 __device__ __forceinline__ uint32_t lane_index() {
   uint32_t index;

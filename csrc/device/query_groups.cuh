@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "ptx.cuh"
 #include "slots.cuh"
 
 namespace htree_cuda::device::query_groups {
@@ -27,7 +28,7 @@ public:
 
   // The launcher keeps B * s_q below 2^31.
   __device__ __forceinline__ bool done() const { return row_ >= static_cast<unsigned>(p_.rows); }
-  __device__ __forceinline__ void next() { advance(gridDim.x / kCtas); }
+  __device__ __forceinline__ void next() { advance((kCtas > 1 ? ptx::grid_size() : gridDim.x) / kCtas); }
 
   __device__ __forceinline__ Unit unit() const {
     Unit u;
@@ -43,7 +44,8 @@ public:
 
 private:
   __device__ __forceinline__ void advance(unsigned units) {
-    unsigned const groups = p_.groups;
+    // Divided each time: registers are scarce where a pair of CTAs has a unit.
+    unsigned const groups = kCtas > 1 ? ptx::opaque(static_cast<uint32_t>(p_.groups)) : p_.groups;
     row_ += units / groups;
     group_ += units % groups;
     if (group_ >= groups) {

@@ -3,7 +3,7 @@
 //   keys_full[part]  one lane of each producer warp, with  both consumers  panels of the tile (TMA); with the first also
 //                    TMA bytes                                            `rows`
 //   keys_empty       one lane of each of the 8 consumer   producer        both consumers have multiplied dS with the
-//                    warps                                                keys, and read `rows`
+//   [share]          warps                                                keys of the share; one CTA: and read `rows`
 //   q_full           one lane of producer warp 0, with    both consumers  Q and dO of the unit (TMA)
 //                    TMA bytes
 //   q_empty          one lane of each of the 8 consumer   producer warp   the last products of the unit with Q and dO
@@ -17,11 +17,11 @@
 //                    warps, and the bytes of the other
 //                    CTA's keys (st.async)
 //   ds_empty         one lane of each of the other CTA's  both consumers  all products of the other CTA with P and dS of
-//                    8 consumer warps                                     the tile: partial scores may go there
-//   partial_full     one lane of the warp that waits, and its warp        partial scores, then partial dP (st.async)
-//   [warp]           the other's bytes
-//   partial_empty    one lane of the other CTA's warp     its warp        the other has read the partial scores
-//   [warp]
+//                    8 consumer warps                                     the tile: partial scores and dP may go there
+//   partial_full     one lane of the warp that waits, and its warp        partial scores [0], partial dP [1] (st.async)
+//   [which][warp]    the other's bytes
+//   partial_empty    one lane of the other CTA's warp     its warp        the other has read partial dP: P and dS may go
+//   [warp]                                                                there
 #pragma once
 
 #include <cstdint>
@@ -36,14 +36,15 @@ template <class C>
 class Barriers {
 public:
   __device__ __forceinline__ explicit Barriers(typename C::SharedStorage& shared)
-      : keys_empty(ptx::shared_address(&shared.keys_empty)), q_full(ptx::shared_address(&shared.q_full)),
-        q_empty(ptx::shared_address(&shared.q_empty)), ds_full(ptx::shared_address(&shared.ds_full)),
-        ds_empty(ptx::shared_address(&shared.ds_empty)), keys_full_(ptx::shared_address(&shared.keys_full[0])) {}
+      : q_full(ptx::shared_address(&shared.q_full)), q_empty(ptx::shared_address(&shared.q_empty)),
+        ds_full(ptx::shared_address(&shared.ds_full)), ds_empty(ptx::shared_address(&shared.ds_empty)),
+        keys_full_(ptx::shared_address(&shared.keys_full[0])), keys_empty_(ptx::shared_address(&shared.keys_empty[0])) {}
 
   __device__ __forceinline__ void init(typename C::SharedStorage& shared) const {
 #pragma unroll
     for (int i = 0; i < C::kParts; ++i) barriers::mbarrier_init(keys_full(i), C::kWarps);
-    barriers::mbarrier_init(keys_empty, C::kConsumers * C::kWarps);
+#pragma unroll
+    for (int i = 0; i < C::kShares; ++i) barriers::mbarrier_init(keys_empty(i), C::kConsumers * C::kWarps);
     barriers::mbarrier_init(q_full, 1);
     barriers::mbarrier_init(q_empty, C::kConsumers * C::kWarps);
     barriers::mbarrier_init(ds_full, C::kWeightConsumers * C::kWarps);
@@ -52,17 +53,19 @@ public:
 #pragma unroll
       for (int i = 0; i < C::kConsumers * C::kWarps; ++i) {
         barriers::mbarrier_init(ptx::shared_address(&shared.partial_full[i]), 1);
+        barriers::mbarrier_init(ptx::shared_address(&shared.partial_full[C::kConsumers * C::kWarps + i]), 1);
         barriers::mbarrier_init(ptx::shared_address(&shared.partial_empty[i]), 1);
       }
     }
   }
 
   __device__ __forceinline__ uint32_t keys_full(int part) const { return keys_full_ + 8 * part; }
+  __device__ __forceinline__ uint32_t keys_empty(int share) const { return keys_empty_ + 8 * share; }
 
-  uint32_t const keys_empty, q_full, q_empty, ds_full, ds_empty;
+  uint32_t const q_full, q_empty, ds_full, ds_empty;
 
 private:
-  uint32_t const keys_full_;
+  uint32_t const keys_full_, keys_empty_;
 };
 
 }  // namespace htree_cuda::sm90::sparse_attention_bwd

@@ -134,6 +134,9 @@ struct Config {
   static constexpr int kConsumers = 2;  // warpgroups
   static constexpr int kWeightConsumers = 1;  // that write P and dS
   static constexpr int kOwnKeys = kTileKeys;  // of the CTA
+  static constexpr int kShares = 1;      // of a tile's keys, each given back as a whole
+  static constexpr int kRowBuffers = 1;  // for the numbers of a tile's rows
+  static constexpr int kRowsRead = 1;    // whose numbers the producer reads at once
   static constexpr int kDqCols = 256;   // of the first, and of the second but for kTailCols
   static constexpr int kTailCols = kHeadDim - 2 * kDqCols;
   static_assert(kTailCols == 0 || kTailCols == 64);
@@ -164,7 +167,7 @@ struct Config {
     alignas(1024) uint8_t ds[kPanelBytes];  // heads by keys
     alignas(16) int rows[kTileKeys];        // of the tile's slots, -1 for an invalid one
     uint64_t keys_full[kParts];
-    uint64_t keys_empty;
+    uint64_t keys_empty[kShares];
     uint64_t q_full;
     uint64_t q_empty;
     uint64_t ds_full;
@@ -191,6 +194,13 @@ struct PairConfig {
   // ---- tiles ----
   static constexpr int kTileKeys = 64;
   static constexpr int kOwnKeys = kTileKeys / kCtas;
+  // Of a tile's keys, each given back as a whole: its own and the other's. With integers, which bound the time, two shares
+  // are 4% slower at 64K rows (H100, 2026-11-28).
+  static constexpr int kShares = kSums == Sums::kAtomic ? 2 : 1;
+  static constexpr int kRowBuffers = 2;  // for the numbers of a tile's rows
+  // Rows whose numbers the producer reads at once, and ahead: a load from shared memory takes as long as the boxes of a row.
+  // The time of 64 heads does not hang on the producer. There are no registers for four rows.
+  static constexpr int kRowsRead = 2;
   static constexpr int kGroupHeads = 128;  // heads of a cluster
   static constexpr int kPanelCols = 64;
   static constexpr int kPanelBytes = kTileKeys * 128;
@@ -238,8 +248,8 @@ struct PairConfig {
                 "setmaxnreg would wait for ever");
 
   // ---- what a warp exchanges with the warp of the same number in the other CTA, for its 16 heads ----
-  // Partial scores of the other's 32 keys, then partial dP of them, in float32. Both come to where P and dS of 16 heads by
-  // 32 keys of one's own are later, which nobody else touches.
+  // Partial scores of the other's 32 keys, and partial dP of them, in float32. They come to where P and dS of 16 heads are
+  // later, scores to those of one's own 32 keys, dP to those of the other's.
   static constexpr int kPartialBytes = 16 * kOwnKeys * 4;
   // P and dS of its 32 keys, rounded.
   static constexpr int kWeightBytes = 2 * 16 * kOwnKeys * 2;
@@ -252,14 +262,14 @@ struct PairConfig {
     alignas(1024) uint8_t dout[kValuePanels * kHeadPanelBytes];
     alignas(1024) uint8_t p[kHeadPanelBytes];   // heads by keys
     alignas(1024) uint8_t ds[kHeadPanelBytes];  // heads by keys
-    alignas(16) int rows[kTileKeys];            // of the tile's slots, -1 for an invalid one
+    alignas(16) int rows[kRowBuffers * kTileKeys];  // of the slots of a tile, and of the next; -1 for an invalid one
     uint64_t keys_full[kParts];
-    uint64_t keys_empty;
+    uint64_t keys_empty[kShares];
     uint64_t q_full;
     uint64_t q_empty;
     uint64_t ds_full;
     uint64_t ds_empty;
-    uint64_t partial_full[kConsumers * kWarps];
+    uint64_t partial_full[2 * kConsumers * kWarps];
     uint64_t partial_empty[kConsumers * kWarps];
   };
   static constexpr int kSharedBytes = sizeof(SharedStorage);

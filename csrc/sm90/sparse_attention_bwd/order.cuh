@@ -3,7 +3,7 @@
 // every eight.
 //   float    sixteen columns 16 b + 8 j + 2 l + i lie at 16 b + 4 l + 2 j + i: a lane adds four neighbours at once
 //   int64_t  eight columns 8 j + 2 l + i lie at 8 j + 4 i + l: sixteen lanes, which swap what they have of four rows, add
-//            sixteen neighbours
+//            sixteen neighbours, or 32 lanes of eight rows 32
 #pragma once
 
 #include <cstdint>

@@ -6,10 +6,12 @@
 //   dkv      dS^T Q + P^T dO of all 128 heads on half of the CTA's columns, panel by panel
 // Partial scores travel while the tensor cores multiply dO.
 //
-// Where partial scores and dP come to is free because
+// Partial scores come to where a warp's P and dS of the CTA's own keys are later, partial dP to where those of the other's
+// keys are. Both places are free because
 //   - all warps of this CTA have arrived at the other's ds_empty after their last product with P and dS, for which the
-//     other waits before it sends scores. Whoever has received the scores of a tile therefore also may write P and dS
-//   - the warp that reads the scores arrives at the other's partial_empty, for which the other waits before it sends dP
+//     other waits before it sends scores and dP. Whoever has received the scores of a tile therefore also may write P and
+//     dS of its own keys
+//   - the warp that reads dP arrives at the other's partial_empty, for which the other waits before it sends P and dS
 #pragma once
 
 #include <cstdint>
@@ -53,13 +55,9 @@ public:
       for (int i = 0; i < wgmma::kValueAccumulators; ++i) dq[i] = 0.f;
 #pragma unroll
       for (int i = 0; i < kTail; ++i) dq_tail[i] = 0.f;
-      float scores[2 * kOwn];
-      multiply_keys(scores, rounds_ & 1);
-      wgmma::wait<0>();
-      wgmma::pin(scores);
 #pragma unroll 1
       for (int left = u.tiles; left > 0; --left) {
-        tile(u, left > 1, scores, dq, dq_tail);
+        tile(u, dq, dq_tail);
         rounds_ ^= 1;
       }
       __syncwarp();
@@ -86,44 +84,47 @@ private:
     return u.group * C::kGroupHeads + kMe * C::kOwnHeads + warp() * 16;
   }
 
-  // On entry `scores` are this tile's, on return the next one's, if there are `more` of the unit.
-  __device__ __forceinline__ void tile(Unit const& u, bool more, float (&scores)[2 * kOwn],
-                                       float (&dq)[wgmma::kValueAccumulators], float (&dq_tail)[kTail]) {
+  __device__ __forceinline__ void tile(Unit const& u, float (&dq)[wgmma::kValueAccumulators], float (&dq_tail)[kTail]) {
+    // Partial scores, and partial dP.
     float s[kOwn];
     float dp[kOwn];
-    barriers::mbarrier_wait<kWaiting>(barriers_.ds_empty, ~rounds_ & 1, "sparse_attention_bwd: room for scores");
-    send_partial(scores);
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) s[i] = scores[i];
     {
-      // Partial dP, and meanwhile S.
-      float all[2 * kOwn];
-      multiply_values(all);
-      float lse2[2];
-      load_lse2(p_, u, first_head(u), lse2, fresh_lane());
-      receive_partial(s, 0);
-      uint32_t const read = __float_as_uint(s[0]) | __float_as_uint(s[4]) | __float_as_uint(s[8]) | __float_as_uint(s[12]);
-      __syncwarp();
-      uint32_t const empty = barriers::once_read(ptx::map_to_rank(partial_empty_, peer()), read);
-      if (ptx::elect()) barriers::mbarrier_arrive_cluster_having_read(empty);
-      exponentiate(p_, lse2, s);
-      wgmma::wait<0>();
-      wgmma::pin(all);
-      barriers::mbarrier_wait<kWaiting>(partial_empty_, rounds_ & 1, "sparse_attention_bwd: room for dP");
-      send_partial(all);
+      float scores[2 * kOwn];
+      float values[2 * kOwn];
+      multiply_keys(scores);
+      multiply_values(values);
+      barriers::mbarrier_wait<kWaiting>(barriers_.ds_empty, ~rounds_ & 1, "sparse_attention_bwd: room for scores");
+      wgmma::wait<1>();
+      wgmma::pin(scores);
+      send_partial(scores, kOfScores);
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) dp[i] = all[i];
+      for (int i = 0; i < kOwn; ++i) s[i] = scores[i];
+      wgmma::wait<0>();
+      wgmma::pin(values);
+      send_partial(values, kOfDp);
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) dp[i] = values[i];
     }
+    // While dP travels.
+    float lse2[2];
+    load_lse2(p_, u, first_head(u), lse2, fresh_lane());
+    receive_partial(s, kOfScores);
+    exponentiate(p_, lse2, s);
     HeadTerms terms[2];
     load_terms(p_, u, first_head(u), terms, fresh_lane());
-    uint32_t const valid = valid_keys<C::kOwnKeys>(rows_, fresh_lane());
-    receive_partial(dp, 1);
+    uint32_t const valid = valid_keys<C::kOwnKeys>(rows(), fresh_lane());
+    receive_partial(dp, kOfDp);
+    uint32_t const read = __float_as_uint(dp[0]) | __float_as_uint(dp[4]) | __float_as_uint(dp[8]) | __float_as_uint(dp[12]);
+    __syncwarp();
+    uint32_t const empty = barriers::once_read(ptx::map_to_rank(partial_empty_, peer()), read);
+    if (ptx::elect()) barriers::mbarrier_arrive_cluster_having_read(empty);
     form_operands(terms, valid, s, dp);
     __syncwarp();  // all lanes have read what P and dS are written over
     publish<Element>(p_operand_, kMe * C::kOwnHeads + warp() * 16, 0, s, fresh_lane());
     publish<Element>(ds_operand_, kMe * C::kOwnHeads + warp() * 16, 0, dp, fresh_lane());
     ptx::fence_proxy_async_shared();
     __syncwarp();
+    barriers::mbarrier_wait<kWaiting>(partial_empty_, rounds_ & 1, "sparse_attention_bwd: room for weights");
     send_weights();
     if (ptx::elect()) barriers::mbarrier_arrive_expect_bytes(barriers_.ds_full, C::kWeightBytes);
 
@@ -131,67 +132,68 @@ private:
     barriers::named_sync(kOwnKeysBarrier + kMe, 128);
     multiply_dq<0, C::kKeySteps / 2>(dq, dq_tail);
     wgmma::commit();
+    if constexpr (C::kShares > 1) {
+      wgmma::wait<0>();
+      wgmma::pin(dq);
+      if constexpr (C::kTailCols > 0) wgmma::pin(dq_tail);
+      release_keys(0);
+    }
     barriers::mbarrier_wait<kWaiting>(barriers_.ds_full, rounds_ & 1, "sparse_attention_bwd: dS");
     // What the other CTA stored came through the generic proxy.
     ptx::fence_proxy_async_shared();
     multiply_dq<C::kKeySteps / 2, C::kKeySteps>(dq, dq_tail);
 
-    // dkv, some columns at a time: while the sums of some leave, the tensor cores multiply the next ones and, in the end,
-    // the next tile's scores. There are registers for 64 columns, or for 32 and the scores.
-    Target<C> const target = target_of<C>(p_, u, rows_, warp() * 16, fresh_lane());
+    // dkv, some columns at a time: while the sums of some leave, the tensor cores multiply the next ones. The last leave while
+    // the next tile's keys come.
+    Target<C> const target = target_of<C>(p_, u, rows(), warp() * 16, fresh_lane());
     int const first = rank() * C::kCtaCols + kMe * C::kOwnCols;
     float tail[kOwnTail];
-    float wide[C::kSumCols / 2];
-    float narrow[2][C::kSumCols / 4];
+    float first_sums[C::kSumCols / 2];
+    float second_sums[C::kSumCols / 2];
+    wgmma::commit();
     if constexpr (C::kTailCols > 0) multiply_tail(tail);
     wgmma::commit();
-    multiply_columns(wide, 0);
-    wgmma::wait<1>();
+    multiply_columns(first_sums, 0);
+    wgmma::wait<2>();
     wgmma::pin(dq);
+    if constexpr (C::kTailCols > 0) wgmma::pin(dq_tail);
+    release_keys(C::kShares - 1);
+    wgmma::wait<1>();
     if constexpr (C::kTailCols > 0) {
-      wgmma::pin(dq_tail);
       wgmma::pin(tail);
-    }
-    if (more) release_keys();
-    if constexpr (C::kTailCols > 0) {
       add<C>(p_, u, target, tail, C::kValueDim + rank() * C::kTailCols + kMe * C::kOwnTailCols, fresh_lane());
     }
+    multiply_columns(second_sums, C::kSumCols);
+    wgmma::wait<1>();
+    wgmma::pin(first_sums);
+    add<C>(p_, u, target, first_sums, first, fresh_lane());
     wgmma::wait<0>();
-    wgmma::pin(wide);
-    multiply_columns(narrow[0], C::kSumCols);
-    add<C>(p_, u, target, wide, first, fresh_lane());
-    multiply_columns(narrow[1], C::kSumCols * 3 / 2);
-    wgmma::wait<1>();
-    wgmma::pin(narrow[0]);
-    add<C>(p_, u, target, narrow[0], first + C::kSumCols, fresh_lane());
-    // After the unit's last tile the same keys once more, to no purpose: a branch around products takes registers.
-    multiply_keys(scores, (more ? ~rounds_ : rounds_) & 1);
-    wgmma::wait<1>();
-    wgmma::pin(narrow[1]);
+    wgmma::pin(second_sums);
     if (ptx::elect()) barriers::mbarrier_arrive_cluster_having_read(ptx::map_to_rank(barriers_.ds_empty, peer()));
-    add<C>(p_, u, target, narrow[1], first + C::kSumCols * 3 / 2, fresh_lane());
-    wgmma::wait<0>();
-    wgmma::pin(scores);
-    if (!more) release_keys();
+    add<C>(p_, u, target, second_sums, first + C::kSumCols, fresh_lane());
   }
 
-  __device__ __forceinline__ void release_keys() const {
-    __syncwarp();  // all lanes have read `rows`
-    if (ptx::elect()) barriers::mbarrier_arrive(barriers_.keys_empty);
+  // Of two shares the first are the CTA's own keys.
+  __device__ __forceinline__ void release_keys(int share) const {
+    if (ptx::elect()) barriers::mbarrier_arrive(barriers_.keys_empty(share));
   }
+
+  // The numbers of the tile's rows.
+  __device__ __forceinline__ uint32_t rows() const { return rows_ + (rounds_ & 1) * (4 * C::kTileKeys); }
+
   static_assert(C::kOwnCols == 2 * C::kSumCols);
 
   // ---- scores --------------------------------------------------------------------------------------------------------
 
-  // Its 64 heads by all keys of the tile of parity `parity` over the CTA's columns; under way on return.
-  __device__ __forceinline__ void multiply_keys(float (&s)[2 * kOwn], uint32_t parity) const {
+  // Its 64 heads by all keys over the CTA's columns; under way on return.
+  __device__ __forceinline__ void multiply_keys(float (&s)[2 * kOwn]) const {
     // A zero that the assembler does not know: otherwise it keeps descriptors of dP's products for these.
     uint32_t const first_key = uniform(keys_ + ptx::cluster_rank() / C::kCtas);
     wgmma::Descriptor const keys(first_key);
     wgmma::Descriptor const q(uniform(q_ + kMe * C::kOwnHeadBytes));
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
-      barriers::mbarrier_wait<kWaiting>(barriers_.keys_full(part), parity, "sparse_attention_bwd: keys");
+      barriers::mbarrier_wait<kWaiting>(barriers_.keys_full(part), rounds_ & 1, "sparse_attention_bwd: keys");
       wgmma::fence();
 #pragma unroll
       for (int i = 0; i < C::part_panels(part) * C::kPanelSteps; ++i) {
@@ -244,25 +246,33 @@ private:
   }
   static_assert(kPieces == 4, "two of P and two of dS");
 
+  // What is partial, its barrier and its place: the bytes that an address changes by.
+  static constexpr uint32_t kOfScores = 0;  // the chunks 0 .. 3 of a row
+  static constexpr uint32_t kOfDp = 64;     // the chunks 4 .. 7
+
+  __device__ __forceinline__ uint32_t partial_full(uint32_t of) const {
+    return partial_full_ + of / kOfDp * (8 * C::kConsumers * C::kWarps);
+  }
+
   // The half of accumulators that concerns the other's keys.
-  __device__ __forceinline__ void send_partial(float const (&x)[2 * kOwn]) const {
+  __device__ __forceinline__ void send_partial(float const (&x)[2 * kOwn], uint32_t of) const {
     uint32_t const others = ptx::map_to_rank(own_pieces(), peer());
-    uint32_t const full = ptx::map_to_rank(partial_full_, peer());
+    uint32_t const full = ptx::map_to_rank(partial_full(of), peer());
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       float const* const piece = &x[kOwn + 4 * i];
-      ptx::store_async(others + piece_offset(i), make_float4(piece[0], piece[1], piece[2], piece[3]), full);
+      ptx::store_async((others + piece_offset(i)) ^ of, make_float4(piece[0], piece[1], piece[2], piece[3]), full);
     }
   }
 
-  // Adds what the other has of this CTA's keys. Two phases a tile.
-  __device__ __forceinline__ void receive_partial(float (&x)[kOwn], uint32_t parity) const {
-    if (ptx::elect()) barriers::mbarrier_arrive_expect_bytes(partial_full_, C::kPartialBytes);
-    barriers::mbarrier_wait<kWaiting>(partial_full_, parity, "sparse_attention_bwd: partial scores");
+  // Adds what the other has of this CTA's keys.
+  __device__ __forceinline__ void receive_partial(float (&x)[kOwn], uint32_t of) const {
+    if (ptx::elect()) barriers::mbarrier_arrive_expect_bytes(partial_full(of), C::kPartialBytes);
+    barriers::mbarrier_wait<kWaiting>(partial_full(of), rounds_ & 1, "sparse_attention_bwd: partial scores");
     uint32_t const own = own_pieces();
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      uint4 const piece = ptx::load_shared_16B(own + piece_offset(i));
+      uint4 const piece = ptx::load_shared_16B((own + piece_offset(i)) ^ of);
       x[4 * i] += __uint_as_float(piece.x);
       x[4 * i + 1] += __uint_as_float(piece.y);
       x[4 * i + 2] += __uint_as_float(piece.z);
@@ -308,6 +318,7 @@ private:
   __device__ __forceinline__ void multiply_columns(float (&sums)[kCount], int column) const {
     int const own = kMe * C::kOwnCols + column;
     int const at = own / C::kPanelCols * C::kHeadPanelBytes + own % C::kPanelCols * 2;
+    wgmma::fence();
     multiply<Element, C::kHeadSteps>(sums, ds_operand_, q_ + at, false);
     multiply<Element, C::kHeadSteps>(sums, p_operand_, dout_ + at, true);
     wgmma::commit();
@@ -317,6 +328,7 @@ private:
   __device__ __forceinline__ void multiply_tail(float (&sums)[kOwnTail]) const {
     uint32_t const at =
         C::kValuePanels * C::kHeadPanelBytes + 2 * (rank() * C::kTailCols + kMe * C::kOwnTailCols);
+    wgmma::fence();
     multiply<Element, C::kHeadSteps>(sums, ds_operand_, q_ + at, false);
   }
 

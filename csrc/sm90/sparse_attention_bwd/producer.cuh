@@ -33,8 +33,10 @@ public:
         // TMA fills a row before the first with zeros.
         int const row = static_cast<unsigned>(index) < static_cast<unsigned>(u.visible) ? index : -1;
         rounds_ ^= 1;
-        barriers::mbarrier_wait(barriers_.keys_empty, rounds_ & 1, "sparse_attention_bwd: room for keys");
-        if (threadIdx.x % 2 == 0) shared_.rows[key()] = row;
+        // Opaque here and below: what is not kept takes no register.
+        auto const share = static_cast<int>(ptx::opaque(static_cast<uint32_t>(warp_))) * C::kShares / C::kWarps;
+        barriers::mbarrier_wait(barriers_.keys_empty(share), rounds_ & 1, "sparse_attention_bwd: room for keys");
+        if (threadIdx.x % 2 == 0) shared_.rows[tile_rows() + key()] = row;
         __syncwarp();
         gather(u);
         if (t == 0 && warp_ == 0) load_q(u);
@@ -49,7 +51,8 @@ private:
   __device__ __forceinline__ void keep_pace() {
     ++units_;
     if (threadIdx.x % 128 == 0) {
-      int const all = min(units_ * static_cast<int>(gridDim.x), p_.rows * p_.groups * C::kCtas);
+      auto const groups = static_cast<int>(ptx::opaque(p_.groups));
+      int const all = min(units_ * static_cast<int>(ptx::grid_size()), p_.rows * groups * C::kCtas);
       int begun = atomicAdd(p_.begun, 1) + 1;
       for (int tries = 0; begun < all && tries < kTries; ++tries) {
         __nanosleep(100);
@@ -61,9 +64,14 @@ private:
   static constexpr int kTries = 200;
   static constexpr int kBoxHeads = 64;
   static constexpr int kWarpKeys = C::kTileKeys / C::kWarps;
+  // The numbers of the next rows are on their way while boxes start.
+  static constexpr bool kReadsAhead = C::kRowsRead > 1;
 
   // Two threads share a row.
   __device__ __forceinline__ static int key() { return threadIdx.x % 128 / 2; }
+
+  // Where the tile's row numbers begin.
+  __device__ __forceinline__ int tile_rows() const { return C::kRowBuffers > 1 && !(rounds_ & 1) ? C::kTileKeys : 0; }
 
   // The rank of this CTA among the CTAs that share a unit.
   __device__ __forceinline__ static int rank() { return C::kCtas > 1 ? static_cast<int>(ptx::cluster_rank()) : 0; }
@@ -72,26 +80,47 @@ private:
   // registers without a loop over lanes, which took 55 cycles a box.
   __device__ __forceinline__ void gather(Unit const& u) const {
     if (ptx::elect()) {
-      uint32_t const rows = ptx::shared_address(&shared_.rows[0]) + 4 * kWarpKeys * warp_;
+      uint32_t const rows = ptx::shared_address(&shared_.rows[0]) + 4 * (tile_rows() + kWarpKeys * warp_);
       uint32_t const to = ptx::shared_address(&shared_.keys[0]) + kWarpKeys * warp_ * gather::kPanelBytesPerRow;
       int const z = u.b * p_.kv_coord_b;
 #pragma unroll
       for (int part = 0; part < C::kParts; ++part) {
         uint32_t const full = barriers_.keys_full(part);
         barriers::mbarrier_arrive_expect_bytes(full, C::part_panels(part) * C::kPanelBytes / C::kWarps);
-#pragma unroll 4  // more rows at once do not fit the uniform registers
-        for (int i = 0; i < kWarpKeys; ++i) {
-          int const row = ptx::load_shared_4B(rows + 4 * i);
-          int const y = min(row, row * p_.kv_coord_s);  // -1 stays -1
+        int next[C::kRowsRead];
+        if (kReadsAhead) load_rows(rows, next);
+        // More rows at once do not fit the uniform registers.
+#pragma unroll(kReadsAhead ? 1 : 4)
+        for (int i = 0; i < kWarpKeys; i += C::kRowsRead) {
+          int row[C::kRowsRead];
+          if (kReadsAhead) {
 #pragma unroll
-          for (int panel = part * C::kPartPanels; panel < part * C::kPartPanels + C::part_panels(part); ++panel) {
-            ptx::tma_load_4d(to + panel * C::kPanelBytes + i * gather::kPanelBytesPerRow, &kv_map_, full, ptx::kEvictNormal,
-                             C::column(panel, rank()), 0, y, z);
+            for (int j = 0; j < C::kRowsRead; ++j) row[j] = next[j];
+            load_rows(rows + 4 * ((i + C::kRowsRead) % kWarpKeys), next);  // after the last the first, to no purpose
+          } else {
+            load_rows(rows + 4 * i, row);
+          }
+#pragma unroll
+          for (int j = 0; j < C::kRowsRead; ++j) {
+            int const y = p_.kv_coord_s == 0 ? min(row[j], 0) : row[j];  // -1 stays -1
+#pragma unroll
+            for (int panel = part * C::kPartPanels; panel < part * C::kPartPanels + C::part_panels(part); ++panel) {
+              ptx::tma_load_4d(to + panel * C::kPanelBytes + (i + j) * gather::kPanelBytesPerRow, &kv_map_, full,
+                               ptx::kEvictNormal, C::column(panel, rank()), 0, y, z);
+            }
           }
         }
       }
     }
     __syncwarp();
+  }
+
+  // The numbers of neighbouring rows.
+  __device__ __forceinline__ static void load_rows(uint32_t from, int (&row)[1]) { row[0] = ptx::load_shared_4B(from); }
+  __device__ __forceinline__ static void load_rows(uint32_t from, int (&row)[2]) {
+    float2 const pair = ptx::load_shared_8B(from);
+    row[0] = __float_as_int(pair.x);
+    row[1] = __float_as_int(pair.y);
   }
 
   __device__ __forceinline__ void load_q(Unit const& u) {

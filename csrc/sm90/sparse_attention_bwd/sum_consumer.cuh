@@ -79,7 +79,7 @@ private:
           wgmma::pin(tails[0]);
           wgmma::pin(tails[1]);
         }
-        barriers::release(barriers_.keys_empty);
+        barriers::release(barriers_.keys_empty(0));
       }
       add<C>(p_, u, target, sums[piece % 2], piece * C::kSumCols, fresh_lane());
       multiply_piece(sums[piece % 2], piece + 2);
@@ -118,6 +118,7 @@ private:
   __device__ __forceinline__ void multiply_piece(float (&sums)[C::kSumCols / 2], int piece) const {
     int const column = piece * C::kSumCols;
     int const at = column / C::kPanelCols * C::kPanelBytes + column % C::kPanelCols * 2;
+    wgmma::fence();
     multiply<Element, C::kHeadSteps>(sums, operands_.ds, operands_.q + at, false);
     if (column < C::kValueDim) multiply<Element, C::kHeadSteps>(sums, operands_.p, operands_.dout + at, true);
   }
