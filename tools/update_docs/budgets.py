@@ -22,8 +22,9 @@ def _without_cold_peer(f: dict, report: dict) -> dict:
     return {name: x for name, x in f.items() if not cold or name not in ("dense", "speedup_over_dense")}
 
 
-def figures_of(op: str) -> Figures:
-    """The newest figure of each shape, inputs and length, over whole sequences, on the card that was measured last."""
+def figures_of(op: str, having: str | None = None) -> Figures:
+    """The newest figure of each shape, inputs and length, over whole sequences, on the card that was measured last; with
+    `having`, the newest that has an entry of that name."""
     reports = [
         report
         for pattern in (f"{op}*", "budgets*")
@@ -37,6 +38,8 @@ def figures_of(op: str) -> Figures:
             continue
         for f in report["figures"]:
             f = _without_cold_peer(f, report)
+            if having is not None and not f.get(having):
+                continue
             whole = f["B"] == 1 and f.get("T_q", f["T"]) == f["T"]
             if f.get("op") == op and f.get("backend") != "torch" and whole and SHORTEST <= f["T"] <= LONGEST:
                 key = (f["H"], f["H_kv"], f["K"], f["top_k"], f["inputs"], f["T"])
@@ -135,7 +138,7 @@ def no_groups() -> str:
 
 def neighbours() -> str:
     """What neighbouring queries have in common, by kind of inputs."""
-    found = {key: f for key, f in figures_of("both").items() if f.get("distinct_blocks")}
+    found = figures_of("both", having="distinct_blocks")
     if not found:
         return NOT_MEASURED
     at = max(key[5] for key in found)
