@@ -22,7 +22,13 @@ def _starts(op: str, q_start: int | Sequence[int] | None, B: int) -> list[int] |
     """One start for each batch element (one without a batch), as the ops take them."""
     if q_start is None:
         return None
-    return [checks.common.integer(op, "q_start", start) for start in (q_start if _one_each(q_start) else [q_start] * B)]
+    if not _one_each(q_start):
+        # With B = 0 as well, of which no number is left that the op could check.
+        q_start = checks.common.integer(op, "q_start", q_start)
+        if B == 0 and q_start < 0:
+            checks.common.fail(op, "q_start must be at least 0", q_start)
+        return [q_start] * B
+    return [checks.common.integer(op, "q_start", start) for start in q_start]
 
 
 def forward(

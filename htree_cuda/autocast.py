@@ -13,6 +13,12 @@ def autocast_enabled(device_type: str) -> bool:
     return exists and torch.is_autocast_enabled(device_type)
 
 
+def brings_together(*dtypes: torch.dtype, device_type: str) -> bool:
+    """Whether products of tensors of these dtypes have one dtype: theirs, or that of autocast, which float64 stays out
+    of."""
+    return len(set(dtypes)) == 1 or (autocast_enabled(device_type) and torch.float64 not in dtypes)
+
+
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, floating tensors (float64 apart) take the autocast dtype, as in PyTorch's own attention."""
     device_type = tensors[0].device.type

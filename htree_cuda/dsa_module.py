@@ -211,7 +211,9 @@ class DSAttention(nn.Module):
         heads, latent = self.n_heads, self.kv_lora_rank
         self.wq_a = nn.Linear(self.d_model, self.q_lora_rank, bias=False, **place)
         self.q_norm = _HeadNorm(self.q_lora_rank, eps=NORM_EPS, **place)
-        self.wq_b = nn.Linear(self.q_lora_rank, heads * (qk_nope_head_dim + qk_rope_head_dim), bias=False, **place)
+        self.wq_b = nn.Linear(
+            self.q_lora_rank, heads * (self.qk_nope_head_dim + self.qk_rope_head_dim), bias=False, **place
+        )
         self.wkv_a = nn.Linear(self.d_model, latent + self.qk_rope_head_dim, bias=False, **place)
         self.kv_norm = _HeadNorm(latent, eps=NORM_EPS, **place)
         self.wkv_b = nn.Linear(latent, heads * (self.qk_nope_head_dim + self.v_head_dim), bias=False, **place)

@@ -57,7 +57,11 @@ def indexer_loss(
     # row in which every logit is -inf, where no slot has a probability.
     scores = logits.to(acc).masked_fill(~valid, -math.inf)
     nothing = (scores.detach() == -math.inf).all(-1, keepdim=True)
-    log_p = torch.log_softmax(scores.masked_fill(nothing, 0.0), -1).masked_fill(nothing & counts[..., None], -math.inf)
+    # A row without a target has no gradient, whatever its logits are.
+    empty = (target.detach() == 0).all(-1, keepdim=True)
+    log_p = torch.log_softmax(scores.masked_fill(nothing | empty, 0.0), -1).masked_fill(
+        nothing & counts[..., None], -math.inf
+    )
     # Where the target is 0 the limit of t log(t) is 0, and 0 * (-inf) must not become NaN.
     loss = torch.where(target == 0, 0.0, target * (target.log() - log_p)).sum(-1)
     if reduction == "none":

@@ -177,7 +177,8 @@ def backward(
             g = torch.where(visible & ~none, share * dloss[b, rows, None], 0.0)
             keys = _finite(k_i[b, cols, 0].to(acc))
             for heads, z in _products(q_i[b, rows], k_i[b, cols, 0], acc):
-                off = (z <= 0) | ~visible[:, None]  # a NaN stays, as in PyTorch's own ReLU
+                # A NaN stays, as in PyTorch's own ReLU, but in a row without a target, which has no gradient.
+                off = (z <= 0) | (~visible | none)[:, None]
                 z.masked_fill_(off, 0.0)
                 dweights_rows[:, heads] += torch.bmm(z, g[:, :, None])[:, :, 0]
                 dz = torch.mul(g[:, None], weights[b, rows, heads, None].to(acc), out=z).masked_fill_(off, 0.0)

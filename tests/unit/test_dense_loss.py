@@ -365,6 +365,17 @@ def test_opcheck(B):
     torch.library.opcheck(torch.ops.htree_cuda.dense_lse, (q, k), numbers)
 
 
+def test_a_row_without_attention_has_no_gradient_whatever_its_indexer_holds():
+    q, k, lse = torch.rand(2, 1, 2), torch.rand(2, 1, 2), torch.tensor([[math.inf], [0.0]])
+    for bad_q, bad_weight in ((math.nan, 1.0), (1.0, math.nan)):
+        q_i, k_i = torch.rand(2, 1, 2), torch.rand(2, 1, 2)
+        q_i[0], weights = bad_q, torch.tensor([[bad_weight], [1.0]])
+        inputs = [x.requires_grad_() for x in (q_i, k_i, weights)]
+        grads = torch.autograd.grad(htree_cuda.dense_indexer_loss(*inputs, q, k, lse, q_start=0), inputs)
+        assert all(g.isfinite().all() for g in grads)
+        assert not grads[0][0].any() and not grads[2][0].any()
+
+
 def test_dense_lse(small_tiles):
     q, k = problem(B=2, s_q=7)[3:5]
     lse = torch.ops.htree_cuda.dense_lse(q, k, sm_scale=0.3, q_start=[13, 2], backend="auto")

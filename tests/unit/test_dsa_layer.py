@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -436,6 +437,27 @@ def test_low_precision_and_autocast(stage):
         torch.testing.assert_close(found_loss.double(), loss, rtol=0.03, atol=0)
 
 
+def test_x_in_the_dtype_of_autocast():
+    """As a layer before this one returns it."""
+    module = layer(dtype=torch.float32)
+    x = tokens().detach().to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"x must have the dtype of the parameters \(torch.float32\), or autocast be"):
+        module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _, past = module(x, return_kv=True)
+        assert torch.equal(out, module(x.float())[0])
+        module(x, past=past)
+        with pytest.raises(ValueError, match=r"got torch\.float64"):
+            module(x.double())
+        with pytest.raises(ValueError, match=r"\(torch.float64\), or autocast be enabled and neither be float64"):
+            layer()(x.float())
+
+
+def test_narrow_numpy_sizes():
+    sizes = {**SIZES, "qk_nope_head_dim": np.uint8(252)}
+    assert DSAttention(D, HEADS, **sizes).wq_b.weight.shape[0] == HEADS * (252 + SIZES["qk_rope_head_dim"])
+
+
 def test_the_weights_of_the_indexer_are_never_rounded_to_bfloat16(monkeypatch):
     seen = []
     original = dsa_module.indexer_topk
@@ -545,7 +567,7 @@ def test_layouts_have_no_default(missing):
         (r"x must have 3 dimensions \[B, T_q, d_model\], got shape \(5, 24\)", ValueError,
          (torch.zeros(5, 24).double(),)),
         (r"dimension 2 of x must equal d_model \(24\), got 23", ValueError, (torch.zeros(1, 5, 23).double(),)),
-        (r"x must have the dtype of the parameters \(torch.float64\), or autocast be enabled, got torch.float32",
+        (r"x must have the dtype of the parameters \(torch.float64\), or autocast be enabled .*, got torch.float32",
          ValueError, (torch.zeros(1, 5, 24),)),
         (r"past must be a pair \(latents, indexer keys\) of tensors or None, got 3", TypeError,
          (torch.zeros(1, 5, 24).double(), 3)),

@@ -271,6 +271,15 @@ def hostile_rows(n=300, seed=0):
     return list(rows), torch.stack(list(rows.values()))
 
 
+def test_a_weight_that_is_not_finite_reaches_no_key_outside_the_window():
+    q, k = torch.rand(2, 1, 2), torch.rand(2, 1, 2).requires_grad_()
+    for bad in (math.nan, math.inf, -math.inf):
+        (dk,) = torch.autograd.grad(
+            htree_cuda.indexer_logits(q, k, torch.tensor([[bad], [1.0]]), q_start=0)[1].sum(), k
+        )
+        torch.testing.assert_close(dk[1, 0], q[1, 0])
+
+
 @pytest.mark.parametrize("topk", [1, 7, 32, 299, 300, 301])
 def test_selection_equals_a_stable_sort(topk):
     names, logits = hostile_rows()

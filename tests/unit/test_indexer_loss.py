@@ -468,3 +468,12 @@ def test_loss_batch_errors():
 def test_normalise_errors(match, error, x, options):
     with pytest.raises(error, match=match):
         htree_cuda.normalize_attn_dist(x, **options)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_without_a_target_has_no_gradient_whatever_its_logits(bad):
+    logits = torch.tensor([[bad, 1.0], [0.5, 1.0]], requires_grad=True)
+    target, indices = torch.tensor([[0.0, 0.0], [0.25, 0.75]]), torch.tensor([[[0, 1]], [[0, 1]]], dtype=torch.int32)
+    loss = htree_cuda.indexer_loss(logits, target, indices, s_kv=2)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert loss.isfinite() and not grad[0].any() and grad[1].isfinite().all() and grad[1].all()

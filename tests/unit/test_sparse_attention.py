@@ -253,6 +253,14 @@ def test_causal_rule(q_start, k_stride):
         assert (lse[s, 0] == -math.inf) == (visible == 0)
 
 
+@pytest.mark.parametrize("q_start", ["x", 2.5, True, -5])
+def test_q_start_is_checked_for_an_empty_batch_as_well(q_start):
+    q, kv, indices = torch.randn(0, 4, 3, 4), torch.randn(0, 7, 1, 4), torch.zeros(0, 4, 1, 5, dtype=torch.int32)
+    assert htree_cuda.sparse_attention(q, kv, indices, d_v=2, q_start=3)[0].shape == (0, 4, 3, 2)
+    with pytest.raises((TypeError, ValueError), match="sparse_attention: q_start must be"):
+        htree_cuda.sparse_attention(q, kv, indices, d_v=2, q_start=q_start)
+
+
 def test_k_stride_is_ignored_without_q_start():
     q, kv, indices = problem()
     assert torch.equal(check(q, kv, indices, k_stride=4)[0], check(q, kv, indices)[0])

@@ -23,8 +23,8 @@ def _without_cold_peer(f: dict, report: dict) -> dict:
 
 
 def figures_of(op: str, having: str | None = None) -> Figures:
-    """The newest figure of each shape, inputs and length, over whole sequences, on the card that was measured last; with
-    `having`, the newest that has an entry of that name."""
+    """The newest figure of each shape, inputs and length, over whole sequences, on the card that was measured last;
+    with `having`, the newest with such an entry."""
     reports = [
         report
         for pattern in (f"{op}*", "budgets*")
