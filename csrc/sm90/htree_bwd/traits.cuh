@@ -18,7 +18,8 @@
 //   dkdv_entry      dk, dv, scores, dP                 384       240 consumer, 24 producer     4 stages
 //   dq_selected     q, dout, dq                        384       232 consumer, 40 producer     6 stages of 4 slots
 //   dq_gather       dq                                 512 (480) 128                           8 stages of 4 slots
-//   dkdv_selected   keys, dk, dv, half of the values   256       255                           2 slots of q, 3 of dO a warp
+//   dkdv_selected   keys, dk, dv, half of the values   256       255                           2 slots of q, 3 of dO a warp;
+//                                                                                            groups above 8: 3 of both
 #pragma once
 
 #include <cuda_bf16.h>

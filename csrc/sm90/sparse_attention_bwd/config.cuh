@@ -194,8 +194,8 @@ struct PairConfig {
   // ---- tiles ----
   static constexpr int kTileKeys = 64;
   static constexpr int kOwnKeys = kTileKeys / kCtas;
-  // Of a tile's keys, each given back as a whole: its own and the other's. With integers, which bound the time, two shares
-  // are 4% slower at 64K rows (H100, 2026-11-28).
+  // A tile's keys go back to the producer in shares, the CTA's own and the other's. With integers, whose sums bound the
+  // time, two shares are 4% slower at 64K rows (H100, 2026-11-28).
   static constexpr int kShares = kSums == Sums::kAtomic ? 2 : 1;
   static constexpr int kRowBuffers = 2;  // for the numbers of a tile's rows
   // Rows whose numbers the producer reads at once, and ahead: a load from shared memory takes as long as the boxes of a row.

@@ -173,7 +173,7 @@ private:
     add<C>(p_, u, target, second_sums, first + C::kSumCols, fresh_lane());
   }
 
-  // Of two shares the first are the CTA's own keys.
+  // The first of two shares is the CTA's own keys.
   __device__ __forceinline__ void release_keys(int share) const {
     if (ptx::elect()) barriers::mbarrier_arrive(barriers_.keys_empty(share));
   }
