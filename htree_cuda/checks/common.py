@@ -14,6 +14,7 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch import Tensor
 
+from ..autocast import brings_together
 from ..definition import accumulation_dtype
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -168,6 +169,15 @@ def _agree(op: str, what: str, values: dict[str, Any]) -> None:
 def same_dtype(op: str, first: str, reference: Tensor, **others: Tensor) -> None:
     """`reference` is the tensor named `first`; the message blames the odd one of all, which it may be."""
     _agree(op, "have the dtype of", {first: reference.dtype, **{name: x.dtype for name, x in others.items()}})
+
+
+def dtype_of_parameters(op: str, name: str, x: Tensor, weight: Tensor, *others: Tensor) -> None:
+    """x has the dtype of a module's parameters or of `others`, or autocast makes one dtype of all."""
+    allowed = (weight, *others)
+    if x.dtype in [t.dtype for t in allowed] or brings_together(x.dtype, weight.dtype, device_type=x.device.type):
+        return
+    rule = f"{name} must have the dtype of the parameters ({weight.dtype})"
+    fail(op, f"{rule}, or autocast be enabled and neither be float64", x.dtype)
 
 
 def same_device(op: str, first: str, reference: Tensor, **others: Tensor | None) -> None:

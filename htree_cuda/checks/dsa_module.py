@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autocast import brings_together
 from . import rotation
 from .common import (
     FLOAT_DTYPES,
@@ -15,6 +14,7 @@ from .common import (
     backend_name,
     boolean,
     dimensions,
+    dtype_of_parameters,
     equal,
     fail,
     integer,
@@ -114,11 +114,7 @@ def module_input(x: Tensor, past: Any, return_kv: Any, weight: Tensor, widths: t
     dimensions(OP, "x", x, ("B", "T_q", "d_model"))
     if x.dtype not in FLOAT_DTYPES:
         fail(OP, "x must be float16, bfloat16, float32 or float64", x.dtype)
-    if not brings_together(x.dtype, weight.dtype, device_type=x.device.type):
-        rule = (
-            f"x must have the dtype of the parameters ({weight.dtype}), or autocast be enabled and neither be float64"
-        )
-        fail(OP, rule, x.dtype)
+    dtype_of_parameters(OP, "x", x, weight)
     equal(OP, "dimension 2 of x", x.shape[2], "d_model", weight.shape[1])
     same_device(OP, "the parameters", weight, x=x)
     boolean(OP, "return_kv", return_kv)
@@ -136,8 +132,5 @@ def module_input(x: Tensor, past: Any, return_kv: Any, weight: Tensor, widths: t
     same_dtype(OP, names[0], past[0], **{names[1]: past[1]})
     if past[0].dtype not in FLOAT_DTYPES:
         fail(OP, f"{names[0]} must be float16, bfloat16, float32 or float64", past[0].dtype)
-    of_module = past[0].dtype in (x.dtype, weight.dtype)
-    if not of_module and not brings_together(past[0].dtype, x.dtype, device_type=x.device.type):
-        rule = f"{names[0]} must have the dtype of the parameters ({weight.dtype})"
-        fail(OP, f"{rule}, or autocast be enabled and neither be float64", past[0].dtype)
+    dtype_of_parameters(OP, names[0], past[0], weight, x)
     equal(OP, f"dimension 1 of {names[1]}", past[1].shape[1], f"T_past of {names[0]}", past[0].shape[1])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autocast import autocast_enabled, brings_together
+from ..autocast import autocast_enabled
 from ..definition import accumulation_dtype, layer_sizes
 from ..params import TreeParams
 from . import rotation
@@ -18,6 +18,7 @@ from .common import (
     backend_name,
     boolean,
     dimensions,
+    dtype_of_parameters,
     equal,
     fail,
     float_dtype,
@@ -181,11 +182,7 @@ def attention_module_input(
     dimensions(op, "x", x, ("total", "d_model") if packed else ("B", "T_q", "d_model"))
     equal(op, f"dimension {1 if packed else 2} of x", x.shape[-1], "d_model", d_model)
     float_dtype(op, "x", x)
-    if not brings_together(x.dtype, weight.dtype, device_type=x.device.type):
-        rule = (
-            f"x must have the dtype of the parameters ({weight.dtype}), or autocast be enabled and neither be float64"
-        )
-        fail(op, rule, x.dtype)
+    dtype_of_parameters(op, "x", x, weight)
     same_device(op, "the parameters", weight, x=x)
     if past is None:
         return

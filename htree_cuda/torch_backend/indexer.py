@@ -204,10 +204,12 @@ def _dense_backward(call: _Indexer, dlogits: Tensor, dq: Tensor, dk: Tensor, dwe
             else:
                 g, seen = g.masked_fill(~visible, 0.0), visible.to(call.acc)
             dz = torch.where(z > 0, g[:, None] * call.weights[b, queries, :, None], 0.0)
-            z = z.relu_()
+            z.relu_()
             if visible is not None:
-                # A weight that is not finite reaches no key outside the window.
-                dz, z = (x.masked_fill_(~visible[:, None], 0.0) for x in (dz, z))
+                # What is not finite, a weight as well, reaches no key outside the window.
+                hidden = ~visible[:, None]
+                dz.masked_fill_(hidden, 0.0)
+                z.masked_fill_(hidden, 0.0)
             dweights[b, queries] += torch.bmm(z, g[:, :, None])[:, :, 0]
             dz = dz.flatten(0, 1)
             dq[b, queries] += torch.mm(dz, k_rows.masked_fill(k_bad, 0.0)).view_as(q_rows)
