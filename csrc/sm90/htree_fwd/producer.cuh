@@ -90,6 +90,13 @@ __device__ __forceinline__ void copy_part(uint32_t stage, char const* tile, int 
   }
 }
 
+// Whether the blocks pass by once more.
+template <class Cfg>
+__device__ __forceinline__ bool has_next_sweep(Args const& args) {
+  if constexpr (Cfg::kSwapAB) return args.kept_scores == nullptr || sweeps_again<Cfg>(false);
+  return true;
+}
+
 // The warp that copies KV blocks to their stages.
 template <class Cfg>
 __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
@@ -97,12 +104,17 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
   int const count = stream_count<Cfg>(args);
   char const* const packed = packed_blocks<Cfg>(args);
   RingPosition<Cfg::kStages> at;
+  // Where scores are kept, an attend pass copies values alone.
+  bool const values_only = uses_kept_scores<Cfg>(args);
+  int const skipped = values_only ? Cfg::kScaleBytes + Cfg::kKeyBytes : 0;
+  int const copied = Cfg::kCopyBytes - skipped;
 #pragma unroll 1
   for (int sweep = 0; sweep < Cfg::kSweeps; ++sweep) {
+    if (sweep > 0 && !has_next_sweep<Cfg>(args)) break;
     Listed<Cfg> next(args);
     next.fetch(args, count, lane);
     for (int base = 0; base < count; base += 32) {
-      char const* const from = packed + next.node * args.block_bytes;
+      char const* const from = packed + next.node * args.block_bytes + skipped;
       bool const exists = base + lane < count;
       next.fetch(args, count, base + 32 + lane);
 #pragma unroll 1
@@ -120,11 +132,11 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
           }
         }
         __syncwarp();
-        if (lane == 0) barriers::mbarrier_arrive_expect_bytes(full, copies * Cfg::kCopyBytes);
+        if (lane == 0) barriers::mbarrier_arrive_expect_bytes(full, copies * copied);
         __syncwarp();
         if (lane / Cfg::kStageSlots == part && exists && slot % Cfg::kCopySlots == 0) {
-          ptx::bulk_load(ring.stage(at.slot) + slot / Cfg::kCopySlots * Cfg::kSlotBytes + Cfg::kScaleOffset, from,
-                         Cfg::kCopyBytes, full);
+          ptx::bulk_load(ring.stage(at.slot) + slot / Cfg::kCopySlots * Cfg::kSlotBytes + Cfg::kScaleOffset + skipped,
+                         from, copied, full);
         }
         at = at.ahead(1);
       }
@@ -182,6 +194,7 @@ __device__ void write_query_masks(Args const& args, Ring<Cfg> const& ring) {
   RingPosition<Cfg::kStages> at;
 #pragma unroll 1
   for (int sweep = 0; sweep < Cfg::kSweeps; ++sweep) {
+    if (sweep > 0 && !has_next_sweep<Cfg>(args)) break;
     expected = 0;
     uint32_t next_word = 0;
     Listed<Cfg> next(args);
