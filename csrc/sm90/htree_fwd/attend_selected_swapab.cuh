@@ -439,15 +439,12 @@ __device__ __forceinline__ void attend_selected_swapab(State<Cfg>& s, Ring<Cfg> 
     read_unit_state(s, 0);
     read_unit_state(s, 1);
   }
+  if (s.args.layer == 0) return attend_units_stream<true, Scores::kExact>(s, ring);
   if constexpr (!Cfg::kRestartsAlways) {
     if (kept) return attend_units_stream<false, Scores::kKept>(s, ring);
     if (s.args.rounds_scores) return attend_units_stream<false, Scores::kRounded>(s, ring);
   }
-  if (s.args.layer == 0) {
-    attend_units_stream<true, Scores::kExact>(s, ring);
-  } else {
-    attend_units_stream<false, Scores::kExact>(s, ring);
-  }
+  attend_units_stream<false, Scores::kExact>(s, ring);
 }
 
 }  // namespace htree_cuda::sm90::htree_fwd
