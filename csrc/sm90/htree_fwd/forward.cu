@@ -309,7 +309,7 @@ private:
     args.importance = lane.importance;
     args.importance_row = static_cast<int>(w_.importance_row(p_));
     args.rounds_scores = l > 0 && keeps_scores(p_);
-    args.kept_scores = l > 0 && w_.keeps_scores ? reinterpret_cast<uint2*>(lane.importance) : nullptr;
+    args.kept_scores = l > 0 && w_.keeps_scores && p_.given == nullptr ? reinterpret_cast<uint2*>(lane.importance) : nullptr;
     args.kept_lse = lane.kept_lse;
     args.kept_far = lane.kept_far;
     args.state_out = lane.state_out;

@@ -112,7 +112,7 @@ struct Workspace {
   // alone, packed when they are known. Layers use it one after the other.
   Packed gathered;
   bool has_gathered = false;
-  bool keeps_scores = false;  // of selected layers above the bottom, where the call has any
+  bool keeps_scores = false;  // of selected layers above the bottom, where the call has any; a replay has room for them, too
   int lane_count = 1;
   Lane lanes[kMaxLanes];
 
@@ -190,7 +190,7 @@ struct Workspace {
         take_packed(of(l, LayerKind::kHalfSelected), p, l, nodes, 1, heads, base);
       }
       if (!has_kind(runs, LayerKind::kSelected, l)) continue;
-      if (l > 0 && p.given == nullptr && htree_fwd::keeps_scores(p)) keeps_scores = true;
+      if (l > 0 && htree_fwd::keeps_scores(p)) keeps_scores = true;
       if (max_gathered < ceil_div(N[l], kSiblings)) {
         has_gathered = true;
       } else {
