@@ -7,6 +7,7 @@
 //   empty[stage]   each consumer warp, once      both producers  the stage may be overwritten. Attend passes give a stage back
 //                                                                after a later one has started (attend_{entry,selected}.cuh)
 //   kQueryBarrier  the warps of a warpgroup      the same        entry layer: its queries, before the first product
+//   kSweepBarrier  12 consumers, both producers  the same        score passes that keep scores: whether a query needs importance
 //   kMergeBarrier  12 consumers                  the same        a split query, after the last stage of a sweep: the memory
 //                                                                that it is merged in is free; maxima and sums; O
 //
