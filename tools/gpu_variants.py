@@ -45,7 +45,7 @@ def copies_of(layers: str, is_one: str) -> list[tuple[str, str, str]]:
     edits = {
         "  char const* const packed =": f"  int produced_{layers} = 0;\n  char const* const packed =",
         "        int const slots = min(count": f"        {given}\n        int const slots = min(count",
-        "copies * copied": f"(given_{layers} ? 0 : 1) * copies * copied",
+        "copies * Cfg::kCopyBytes": f"(given_{layers} ? 0 : 1) * copies * Cfg::kCopyBytes",
         "exists && slot %": f"!given_{layers} && exists && slot %",
     }
     return [(f"{FWD}/producer.cuh", old, new) for old, new in edits.items()]

@@ -17,11 +17,7 @@ struct Args {
   int layer;
   int layers;
   int top_k;
-  float const* importance;         // [rows, importance_row, 16], the first width / 16 blocks of a row
-  std::int64_t importance_row;     // width / 16, or with kept scores what those of a row take
-  // Rows of selected layers may have scores in the place of importance, as sm90/htree_fwd/swapab.cuh keeps them.
-  float const* kept_lse;     // [rows, kept_heads] binary logarithm, or null: every row has importance; NaN: the row has
-  int kept_heads;            // 4 or 8
+  float const* importance;         // [rows, width]
   std::int64_t width;              // a multiple of 32
   std::int64_t max_candidates;               // candidates of a row
   std::int32_t const* parents_in;  // [rows, top_k] selected in the layer above, ascending; read in selected layers

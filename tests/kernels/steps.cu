@@ -30,7 +30,6 @@ EXPORT char const* emulator_select(long long T_q, long long q_start, int layer, 
   args.layers = layers;
   args.top_k = top_k;
   args.importance = importance;
-  args.importance_row = width / htree_cuda::tree::kSiblings;
   args.width = width;
   args.max_candidates = width;
   args.parents_in = parents;

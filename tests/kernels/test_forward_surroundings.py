@@ -198,14 +198,6 @@ def test_sanitizer_three_layers():
     assert out.isfinite().all() and lse.isfinite().all() and selection.shape[0] == 2
 
 
-def test_sanitizer_kept_scores():
-    """Whole tiles of queries, so that the blocks pass by once, and one query whose scores fp16 does not hold."""
-    _, device = inputs(4300, 64, G=4, K=64, V=64)
-    device[0][:, 60] *= 1e5
-    out, lse, selection = (x.cpu() for x in run(device, top_k_per_layer=16))
-    assert out.isfinite().all() and lse.isfinite().all() and selection.shape[0] == 2
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -17,9 +17,6 @@ using namespace host;
 using namespace device;
 using namespace tree;
 
-// Scores are kept up to this top_k (dispatch.h).
-inline constexpr int kMaxKeptTopK = 128;
-
 // The two passes over a layer. A layer that selects takes both, the bottom layer takes the second alone.
 enum class Pass {
   kScore,   // importance of the candidates, for the selection: two sweeps over them
@@ -29,7 +26,6 @@ enum class Pass {
 // The two sweeps of a score pass.
 enum class Sweep {
   kLse,         // lse_g over the candidates, for each head g
-  kKeep,        // lse_g, and the scores are kept
   kImportance,  // imp[c] = sum_g exp(s_g[c] - lse_g)
 };
 
@@ -94,13 +90,7 @@ struct Args {
 
   std::uint16_t const* expanded;  // [rows, width / 16], bit c: candidate 16 j + c is no leaf; not at the bottom
   std::int64_t width;                          // of a row of importance
-  float* importance;                           // [rows, importance_row, 16], the first width / 16 blocks of a row
-  int importance_row;                          // width / 16, or more where scores are kept in the same place
-  // Scores that a score pass of a selected layer keeps (swapab.cuh).
-  bool rounds_scores;                          // scores of the layer are those that would be kept
-  uint2* kept_scores;                          // [rows, width / 16, 4 * heads], where importance is, or null: none are kept
-  float* kept_lse;                             // [rows, heads] binary logarithm of the lse; NaN: the row's scores are not used
-  std::int32_t* kept_far;                      // [tiles, 12] of the first tile of a CTA: a row of the warp has a NaN there
+  float* importance;                           // [rows, width]
 
   // Running softmax between layers: O as float32 fragments, and two numbers for each head.
   float4* state_out;                           // [rows, V / 8, 32]; swap A/B: [rows, V / 8, heads, 8] floats (traits.cuh)

@@ -47,106 +47,25 @@ __device__ __forceinline__ void exponentiate_columns(float const (&x)[4], uint32
   p[1] = ptx::transpose_matrix(Pairs<typename Cfg::Element>::pack(y[2], y[3]));
 }
 
-// How the exponents of a block come about.
-enum class Scores {
-  kExact,    // products of its keys
-  kRounded,  // the same, as they would be kept
-  kKept,     // by the score pass
-};
-
-// Kept scores on their way to shared memory, which holds no queries then: the records of the next ranks of each query of
-// the warp, and behind them the candidates that are expanded. A lane copies 16 bytes of a record of one query.
-template <class Cfg>
-struct KeptScores {
-  static constexpr int kRecords = Cfg::kK / 32;  // of a query
-  static constexpr int kRecordBytes = kSiblings * 2 * Cfg::kUnitHeads;
-  static constexpr int kQueryBytes = kRecords * kRecordBytes;
-  static constexpr int kLanes = kRecordBytes / 16;  // that copy for a query
-  static constexpr int kExpandedOffset = Cfg::kQueriesPerWarp * kQueryBytes;
-  static constexpr int kExpandedBytes = 2 * kMaxKeptTopK;  // of a query
-  static constexpr int kWarpBytes = Cfg::kSteps * 512;
-  static_assert(kLanes * Cfg::kQueriesPerWarp == 32 && (kRecords & (kRecords - 1)) == 0);
-  static_assert(kExpandedOffset + Cfg::kQueriesPerWarp * kExpandedBytes <= kWarpBytes);
-
-  char const* from = nullptr;  // what this lane copies next
-  int rank = 0;                // of that
-
-  static __device__ __forceinline__ int query() { return static_cast<int>(ptx::lane_index()) / kLanes; }
-  static __device__ __forceinline__ int lane_bytes() { return static_cast<int>(ptx::lane_index()) % kLanes * 16; }
-
-  static __device__ __forceinline__ uint32_t shared(State<Cfg> const& s) { return s.rope.shared + s.warp * kWarpBytes; }
-
-  __device__ __forceinline__ void begin(State<Cfg> const& s) {
-    std::int64_t const block =
-        (tile_of_warp(s) * kQueryTile + first_query(s) + query()) * (s.args.width / kSiblings);
-    from = reinterpret_cast<char const*>(s.args.kept_scores) + block * kRecordBytes + lane_bytes();
-    bool const works = query_works(s, first_query(s) + query());
-    rank = works ? 0 : s.args.top_k;
-    for (int at = works ? lane_bytes() : 2 * s.args.top_k; at < 2 * s.args.top_k; at += kRecordBytes) {
-      ptx::copy_async_16B(shared(s) + kExpandedOffset + query() * kExpandedBytes + at,
-                          reinterpret_cast<char const*>(s.args.expanded + block) + at, 0);
-    }
-#pragma unroll
-    for (int i = 0; i < kRecords; ++i) copy_next(s, true);
-  }
-
-  // Copies the next record where `wanted`, and there is one.
-  __device__ __forceinline__ void copy_next(State<Cfg> const& s, bool wanted) {
-    if (wanted && rank < s.args.top_k) {
-      ptx::copy_async_16B(shared(s) + query() * kQueryBytes + rank % kRecords * kRecordBytes + lane_bytes(), from, 0);
-      from += kRecordBytes;
-      rank += 1;
-    }
-    ptx::copy_async_commit();
-  }
-
-  // Until the records of the block at hand have come, of all queries that take it.
-  static __device__ __forceinline__ void wait() {
-    ptx::copy_async_wait<kRecords - 1>();
-    __syncwarp();
-  }
-
-  // The scores of this thread's children and columns of a unit, and the expanded candidates from its first child on.
-  static __device__ __forceinline__ uint32_t load(State<Cfg> const& s, int i, float (&x)[4]) {
-    int const rank = ~(column_position(s, i) >> kLog2Siblings) & (kMaxKeptTopK - 1);  // less a multiple of kRecords
-    int const query = i * Cfg::kPerUnit + of_columns(s);
-    int const lane = s.g * (Cfg::kUnitHeads / 2) + s.tq % (Cfg::kUnitHeads / 2);
-    float2 const words =
-        ptx::load_shared_8B(shared(s) + query * kQueryBytes + rank % kRecords * kRecordBytes + lane * 8);
-    unpack_scores({__float_as_uint(words.x), __float_as_uint(words.y)}, x);
-    int const at = (rank & (s.args.top_k - 1)) * 2;
-    uint32_t const two = ptx::load_shared_4B(shared(s) + kExpandedOffset + query * kExpandedBytes + (at & ~3));
-    return two >> ((at & 2) * 8 + s.g);
-  }
-};
-
 // Whether the child of element e of a fragment of products is expanded. `masked` is shifted to the thread's first child.
 __device__ __forceinline__ bool is_masked(uint32_t masked, int e) { return masked >> e / 2 * 8 & 1u; }
 
-// Computes exponents again, from products, in which keys may have scales of their own, or from rounded scores. The bits are the same unless a
+// Computes exponents again, from raw scores, in which keys may have scales of their own. The bits are the same unless a
 // score of the query exceeds a maximum by more than kSlack; then the maximum is updated, and what was summed up to then
 // is rescaled. Children past the rightmost candidate take no part, nor do expanded ones, nor queries that do not take
 // the block.
-template <bool kBottom, Scores kScores, class Cfg>
+template <bool kBottom, class Cfg>
 __device__ __forceinline__ void recompute_unit(State<Cfg>& s, int i, bool taken, uint32_t masked, uint32_t scales,
                                                float (&raw)[4], uint32_t (&p)[2], float (&sum)[2]) {
   Columns& columns = s.columns[i];
-  constexpr bool kRounds = kScores != Scores::kExact;
-  if constexpr (!kRounds) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) raw[e] *= row_scale::own_scale(ptx::load_shared_float(scales + (s.g + e / 2 * 8) * 4));
-  }
   float x[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    bool const left_out = kBottom ? s.g + e / 2 * 8 > column_position(s, i) : is_masked(masked, e);
+    int const child = s.g + e / 2 * 8;
+    raw[e] *= row_scale::own_scale(ptx::load_shared_float(scales + child * 4));
+    bool const left_out = kBottom ? child > column_position(s, i) : is_masked(masked, e);
     if (!taken || left_out) raw[e] = -kInfinity;
-    if constexpr (kRounds) {
-      x[e] = taken ? raw[e] - columns.reference[e % 2] : -kInfinity;
-      raw[e] /= columns.unit[e % 2];
-    } else {
-      x[e] = taken ? fmaf(raw[e], columns.unit[e % 2], -columns.reference[e % 2]) : -kInfinity;
-    }
+    x[e] = taken ? fmaf(raw[e], columns.unit[e % 2], -columns.reference[e % 2]) : -kInfinity;
   }
   // The lanes that have columns of the first query of the unit.
   constexpr uint32_t kLanes = Cfg::kPerUnit == 1 ? kFullWarp : 0x33333333u;
@@ -177,42 +96,20 @@ __device__ __forceinline__ void recompute_unit(State<Cfg>& s, int i, bool taken,
   exponentiate_columns<Cfg>(x, p, sum);
 }
 
-// Multiplies the units of kUnits with the block in `slot`, or takes their kept scores, adds its values, and rotates the
-// queries that took it.
-template <bool kBottom, Scores kScores, int kUnits, bool kAll, class Cfg>
-__device__ __forceinline__ void attend_units(State<Cfg>& s, uint32_t slot, uint32_t const (&query_masks)[2],
-                                             KeptScores<Cfg>& kept) {
-  constexpr bool kKept = kScores == Scores::kKept;
+// Multiplies the units of kUnits with the block in `slot`, adds its values, and rotates the queries that took it.
+template <bool kBottom, int kUnits, bool kAll, class Cfg>
+__device__ __forceinline__ void attend_units(State<Cfg>& s, uint32_t slot, uint32_t const (&query_masks)[2]) {
   uint32_t masked[2] = {};
-  float scale = 0.0f;
+  if constexpr (!kBottom) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (!has_unit(kUnits, i) || !unit_takes<Cfg, kAll>(query_masks[i], of_columns(s))) continue;
+      masked[i] = static_cast<uint32_t>(s.args.expanded[block_of_columns(s, i)]) >> s.g;
+    }
+  }
+  float const scale = fabsf(ptx::load_shared_float(slot + Cfg::kScaleOffset));
   float products[2][4] = {};
-  if constexpr (kKept) {
-    kept.wait();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (has_unit(kUnits, i)) masked[i] = kept.load(s, i, products[i]);
-    }
-  } else {
-    if constexpr (!kBottom) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (!has_unit(kUnits, i) || !unit_takes<Cfg, kAll>(query_masks[i], of_columns(s))) continue;
-        masked[i] = static_cast<uint32_t>(s.args.expanded[block_of_columns(s, i)]) >> s.g;
-      }
-    }
-    scale = fabsf(ptx::load_shared_float(slot + Cfg::kScaleOffset));
-    multiply_units<kUnits>(s, slot, products);
-  }
-  if constexpr (kScores == Scores::kRounded) {
-    apply_uneven_scales_to_columns(s, scale, slot + Cfg::kScaleOffset, products);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (!has_unit(kUnits, i)) continue;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) products[i][e] *= scale * s.columns[i].unit[e % 2];
-      round_as_kept(products[i]);
-    }
-  }
+  multiply_units<kUnits>(s, slot, products);
   uint32_t p[2][2];
   float sum[2][2];
   bool again = false;
@@ -223,26 +120,20 @@ __device__ __forceinline__ void attend_units(State<Cfg>& s, uint32_t slot, uint3
     bool const taken = unit_takes<Cfg, kAll>(query_masks[i], of_columns(s));
     float const factor[2] = {scale * columns.unit[0], scale * columns.unit[1]};
     float x[4];
-    if constexpr (kScores != Scores::kExact) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] = products[i][e] - columns.reference[e % 2];
-    } else {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] = fmaf(products[i][e], factor[e % 2], -columns.reference[e % 2]);
-    }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
+      x[e] = fmaf(products[i][e], factor[e % 2], -columns.reference[e % 2]);
       if (!taken || (!kBottom && is_masked(masked[i], e))) x[e] = -kInfinity;
     }
     again = again | column_overflows(x) | (kBottom & taken & (column_position(s, i) < kSiblings));
     exponentiate_columns<Cfg>(x, p[i], sum[i]);
   }
-  if constexpr (!kKept) rotate_on<kUnits, kAll>(s, query_masks);
+  rotate_on<kUnits, kAll>(s, query_masks);
   if (__any_sync(kFullWarp, again)) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (has_unit(kUnits, i)) {
-        recompute_unit<kBottom, kScores>(s, i, unit_takes<Cfg, kAll>(query_masks[i], of_columns(s)), masked[i],
+        recompute_unit<kBottom>(s, i, unit_takes<Cfg, kAll>(query_masks[i], of_columns(s)), masked[i],
                                 slot + Cfg::kScaleOffset, products[i], p[i], sum[i]);
       }
     }
@@ -263,12 +154,6 @@ __device__ __forceinline__ void attend_units(State<Cfg>& s, uint32_t slot, uint3
     s.columns[i].sum[1] += sum[i][1];
   }
   advance_units<kUnits, kAll>(s, query_masks);
-  if constexpr (kKept) {
-    int const query = kept.query();
-    uint32_t const unit = query < Cfg::kPerUnit ? query_masks[0] : query_masks[1];
-    __syncwarp();  // every lane has read the records that are overwritten
-    kept.copy_next(s, kAll || (unit >> query % Cfg::kPerUnit * Cfg::kQueryBits & 1u) != 0);
-  }
 }
 
 // The state of a unit for the layer below. No branches, as in write_unit.
@@ -389,11 +274,9 @@ __device__ __forceinline__ void propagate_nan_swapab(State<Cfg>& s) {
   }
 }
 
-template <bool kBottom, Scores kScores, class Cfg>
+template <bool kBottom, class Cfg>
 __device__ __forceinline__ void attend_units_stream(State<Cfg>& s, Ring<Cfg> const& ring) {
   RingPosition<Cfg::kStages> at;
-  KeptScores<Cfg> kept;
-  if (kScores == Scores::kKept && s.active) kept.begin(s);
   Ring<Cfg> const own(ptx::opaque(ring.stages));
   uint32_t next_query_mask = 0;  // of the stage behind the one at hand, which holds it, too
   if (s.stages > 0 && s.active) {
@@ -406,10 +289,9 @@ __device__ __forceinline__ void attend_units_stream(State<Cfg>& s, Ring<Cfg> con
     uint32_t const stage = own.stage(at.slot);
     uint32_t const query_mask = next_query_mask;
     if (s.active) next_query_mask = ptx::load_shared_4B(own.next_mask(stage, s.warp));
-    each_block<kScores != Scores::kKept>(
-        s, stage, query_mask, [&](auto units, auto all, uint32_t slot, uint32_t const (&query_masks)[2]) {
-          attend_units<kBottom, kScores, decltype(units)::value, decltype(all)::value>(s, slot, query_masks, kept);
-        });
+    each_block(s, stage, query_mask, [&](auto units, auto all, uint32_t slot, uint32_t const (&query_masks)[2]) {
+      attend_units<kBottom, decltype(units)::value, decltype(all)::value>(s, slot, query_masks);
+    });
     release_stage(s, stage);
     at = at.ahead(1);
   }
@@ -428,23 +310,16 @@ __device__ __forceinline__ void attend_units_stream(State<Cfg>& s, Ring<Cfg> con
 // The consumer's loop.
 template <class Cfg>
 __device__ __forceinline__ void attend_selected_swapab(State<Cfg>& s, Ring<Cfg> const& ring) {
-  bool const kept = uses_kept_scores<Cfg>(s.args);
-  if (kept) {
-    s.rope.shared = ring.stages - Cfg::kRingOffset;
-    s.rope.fragment_lane = ptx::opaque(s.lane * 16);
-  } else {
-    save_units(s, ring);
-  }
+  save_units(s, ring);
   if (s.active) {
     read_unit_state(s, 0);
     read_unit_state(s, 1);
   }
-  if (s.args.layer == 0) return attend_units_stream<true, Scores::kExact>(s, ring);
-  if constexpr (!Cfg::kRestartsAlways) {
-    if (kept) return attend_units_stream<false, Scores::kKept>(s, ring);
-    if (s.args.rounds_scores) return attend_units_stream<false, Scores::kRounded>(s, ring);
+  if (s.args.layer == 0) {
+    attend_units_stream<true>(s, ring);
+  } else {
+    attend_units_stream<false>(s, ring);
   }
-  attend_units_stream<false, Scores::kExact>(s, ring);
 }
 
 }  // namespace htree_cuda::sm90::htree_fwd

@@ -82,13 +82,6 @@ inline int queries_of_entry(ForwardParams const& p) {
   return rule_of(Pass::kAttend, p.dtype, p.G, queries_of_call(p)).variant.entry_queries;
 }
 
-// Whether a score pass keeps the scores of a selected layer, rounded to fp16. Then it visits the blocks once, since the
-// selection takes importance from what is kept, and the attend pass neither copies keys nor multiplies them. The scores
-// of one wave of CTAs take 16 top_k of 16 bits for each row of their products.
-inline bool keeps_scores(ForwardParams const& p) {
-  return p.dtype == DType::kBFloat16 && queries_of_selected(p) > 1 && p.top_k <= kMaxKeptTopK;
-}
-
 // Ranks that a query rotates through, or blocks that it leaves out, before it restarts from its unrotated self.
 // Rounding adds up to 0.53 of the error that rounding bf16 operands makes, 0.83 where keys are rounded to bf16 too (the
 // bottom), or 0.87 with packed rotations, and of that of fp16 operands 1.22, or 1.30 with packed rotations

@@ -177,9 +177,6 @@ public:
     args.layers = w_.layers;
     args.top_k = static_cast<int>(p_.top_k);
     args.importance = lane.importance;
-    args.importance_row = static_cast<int>(w_.importance_row(p_));
-    args.kept_lse = lane.kept_lse;
-    args.kept_heads = static_cast<int>(w_.kept_heads(p_));
     args.width = w_.width;
     args.max_candidates = max_candidates(chunk, l);
     args.parents_in = selected_above(lane, l);
@@ -307,11 +304,6 @@ private:
     args.expanded = lane.expanded;
     args.width = w_.width;
     args.importance = lane.importance;
-    args.importance_row = static_cast<int>(w_.importance_row(p_));
-    args.rounds_scores = l > 0 && keeps_scores(p_);
-    args.kept_scores = l > 0 && w_.keeps_scores && p_.given == nullptr ? reinterpret_cast<uint2*>(lane.importance) : nullptr;
-    args.kept_lse = lane.kept_lse;
-    args.kept_far = lane.kept_far;
     args.state_out = lane.state_out;
     args.state_sum = lane.state_sum;
     args.out = p_.out;

@@ -7,7 +7,6 @@
 //   empty[stage]   each consumer warp, once      both producers  the stage may be overwritten. Attend passes give a stage back
 //                                                                after a later one has started (attend_{entry,selected}.cuh)
 //   kQueryBarrier  the warps of a warpgroup      the same        entry layer: its queries, before the first product
-//   kSweepBarrier  12 consumers, both producers  the same        score passes that keep scores: whether a query needs importance
 //   kMergeBarrier  12 consumers                  the same        a split query, after the last stage of a sweep: the memory
 //                                                                that it is merged in is free; maxima and sums; O
 //
@@ -91,13 +90,6 @@ __device__ __forceinline__ void copy_part(uint32_t stage, char const* tile, int 
   }
 }
 
-// Whether the blocks pass by once more.
-template <class Cfg>
-__device__ __forceinline__ bool has_next_sweep(Args const& args) {
-  if constexpr (Cfg::kSwapAB) return args.kept_scores == nullptr || sweeps_again<Cfg>(false);
-  return true;
-}
-
 // The warp that copies KV blocks to their stages.
 template <class Cfg>
 __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
@@ -105,17 +97,12 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
   int const count = stream_count<Cfg>(args);
   char const* const packed = packed_blocks<Cfg>(args);
   RingPosition<Cfg::kStages> at;
-  // Where scores are kept, an attend pass copies values alone.
-  bool const values_only = uses_kept_scores<Cfg>(args);
-  int const skipped = values_only ? Cfg::kScaleBytes + Cfg::kKeyBytes : 0;
-  int const copied = Cfg::kCopyBytes - skipped;
 #pragma unroll 1
   for (int sweep = 0; sweep < Cfg::kSweeps; ++sweep) {
-    if (sweep > 0 && !has_next_sweep<Cfg>(args)) break;
     Listed<Cfg> next(args);
     next.fetch(args, count, lane);
     for (int base = 0; base < count; base += 32) {
-      char const* const from = packed + next.node * args.block_bytes + skipped;
+      char const* const from = packed + next.node * args.block_bytes;
       bool const exists = base + lane < count;
       next.fetch(args, count, base + 32 + lane);
 #pragma unroll 1
@@ -133,11 +120,11 @@ __device__ void produce(Args const& args, Ring<Cfg> const& ring) {
           }
         }
         __syncwarp();
-        if (lane == 0) barriers::mbarrier_arrive_expect_bytes(full, copies * copied);
+        if (lane == 0) barriers::mbarrier_arrive_expect_bytes(full, copies * Cfg::kCopyBytes);
         __syncwarp();
         if (lane / Cfg::kStageSlots == part && exists && slot % Cfg::kCopySlots == 0) {
-          ptx::bulk_load(ring.stage(at.slot) + slot / Cfg::kCopySlots * Cfg::kSlotBytes + Cfg::kScaleOffset + skipped,
-                         from, copied, full);
+          ptx::bulk_load(ring.stage(at.slot) + slot / Cfg::kCopySlots * Cfg::kSlotBytes + Cfg::kScaleOffset, from,
+                         Cfg::kCopyBytes, full);
         }
         at = at.ahead(1);
       }
@@ -195,7 +182,6 @@ __device__ void write_query_masks(Args const& args, Ring<Cfg> const& ring) {
   RingPosition<Cfg::kStages> at;
 #pragma unroll 1
   for (int sweep = 0; sweep < Cfg::kSweeps; ++sweep) {
-    if (sweep > 0 && !has_next_sweep<Cfg>(args)) break;
     expected = 0;
     uint32_t next_word = 0;
     Listed<Cfg> next(args);

@@ -21,7 +21,6 @@ struct Columns {
   float log_sum[2];
   float right[2];
   int position;  // as State::position, where a unit has several queries
-  bool stores_importance;  // score passes: in the importance sweep
 };
 
 struct ColumnPairs {
@@ -67,7 +66,7 @@ struct State {
   // The position of the query as the block at hand sees it is n - 1 - 16 rank. It is below 16 in the query's last block
   // and negative behind it.
   int position;
-  int cursor;    // index of the block at hand in the rows of importance or of expanded candidates
+  int cursor;    // index of the block at hand in the rows of importance and of expanded candidates
   half2 q[Cfg::kSteps][4];
   float unit[2];
   float max[2];        // running maximum as a raw score; in the importance sweep the maximum that the lse has
@@ -182,18 +181,11 @@ __device__ __forceinline__ int rightmost(State<Cfg> const& s, int i = 0) {
   return row_position(s, i) & (kSiblings - 1);
 }
 
-// Blocks from row to row: of importance in score passes of entry layers, else of expanded candidates.
-template <class Cfg>
-__device__ __forceinline__ std::int64_t cursor_row(State<Cfg> const& s) {
-  constexpr bool kOfImportance = Cfg::kSharesWarp && !Cfg::kIsSelected && Cfg::kPass == Pass::kScore;
-  return kOfImportance ? s.args.importance_row : s.args.width / kSiblings;
-}
-
 // The cursor of the query of row i.
 template <class Cfg>
 __device__ __forceinline__ int row_cursor(State<Cfg> const& s, int i) {
   int const first =
-      Cfg::kSharesWarp && i == 1 ? s.cursor + Cfg::kPerUnit * static_cast<int>(cursor_row(s)) : s.cursor;
+      Cfg::kSharesWarp && i == 1 ? s.cursor + Cfg::kPerUnit * static_cast<int>(s.args.width / kSiblings) : s.cursor;
   if constexpr (Cfg::kPacksPositions) return first + s.passed.value;
   return first;
 }
@@ -225,7 +217,7 @@ __device__ __forceinline__ void advance_blocks(State<Cfg>& s, int blocks) {
 template <class Cfg>
 __device__ __forceinline__ void begin_sweep(State<Cfg>& s, QueryTile const& tile) {
   std::int64_t const t = tile.t + query_of_row(s);
-  s.cursor = static_cast<int>(launch_row(s) * cursor_row(s));
+  s.cursor = static_cast<int>(launch_row(s) * (s.args.width / kSiblings));
   if constexpr (Cfg::kPacksPositions) {
     s.passed.value = 0;
     int const first = row_works(s, tile, 0) ? candidates_of<Cfg>(s.args, t) - 1 : -1;

@@ -36,8 +36,7 @@ __device__ __forceinline__ void recompute_lse(State<Cfg>& s, int i, float (&raw)
   }
 }
 
-// kKeep: keeps the scores, and adds what they are once rounded.
-template <bool kKeep, int kUnits, bool kAll, class Cfg>
+template <int kUnits, bool kAll, class Cfg>
 __device__ __forceinline__ void add_units_to_lse(State<Cfg>& s, float scale, float (&products)[2][4],
                                                  uint32_t const (&query_masks)[2]) {
 #pragma unroll
@@ -47,25 +46,11 @@ __device__ __forceinline__ void add_units_to_lse(State<Cfg>& s, float scale, flo
     bool const taken = unit_takes<Cfg, kAll>(query_masks[i], of_columns(s));
     float const factor[2] = {scale * columns.unit[0], scale * columns.unit[1]};
     float x[4];
-    if constexpr (kKeep) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) products[i][e] *= factor[e % 2];
-      uint2 const words = round_scores(products[i]);
-      ptx::store_global_8B_if(taken, reinterpret_cast<float*>(kept_scores_of(s, i)),
-                              {__uint_as_float(words.x), __uint_as_float(words.y)});
-      unpack_scores(words, x);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] -= columns.reference[e % 2];
-    } else {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] = fmaf(products[i][e], factor[e % 2], -columns.reference[e % 2]);
-    }
+    for (int e = 0; e < 4; ++e) x[e] = fmaf(products[i][e], factor[e % 2], -columns.reference[e % 2]);
     if (taken & (column_overflows(x) | (column_position(s, i) < kSiblings))) {
-      if constexpr (kKeep) round_as_kept(products[i]);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        products[i][e] = kKeep ? products[i][e] / columns.unit[e % 2] : products[i][e] * scale;
-      }
+      for (int e = 0; e < 4; ++e) products[i][e] *= scale;
       recompute_lse(s, i, products[i], x);
     }
 #pragma unroll
@@ -105,10 +90,10 @@ __device__ __forceinline__ void store_importance_of_units(State<Cfg>& s, float s
     float sum = odd ? child[1] : child[0];
     sum += __shfl_xor_sync(kFullWarp, odd ? child[0] : child[1], 1);
     if constexpr (Cfg::kPerUnit == 1) sum += __shfl_xor_sync(kFullWarp, sum, 2);
-    std::int64_t block = block_of_columns(s, i);
-    if (s.args.kept_scores != nullptr) block += row_of_columns(s, i) * (s.args.importance_row - s.args.width / kSiblings);
-    ptx::store_global_if(taken & columns.stores_importance & (Cfg::kPerUnit > 1 || s.tq < 2),
-                         s.args.importance + block * kSiblings + s.g + (odd ? 8 : 0), sum);
+    ptx::store_global_if(taken & (Cfg::kPerUnit > 1 || s.tq < 2),
+                         s.args.importance + static_cast<std::int64_t>(block_of_columns(s, i)) * kSiblings + s.g +
+                             (odd ? 8 : 0),
+                         sum);
   }
 }
 
@@ -119,9 +104,18 @@ __device__ __forceinline__ void score_units(State<Cfg>& s, uint32_t slot, uint32
   float products[2][4] = {};
   multiply_units<kUnits>(s, slot, products);
   rotate_on<kUnits, kAll>(s, query_masks);
-  apply_uneven_scales_to_columns(s, scale, slot + Cfg::kScaleOffset, products);
-  if constexpr (kSweep != Sweep::kImportance) {
-    add_units_to_lse<kSweep == Sweep::kKeep, kUnits, kAll>(s, scale, products, query_masks);
+  if (isnan(scale)) {  // the keys have scales of their own
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float const own =
+          row_scale::own_scale(ptx::load_shared_float(slot + Cfg::kScaleOffset + (s.g + e / 2 * 8) * 4));
+      products[0][e] *= own;
+      products[1][e] *= own;
+    }
+    scale = 1.0f;
+  }
+  if constexpr (kSweep == Sweep::kLse) {
+    add_units_to_lse<kUnits, kAll>(s, scale, products, query_masks);
     __syncwarp();
   } else {
     store_importance_of_units<kUnits, kAll>(s, scale, products, query_masks);
@@ -138,7 +132,7 @@ __device__ __forceinline__ void score_units_sweep(State<Cfg>& s, Ring<Cfg> const
     own.barriers.wait_full(at, "htree_fwd consumer: full");
     uint32_t const stage = own.stage(at.slot);
     uint32_t const query_mask = s.active ? ptx::load_shared_4B(own.mask(stage, s.warp)) : 0u;
-    each_block<true>(s, stage, query_mask, [&](auto units, auto all, uint32_t slot, uint32_t const (&query_masks)[2]) {
+    each_block(s, stage, query_mask, [&](auto units, auto all, uint32_t slot, uint32_t const (&query_masks)[2]) {
       score_units<kSweep, decltype(units)::value, decltype(all)::value>(s, slot, query_masks);
     });
     release_stage(s, stage);
@@ -182,31 +176,11 @@ __device__ __forceinline__ void finish_columns(State<Cfg>& s) {
       if (head_of_column(s, e) >= s.args.G) columns.reference[e] = columns.log_sum[e] = kInfinity;
       far |= isnan(columns.reference[e]);
     }
-    columns.stores_importance = true;
   }
   s.far = __any_sync(kFullWarp, far);
 }
 
-// Behind finish_columns: the lse that belongs to the kept scores. Queries whose kept scores are not used get importance.
-template <class Cfg>
-__device__ __forceinline__ void keep_lse(State<Cfg>& s) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    Columns& columns = s.columns[i];
-    bool const works = query_works(s, query_of_columns(s, i));
-    ptx::store_global_8B_if(works & (s.g == 0),
-                            s.args.kept_lse + row_of_columns(s, i) * Cfg::kUnitHeads + head_of_column(s, 0),
-                            {columns.reference[0], columns.reference[1]});
-    int far = works & (isnan(columns.reference[0]) | isnan(columns.reference[1]));
-    far |= __shfl_xor_sync(kFullWarp, far, 1);
-    if constexpr (Cfg::kPerUnit == 1) far |= __shfl_xor_sync(kFullWarp, far, 2);
-    columns.stores_importance = far != 0;
-  }
-  s.far = __any_sync(kFullWarp, s.columns[0].stores_importance | s.columns[1].stores_importance);
-}
-
-// The consumer's loop: the blocks pass by twice, for the lse and then for the importance relative to it. Where scores are
-// kept they pass by once, unless some query of the CTA needs importance.
+// The consumer's loop: the blocks pass by twice, for the lse and then for the importance relative to it.
 template <class Cfg>
 __device__ __forceinline__ void score_selected_swapab(State<Cfg>& s, Ring<Cfg> const& ring) {
   save_units(s, ring);
@@ -223,19 +197,9 @@ __device__ __forceinline__ void score_selected_swapab(State<Cfg>& s, Ring<Cfg> c
     }
   }
   RingPosition<Cfg::kStages> at;
-  bool const keeps = s.args.kept_scores != nullptr;
-  if (keeps) {
-    score_units_sweep<Sweep::kKeep>(s, ring, at);
-  } else {
-    score_units_sweep<Sweep::kLse>(s, ring, at);
-  }
-  if (s.active) finish_columns(s);
-  if (keeps) {
-    if (s.active) keep_lse(s);
-    if (s.lane == 0) s.args.kept_far[tile_of_warp<Cfg>(s.args, 0) * kQueryTile + s.warp] = s.far;
-    if (!sweeps_again<Cfg>(s.far)) return;
-  }
+  score_units_sweep<Sweep::kLse>(s, ring, at);
   if (s.active) {
+    finish_columns(s);
     begin_sweep(s, own_tile(s));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -32,11 +32,4 @@ struct Ring {
   }
 };
 
-// Between the sweeps of a score pass that keeps scores: whether some query of the CTA needs importance. Consumers and both
-// producers call it together.
-template <class Cfg>
-__device__ __forceinline__ bool sweeps_again(bool needs_importance) {
-  return barriers::named_sync_or(Cfg::kSweepBarrier, (Cfg::kConsumers + 2) * 32, needs_importance);
-}
-
 }  // namespace htree_cuda::sm90::htree_fwd

@@ -8,13 +8,6 @@
 // 2 t + 1. In fragments of queries the lane has column g, so a lane may hold one query of a unit there and the other
 // one here.
 //
-// Kept scores. A score pass may keep the scores of a selected layer (dispatch.h), as exponents of 2 rounded to fp16: 11
-// bits, relative to zero. The record of a query and a rank is what its lanes hold of the products, 8 bytes a lane:
-// children g and g + 8 of two heads. The lse of the score pass, importance and the attend pass see the rounded scores. An
-// attend pass without kept scores, of a replayed selection, rounds its own in the same way and has the same bits. Scores
-// of a query whose lse is not near (softmax.cuh) may exceed fp16: then the selection takes importance of a sweep of its
-// own, and the attend pass of the CTA multiplies keys. Scores past 2^15 are not rounded there.
-//
 // A query rotates from rank to rank by packed fp16 arithmetic, two pairs of elements at a time, with a rotation in
 // shared memory that all queries read. It restarts from its unrotated self every `restart_period` ranks, as in
 // rope_inplace.cuh.
@@ -119,35 +112,6 @@ __device__ __forceinline__ bool begin_columns(State<Cfg>& s, int i) {
 #pragma unroll
   for (int e = 0; e < 2; ++e) s.columns[i].unit[e] = __shfl_sync(kFullWarp, s.unit[i], 4 * (2 * s.tq + e));
   return works;
-}
-
-// Rounds scores of a fragment of products to fp16: x has child g of both heads, y child g + 8.
-__device__ __forceinline__ uint2 round_scores(float const (&x)[4]) {
-  half2 const low = __floats2half2_rn(x[0], x[1]);
-  half2 const high = __floats2half2_rn(x[2], x[3]);
-  return {reinterpret_cast<uint32_t const&>(low), reinterpret_cast<uint32_t const&>(high)};
-}
-
-__device__ __forceinline__ void unpack_scores(uint2 words, float (&x)[4]) {
-  float2 const low = __half22float2(reinterpret_cast<half2 const&>(words.x));
-  float2 const high = __half22float2(reinterpret_cast<half2 const&>(words.y));
-  x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
-}
-
-// Rounds scores as kept ones are. Past 2^15 they stay as they are.
-__device__ __forceinline__ void round_as_kept(float (&x)[4]) {
-  float rounded[4];
-  unpack_scores(round_scores(x), rounded);
-#pragma unroll
-  for (int e = 0; e < 4; ++e) x[e] = fabsf(x[e]) <= 32768.0f ? rounded[e] : x[e];
-}
-
-// Where this lane's part of the record of the block at hand is kept.
-template <class Cfg>
-__device__ __forceinline__ uint2* kept_scores_of(State<Cfg> const& s, int i) {
-  constexpr int kLanes = 4 * Cfg::kUnitHeads;
-  int const lane = s.g * (Cfg::kUnitHeads / 2) + s.tq % (Cfg::kUnitHeads / 2);
-  return s.args.kept_scores + static_cast<std::int64_t>(block_of_columns(s, i)) * kLanes + lane;
 }
 
 template <class Cfg>
@@ -288,24 +252,9 @@ __device__ __forceinline__ void multiply_units(State<Cfg>& s, uint32_t slot, flo
   }
 }
 
-// Where the keys of a block share no scale, multiplies products by their own, and sets the scale to one.
-template <class Cfg>
-__device__ __forceinline__ void apply_uneven_scales_to_columns(State<Cfg> const& s, float& scale, uint32_t scales,
-                                                               float (&products)[2][4]) {
-  if (!isnan(scale)) return;
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    float const own = row_scale::own_scale(ptx::load_shared_float(scales + (s.g + e / 2 * 8) * 4));
-    products[0][e] *= own;
-    products[1][e] *= own;
-  }
-  scale = 1.0f;
-}
-
 // Takes the blocks of a query mask one after the other. take(kUnits, kAll, slot, query_masks) is called for each, with
-// constants for the units that take it and for whether all of their queries do. kRotates: queries that restart do that
-// first.
-template <bool kRotates, class Cfg, class Take>
+// constants for the units that take it and for whether all of their queries do.
+template <class Cfg, class Take>
 __device__ __forceinline__ void each_block(State<Cfg>& s, uint32_t stage, uint32_t query_mask, Take const& take) {
 #pragma unroll 1
   while (query_mask != 0) {
@@ -315,7 +264,7 @@ __device__ __forceinline__ void each_block(State<Cfg>& s, uint32_t stage, uint32
     uint32_t const query_masks = query_mask >> slot & Cfg::kOfSlot;
     query_mask &= ~(Cfg::kOfSlot << slot);
     uint32_t const units[2] = {query_masks & Cfg::kOfUnit, query_masks >> Cfg::kUnitBits};
-    if constexpr (kRotates) rotate_units_to(s, units);
+    rotate_units_to(s, units);
     uint32_t const address = stage + slot * Cfg::kSlotBytes;
     if (Cfg::kPerUnit > 1 && query_masks == Cfg::kOfSlot) {
       take(std::integral_constant<int, kBothUnits>{}, std::true_type{}, address, units);

@@ -110,17 +110,6 @@ __device__ __forceinline__ int stream_count(Args const& args) {
   }
 }
 
-// Whether an attend pass takes the scores that the score pass has kept: unless they are of no use for some query of the
-// CTA.
-template <class Cfg>
-__device__ __forceinline__ bool uses_kept_scores(Args const& args) {
-  if constexpr (!Cfg::kSwapAB || !Cfg::kReadsValues || Cfg::kRestartsAlways) return false;  // fp16 scores are not kept
-  if (args.kept_scores == nullptr) return false;
-  int const lane = threadIdx.x % 32;
-  int const far = lane < kQueryTile ? args.kept_far[tile_of_warp<Cfg>(args, 0) * kQueryTile + lane] : 0;
-  return !__any_sync(kFullWarp, far != 0);
-}
-
 // The consumer that takes a rank of a split query: a consumer has whole periods between restarts.
 __device__ __forceinline__ int consumer_of(Args const& args, int rank) {
   return rank / args.restart_period % kQueryTile;

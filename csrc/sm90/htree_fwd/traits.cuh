@@ -152,7 +152,6 @@ struct Traits {
   static_assert(!kReadsValues || kStages * kMergePerStage >= kConsumers);
   static constexpr int kMergeBarrier = 1;
   static constexpr int kQueryBarrier = 2;  // of the first warpgroup; the next ones follow
-  static constexpr int kSweepBarrier = 5;
 
   // The 16 rows of a warp are two units of 8 rows, each of one query or two.
   static constexpr bool kHalfSelected = kKind == LayerKind::kHalfSelected;

@@ -50,13 +50,9 @@ struct Chunk {
 
 constexpr int kMaxLanes = 2;
 
-constexpr int kHeadsOfWarp = 16;  // rows of a warp's products
-
 // What lives between the kernels of a chunk. Chunks of different lanes may be under way at the same time.
 struct Lane {
   float* importance = nullptr;
-  float* kept_lse = nullptr;
-  std::int32_t* kept_far = nullptr;
   std::uint16_t* expanded = nullptr;
   std::int32_t* nodes[2] = {};            // selected in this layer and in the one above
   std::int32_t* union_nodes = nullptr;
@@ -112,7 +108,6 @@ struct Workspace {
   // alone, packed when they are known. Layers use it one after the other.
   Packed gathered;
   bool has_gathered = false;
-  bool keeps_scores = false;  // of selected layers above the bottom, where the call has any; a replay has room for them, too
   int lane_count = 1;
   Lane lanes[kMaxLanes];
 
@@ -190,7 +185,6 @@ struct Workspace {
         take_packed(of(l, LayerKind::kHalfSelected), p, l, nodes, 1, heads, base);
       }
       if (!has_kind(runs, LayerKind::kSelected, l)) continue;
-      if (l > 0 && htree_fwd::keeps_scores(p)) keeps_scores = true;
       if (max_gathered < ceil_div(N[l], kSiblings)) {
         has_gathered = true;
       } else {
@@ -233,13 +227,6 @@ struct Workspace {
     } else {
       chunk_tiles = std::min(tiles, kMaxTiles);
     }
-  }
-
-  static std::int64_t kept_heads(ForwardParams const& p) { return kHeadsOfWarp / queries_of_selected(p); }
-
-  // Blocks of 16 floats in a row that has importance or, in the same place, scores of 16 bits for each head.
-  std::int64_t importance_row(ForwardParams const& p) const {
-    return width / kSiblings * (keeps_scores ? kept_heads(p) / 2 : 1);
   }
 
   Packed& of(int layer, LayerKind kind) { return packed[layer][static_cast<int>(kind)]; }
@@ -312,11 +299,7 @@ private:
 
   void take_lane(Lane& lane, ForwardParams const& p, char* base) {
     std::int64_t const rows = chunk_tiles * kQueryTile;
-    take(lane.importance, base, rows * importance_row(p) * kSiblings);
-    if (keeps_scores) {
-      take(lane.kept_lse, base, rows * kept_heads(p));
-      take(lane.kept_far, base, chunk_tiles * kQueryTile);
-    }
+    take(lane.importance, base, rows * width);
     take(lane.expanded, base, rows * (width / kSiblings));
     take(lane.nodes[0], base, rows * p.top_k);
     take(lane.nodes[1], base, rows * p.top_k);

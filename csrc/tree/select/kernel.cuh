@@ -2,13 +2,8 @@
 // among them, and ties go to the lower position. One CTA selects for one query and reads its importance once. Of 128
 // threads, thread t has the candidates 512 i + 4 t .. 512 i + 4 t + 3, so that loads are whole lines and a bin of
 // topk.cuh is spread over the row. The kernel is bound by instructions, then by memory.
-//
-// Where the scores of a row were kept, importance is the sum of exp(score - lse) over the heads. What a record holds side
-// by side are children g and g + 8, so that a thread has children 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of a block, with
-// q = t mod 4; the marks are put in order.
 #pragma once
 
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -37,21 +32,11 @@ __device__ __forceinline__ uint32_t transpose_nibbles(uint32_t x) {
   return (x & keep) | ((lane & 1 ? y >> 4 : y << 4) & ~keep);
 }
 
-// Puts the 16 marks of each half of a word in order: pair 2 q + h of bits becomes pair q + 4 h.
-__device__ __forceinline__ uint32_t in_order(uint32_t x) {
-  uint32_t swapped = (x ^ x >> 2) & 0x0c0c0c0cu;
-  x ^= swapped ^ swapped << 2;
-  swapped = (x ^ x >> 4) & 0x00f000f0u;
-  return x ^ swapped ^ swapped << 4;
-}
-
 // The importances of a row that a thread holds. Chunks before the one of the last candidate are whole. That one is the
 // tail, in which zeros stand for places that hold no candidate.
 template <int kThreads, int kChunks>
 struct Row {
   static constexpr int kChunk = 4 * kThreads;  // candidates that the CTA loads at once
-  // Rows of kept scores have at most 16 kMaxKeptTopK candidates (sm90/htree_fwd/dispatch.h), which one warp selects from.
-  static constexpr bool kMayBeKept = kThreads == 32;
   uint32_t whole[4 * (kChunks - 1)];
   uint32_t tail[4];
   int chunks;  // whole ones
@@ -71,63 +56,6 @@ struct Row {
     tail[0] = x.x, tail[1] = left > 1 ? x.y : 0, tail[2] = left > 2 ? x.z : 0, tail[3] = left > 3 ? x.w : 0;
   }
 
-  // Loads `count` candidates whose scores were kept for kHeads heads; the scores of two chunks are under way at a time.
-  // Whether the row has scores: a NaN in the lse says that it has importance.
-  template <int kHeads>
-  __device__ __forceinline__ bool load_kept(float const* scores, float const* lse, int count) {
-    constexpr int kWords = kHeads / 2;  // of 16 bytes: children g and g + 8 of two pairs of heads
-    uint4 const* const own = reinterpret_cast<uint4 const*>(scores) + threadIdx.x * kWords;
-    auto const fetch = [&](int i, uint4 (&words)[kWords]) {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) words[w] = __ldcs(own + i * kThreads * kWords + w);
-    };
-    uint4 next[kWords];
-    fetch(0, next);
-    float own_lse[kHeads];
-    bool kept = true;
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
-      own_lse[h] = lse[h];
-      kept &= !isnan(own_lse[h]);
-    }
-    if (!kept) return false;
-    // The importance of children 2 q + e % 2 + 8 (e / 2).
-    auto const importance = [&](uint4 const (&words)[kWords], uint32_t (&of)[4]) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float of_pairs[kHeads / 2];
-#pragma unroll
-        for (int pair = 0; pair < kHeads / 2; ++pair) {
-          uint4 const& word = words[e % 2 * (kWords / 2) + pair / 2];
-          uint32_t const both = pair % 2 == 0 ? (e < 2 ? word.x : word.y) : (e < 2 ? word.z : word.w);
-          float2 const x = __half22float2(reinterpret_cast<half2 const&>(both));
-          of_pairs[pair] = ptx::exp2_movable(x.x - own_lse[2 * pair]) + ptx::exp2_movable(x.y - own_lse[2 * pair + 1]);
-        }
-        float sum = of_pairs[0] + of_pairs[1];
-        if constexpr (kHeads == 8) sum += of_pairs[2] + of_pairs[3];
-        of[e] = __float_as_uint(sum);
-      }
-    };
-    chunks = count / kChunk;
-    uint32_t x[4];
-#pragma unroll
-    for (int i = 0; i < kChunks - 1; ++i) {
-      if (i >= chunks) break;
-      uint4 words[kWords];
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) words[w] = next[w];
-      fetch(i + 1, next);
-      importance(words, x);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) whole[4 * i + e] = x[e];
-    }
-    importance(next, x);
-    int const left = count % kChunk - static_cast<int>(threadIdx.x) / 4 * kSiblings - static_cast<int>(threadIdx.x) % 4 * 2;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) tail[e] = left > e % 2 + 8 * (e / 2) ? x[e] : 0;
-    return true;
-  }
-
   // Calls use(x, i, e) for every element: element e of chunk i, or of the tail where i is negative.
   template <class Use>
   __device__ __forceinline__ void each(Use const& use) const {
@@ -143,9 +71,9 @@ struct Row {
 
   // Marks the candidates, of the first `count`, for which take(x) is true: bit p % 32 of word p / 32, two words or one
   // in a thread. The barrier lies between the writes of `marks` and the reads; the caller needs another one before the
-  // next call. `is_kept`, in shared memory: load_kept has filled the row.
+  // next call.
   template <class Take>
-  __device__ __forceinline__ void mark(int count, uint32_t* marks, uint32_t const& is_kept, Take const& take,
+  __device__ __forceinline__ void mark(int count, uint32_t* marks, Take const& take,
                                        uint32_t (&words)[kChunks / 8]) const {
     uint32_t tail_nibble = 0;
 #pragma unroll
@@ -168,8 +96,7 @@ struct Row {
     for (int w = 0; w < kChunks / 8; ++w) {
       int const at = kChunks / 8 * threadIdx.x + w;
       int const exist = count - 32 * at;
-      uint32_t const word = kMayBeKept && is_kept ? in_order(marks[at]) : marks[at];
-      words[w] = exist >= 32 ? word : exist > 0 ? word & ((1u << exist) - 1u) : 0u;
+      words[w] = exist >= 32 ? marks[at] : exist > 0 ? marks[at] & ((1u << exist) - 1u) : 0u;
     }
   }
 };
@@ -218,14 +145,12 @@ __device__ __forceinline__ void write_nodes(Args const& args, int row, std::int3
 
 // Serves rows of at most 4 * kThreads * kChunks candidates.
 template <int kThreads, int kChunks>
-__global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThreads - (kThreads == 32 ? 4 : 0))
+__global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThreads)
     select_kernel(const __grid_constant__ Args args) {
   wait_for_previous_grid();
   constexpr int kWords = kChunks / 8;  // words of 32 candidates that a thread writes
   static_assert(kChunks % 8 == 0);
-  struct Scratch : topk::Scratch<kThreads, 4 * kChunks> {
-    uint32_t is_kept;  // load_kept has filled the row
-  };
+  using Scratch = topk::Scratch<kThreads, 4 * kChunks>;
   __shared__ Scratch scratch;
   __shared__ alignas(8) uint32_t marks[kWords * kThreads];
   int const row = blockIdx.x;
@@ -247,16 +172,7 @@ __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThre
 
   int const last = c.n - 1;  // the rightmost candidate, which is selected whatever its importance
   Row<kThreads, kChunks> x;
-  constexpr bool kMayBeKept = Row<kThreads, kChunks>::kMayBeKept;
-  bool kept = kMayBeKept && args.kept_lse != nullptr && parents_of(args, row) != nullptr;
-  float const* const importance = args.importance + row * (args.importance_row * kSiblings);
-  if constexpr (kMayBeKept) {
-    float const* const lse = args.kept_lse + static_cast<std::int64_t>(row) * args.kept_heads;
-    if (kept) kept = args.kept_heads == 4 ? x.template load_kept<4>(importance, lse, last)
-                                          : x.template load_kept<8>(importance, lse, last);
-    if (threadIdx.x == 0) scratch.is_kept = kept;
-  }
-  if (!kept) x.load(importance, last);
+  x.load(args.importance + row * args.width, last);
   scratch.clear_histogram();
   if (threadIdx.x == 0) scratch.few_count = 0;
 
@@ -294,12 +210,12 @@ __global__ void __launch_bounds__(kThreads, (kChunks == 16 ? 640 : 1024) / kThre
   uint32_t selected[kWords];
   uint32_t total;
   if (threshold.equal == threshold.room) {  // the same in every thread
-    x.mark(last, marks, scratch.is_kept, [&](uint32_t y) { return y >= threshold.value; }, selected);
+    x.mark(last, marks, [&](uint32_t y) { return y >= threshold.value; }, selected);
   } else {
     uint32_t equal[kWords];
-    x.mark(last, marks, scratch.is_kept, [&](uint32_t y) { return min(y, topk::kInfinity) == threshold.value; }, equal);
+    x.mark(last, marks, [&](uint32_t y) { return min(y, topk::kInfinity) == threshold.value; }, equal);
     uint32_t place = topk::block_prefix(count(equal), scratch.warp_sums, total);
-    x.mark(last, marks, scratch.is_kept, [&](uint32_t y) { return min(y, topk::kInfinity) > threshold.value; }, selected);
+    x.mark(last, marks, [&](uint32_t y) { return min(y, topk::kInfinity) > threshold.value; }, selected);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       for (uint32_t rest = equal[w]; rest != 0; rest &= rest - 1) {
