@@ -1,9 +1,9 @@
 // Barriers of the kernel that computes dq and the sums of dkv
 //   name             who arrives                          who waits       what becomes visible, or free
-//   keys_full[part]  one lane of each producer warp, with  both consumers  panels of the tile (TMA); with the first also
-//                    TMA bytes                                            `rows`
+//   keys_full[part]  one lane of each producer warp       both consumers  panels of the tile (cp.async, fenced by each
+//                                                                         copying thread); with the first also `rows`
 //   keys_empty       one lane of each of the 8 consumer   producer        both consumers have multiplied dS with the
-//   [share]          warps                                                keys of the share; one CTA: and read `rows`
+//                    warps                                                keys of the tile; one CTA: and read `rows`
 //   q_full           one lane of producer warp 0, with    both consumers  Q and dO of the unit (TMA)
 //                    TMA bytes
 //   q_empty          one lane of each of the 8 consumer   producer warp   the last products of the unit with Q and dO
@@ -36,15 +36,14 @@ template <class C>
 class Barriers {
 public:
   __device__ __forceinline__ explicit Barriers(typename C::SharedStorage& shared)
-      : q_full(ptx::shared_address(&shared.q_full)), q_empty(ptx::shared_address(&shared.q_empty)),
-        ds_full(ptx::shared_address(&shared.ds_full)), ds_empty(ptx::shared_address(&shared.ds_empty)),
-        keys_full_(ptx::shared_address(&shared.keys_full[0])), keys_empty_(ptx::shared_address(&shared.keys_empty[0])) {}
+      : keys_empty(ptx::shared_address(&shared.keys_empty)), q_full(ptx::shared_address(&shared.q_full)),
+        q_empty(ptx::shared_address(&shared.q_empty)), ds_full(ptx::shared_address(&shared.ds_full)),
+        ds_empty(ptx::shared_address(&shared.ds_empty)), keys_full_(ptx::shared_address(&shared.keys_full[0])) {}
 
   __device__ __forceinline__ void init(typename C::SharedStorage& shared) const {
 #pragma unroll
     for (int i = 0; i < C::kParts; ++i) barriers::mbarrier_init(keys_full(i), C::kWarps);
-#pragma unroll
-    for (int i = 0; i < C::kShares; ++i) barriers::mbarrier_init(keys_empty(i), C::kConsumers * C::kWarps);
+    barriers::mbarrier_init(keys_empty, C::kConsumers * C::kWarps);
     barriers::mbarrier_init(q_full, 1);
     barriers::mbarrier_init(q_empty, C::kConsumers * C::kWarps);
     barriers::mbarrier_init(ds_full, C::kWeightConsumers * C::kWarps);
@@ -60,12 +59,11 @@ public:
   }
 
   __device__ __forceinline__ uint32_t keys_full(int part) const { return keys_full_ + 8 * part; }
-  __device__ __forceinline__ uint32_t keys_empty(int share) const { return keys_empty_ + 8 * share; }
 
-  uint32_t const q_full, q_empty, ds_full, ds_empty;
+  uint32_t const keys_empty, q_full, q_empty, ds_full, ds_empty;
 
 private:
-  uint32_t const keys_full_, keys_empty_;
+  uint32_t const keys_full_;
 };
 
 }  // namespace htree_cuda::sm90::sparse_attention_bwd

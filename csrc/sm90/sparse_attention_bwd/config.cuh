@@ -82,8 +82,6 @@ struct KernelParams {
   int rows;                  // B * s_q
   int groups;                // of kGroupHeads
   int topk;
-  int kv_coord_s;            // 0 where kv's stride is 0 (the tensor map has one element there), else 1
-  int kv_coord_b;
   int q_coord_h;             // 0 where q's stride is 0 (the tensor map has one element there), else 1
   int q_coord_s;
   int q_coord_b;
@@ -125,7 +123,7 @@ struct Config {
   static constexpr int kParts = kPanels / kPartPanels;
   static_assert(kPanels % kPartPanels == 0);
   // Panels of a part, and the first column of a panel.
-  static constexpr int part_panels(int) { return kPartPanels; }
+  static __host__ __device__ constexpr int part_panels(int) { return kPartPanels; }
   static __device__ __forceinline__ int column(int panel, int) { return panel * kPanelCols; }
 
   // ---- how the two consumers share a tile ----
@@ -134,9 +132,7 @@ struct Config {
   static constexpr int kConsumers = 2;  // warpgroups
   static constexpr int kWeightConsumers = 1;  // that write P and dS
   static constexpr int kOwnKeys = kTileKeys;  // of the CTA
-  static constexpr int kShares = 1;      // of a tile's keys, each given back as a whole
   static constexpr int kRowBuffers = 1;  // for the numbers of a tile's rows
-  static constexpr int kRowsRead = 1;    // whose numbers the producer reads at once
   static constexpr int kDqCols = 256;   // of the first, and of the second but for kTailCols
   static constexpr int kTailCols = kHeadDim - 2 * kDqCols;
   static_assert(kTailCols == 0 || kTailCols == 64);
@@ -167,7 +163,7 @@ struct Config {
     alignas(1024) uint8_t ds[kPanelBytes];  // heads by keys
     alignas(16) int rows[kTileKeys];        // of the tile's slots, -1 for an invalid one
     uint64_t keys_full[kParts];
-    uint64_t keys_empty[kShares];
+    uint64_t keys_empty;
     uint64_t q_full;
     uint64_t q_empty;
     uint64_t ds_full;
@@ -194,13 +190,7 @@ struct PairConfig {
   // ---- tiles ----
   static constexpr int kTileKeys = 64;
   static constexpr int kOwnKeys = kTileKeys / kCtas;
-  // A tile's keys go back to the producer in shares, the CTA's own and the other's. With integers, whose sums bound the
-  // time, two shares are 4% slower at 64K rows (H100, 2026-11-28).
-  static constexpr int kShares = kSums == Sums::kAtomic ? 2 : 1;
   static constexpr int kRowBuffers = 2;  // for the numbers of a tile's rows
-  // Rows whose numbers the producer reads at once, and ahead: a load from shared memory takes as long as the boxes of a row.
-  // The time of 64 heads does not hang on the producer. There are no registers for four rows.
-  static constexpr int kRowsRead = 2;
   static constexpr int kGroupHeads = 128;  // heads of a cluster
   static constexpr int kPanelCols = 64;
   static constexpr int kPanelBytes = kTileKeys * 128;
@@ -264,7 +254,7 @@ struct PairConfig {
     alignas(1024) uint8_t ds[kHeadPanelBytes];  // heads by keys
     alignas(16) int rows[kRowBuffers * kTileKeys];  // of the slots of a tile, and of the next; -1 for an invalid one
     uint64_t keys_full[kParts];
-    uint64_t keys_empty[kShares];
+    uint64_t keys_empty;
     uint64_t q_full;
     uint64_t q_empty;
     uint64_t ds_full;

@@ -11,8 +11,7 @@ namespace htree_cuda::sm90::sparse_attention_bwd {
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    sparse_attention_bwd_kernel(__grid_constant__ KernelParams const params, __grid_constant__ CUtensorMap const kv_map,
-                                __grid_constant__ CUtensorMap const q_map,
+    sparse_attention_bwd_kernel(__grid_constant__ KernelParams const params, __grid_constant__ CUtensorMap const q_map,
                                 __grid_constant__ CUtensorMap const dout_map) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename C::SharedStorage*>(shared_bytes);
@@ -22,7 +21,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   int const warpgroup = warp / C::kWarps;
 
   if (threadIdx.x == 0) {
-    ptx::prefetch_tensor_map(&kv_map);
     ptx::prefetch_tensor_map(&q_map);
     ptx::prefetch_tensor_map(&dout_map);
     Barriers<C>(shared).init(shared);
@@ -32,7 +30,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   if (warpgroup == C::kConsumers) {
     ptx::lower_registers<C::kProducerRegisters>();
-    Producer<C>(params, kv_map, q_map, dout_map, shared, warp % C::kWarps).run();
+    Producer<C>(params, q_map, dout_map, shared, warp % C::kWarps).run();
   } else if (warpgroup == 0) {
     ptx::raise_registers<C::kConsumerRegisters[0]>();
     ScoreConsumer<C>(params, shared).run();

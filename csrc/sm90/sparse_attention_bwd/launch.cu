@@ -165,11 +165,6 @@ void launch_chunk(SparseAttentionBackwardParams const& params, KernelParams kern
   kernel.lse_scale = static_cast<float>(std::log2(p.lse_base));
   kernel.dlse_scale = static_cast<float>(1.0 / std::log(p.lse_base));
   CUtensorMap const q_map = host::list_args::encode_q(p, kernel);
-  // The keys are one "head" of d_qk columns, and a box is one row.
-  int one = 0;
-  CUtensorMap const kv_map = host::list_args::encode_heads(
-      {kernel.kv, p.d_qk, p.B, p.s_kv, 1, p.kv_stride_b, p.kv_stride_s, p.d_qk, p.dtype}, one, kernel.kv_coord_s,
-      kernel.kv_coord_b, 1);
   CUtensorMap const dout_map = host::list_args::encode_heads(
       {kernel.dout, kValueDim, p.B, p.s_q, p.h_q, params.dout_stride_b, params.dout_stride_s, params.dout_stride_h, p.dtype},
       kernel.dout_coord_h, kernel.dout_coord_s, kernel.dout_coord_b);
@@ -185,7 +180,7 @@ void launch_chunk(SparseAttentionBackwardParams const& params, KernelParams kern
   bool const bf16 = p.dtype == DType::kBFloat16;
   auto const run = p.d_qk == 576 ? (bf16 ? launch<cutlass::bfloat16_t, 576> : launch<cutlass::half_t, 576>)
                                  : (bf16 ? launch<cutlass::bfloat16_t, 512> : launch<cutlass::half_t, 512>);
-  run(kernel, kv_map, q_map, dout_map, params.deterministic, pair, grid, stream);
+  run(kernel, q_map, dout_map, params.deterministic, pair, grid, stream);
 }
 
 }  // namespace

@@ -12,7 +12,7 @@
 namespace htree_cuda::sm90::sparse_attention_bwd {
 
 template <class C>
-void launch_sums(KernelParams const& p, CUtensorMap const& kv_map, CUtensorMap const& q_map,
+void launch_sums(KernelParams const& p, CUtensorMap const& q_map,
                  CUtensorMap const& dout_map, int grid, cudaStream_t stream) {
   constexpr bool kBounds = C::kSums == Sums::kDeterministic;
   std::int64_t const keys = std::int64_t{p.B} * p.s_kv;
@@ -43,7 +43,7 @@ void launch_sums(KernelParams const& p, CUtensorMap const& kv_map, CUtensorMap c
   }();
   // The attribute is per device and cheap to set; setting it each time keeps no state of the process.
   HTREE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes));
-  kernel<<<grid, C::kThreads, C::kSharedBytes, stream>>>(p, kv_map, q_map, dout_map);
+  kernel<<<grid, C::kThreads, C::kSharedBytes, stream>>>(p, q_map, dout_map);
   HTREE_CUDA_CHECK(cudaGetLastError());
   if (keys > 0) {
     finish_kernel<typename C::Element, C::kHeadDim, C::kSums>
@@ -53,19 +53,19 @@ void launch_sums(KernelParams const& p, CUtensorMap const& kv_map, CUtensorMap c
 }
 
 template <class Element, int kHeadDim, Sums kSums>
-void launch_ctas(KernelParams const& params, CUtensorMap const& kv_map, CUtensorMap const& q_map,
+void launch_ctas(KernelParams const& params, CUtensorMap const& q_map,
                  CUtensorMap const& dout_map, bool pair, int grid, cudaStream_t stream) {
   auto const run =
       pair ? launch_sums<PairConfig<Element, kHeadDim, kSums>> : launch_sums<Config<Element, kHeadDim, kSums>>;
-  run(params, kv_map, q_map, dout_map, grid, stream);
+  run(params, q_map, dout_map, grid, stream);
 }
 
 template <class Element, int kHeadDim>
-void launch(KernelParams const& params, CUtensorMap const& kv_map, CUtensorMap const& q_map, CUtensorMap const& dout_map,
+void launch(KernelParams const& params, CUtensorMap const& q_map, CUtensorMap const& dout_map,
             bool deterministic, bool pair, int grid, cudaStream_t stream) {
   auto const run = deterministic ? launch_ctas<Element, kHeadDim, Sums::kDeterministic>
                                  : launch_ctas<Element, kHeadDim, Sums::kAtomic>;
-  run(params, kv_map, q_map, dout_map, pair, grid, stream);
+  run(params, q_map, dout_map, pair, grid, stream);
 }
 
 }  // namespace htree_cuda::sm90::sparse_attention_bwd

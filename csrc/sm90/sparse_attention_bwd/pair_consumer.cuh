@@ -132,12 +132,6 @@ private:
     barriers::named_sync(kOwnKeysBarrier + kMe, 128);
     multiply_dq<0, C::kKeySteps / 2>(dq, dq_tail);
     wgmma::commit();
-    if constexpr (C::kShares > 1) {
-      wgmma::wait<0>();
-      wgmma::pin(dq);
-      if constexpr (C::kTailCols > 0) wgmma::pin(dq_tail);
-      release_keys(0);
-    }
     barriers::mbarrier_wait<kWaiting>(barriers_.ds_full, rounds_ & 1, "sparse_attention_bwd: dS");
     // What the other CTA stored came through the generic proxy.
     ptx::fence_proxy_async_shared();
@@ -157,7 +151,7 @@ private:
     wgmma::wait<2>();
     wgmma::pin(dq);
     if constexpr (C::kTailCols > 0) wgmma::pin(dq_tail);
-    release_keys(C::kShares - 1);
+    if (ptx::elect()) barriers::mbarrier_arrive(barriers_.keys_empty);
     wgmma::wait<1>();
     if constexpr (C::kTailCols > 0) {
       wgmma::pin(tail);
@@ -171,11 +165,6 @@ private:
     wgmma::pin(second_sums);
     if (ptx::elect()) barriers::mbarrier_arrive_cluster_having_read(ptx::map_to_rank(barriers_.ds_empty, peer()));
     add<C>(p_, u, target, second_sums, first + C::kSumCols, fresh_lane());
-  }
-
-  // The first of two shares is the CTA's own keys.
-  __device__ __forceinline__ void release_keys(int share) const {
-    if (ptx::elect()) barriers::mbarrier_arrive(barriers_.keys_empty(share));
   }
 
   // The numbers of the tile's rows.

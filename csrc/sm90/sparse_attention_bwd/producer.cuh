@@ -1,5 +1,5 @@
-// The producer warpgroup: TMA gathers tiles of 64 key rows, a box for each 64 columns of a row, and loads Q and dO of a
-// unit. A box takes no registers while it is under way, and consumers need all that there are.
+// The producer warpgroup: gathers tiles of 64 key rows by cp.async, a thread 16 bytes of four rows' panels, and loads Q and
+// dO of a unit by TMA.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +18,10 @@ using query_groups::Unit;
 template <class C>
 class Producer {
 public:
-  __device__ __forceinline__ Producer(KernelParams const& p, CUtensorMap const& kv_map, CUtensorMap const& q_map,
-                                      CUtensorMap const& dout_map, typename C::SharedStorage& shared, int warp)
-      : p_(p), kv_map_(kv_map), q_map_(q_map), dout_map_(dout_map), shared_(shared), barriers_(shared), warp_(warp) {}
+  __device__ __forceinline__ Producer(KernelParams const& p, CUtensorMap const& q_map, CUtensorMap const& dout_map,
+                                      typename C::SharedStorage& shared, int warp)
+      : p_(p), q_map_(q_map), dout_map_(dout_map), shared_(shared), barriers_(shared), warp_(warp),
+        gather_(threadIdx.x % 128) {}
 
   __device__ __forceinline__ void run() {
     for (query_groups::WorkList<KernelParams, C::kCtas> work(p_); !work.done(); work.next()) {
@@ -28,18 +29,17 @@ public:
       if (p_.begun != nullptr) keep_pace();
 #pragma unroll 1
       for (int t = 0; t < u.tiles; ++t) {
-        int const slot = t * C::kTileKeys + (key() ^ C::kOwnKeys * rank());
+        int const slot = t * C::kTileKeys + (gather_.row_to_load() ^ C::kOwnKeys * rank());
         int const index = slot < u.length ? __ldg(slots::list(p_, u.b, u.s) + slot * p_.indices_stride_t) : -1;
-        // TMA fills a row before the first with zeros.
         int const row = static_cast<unsigned>(index) < static_cast<unsigned>(u.visible) ? index : -1;
+        gather_.point(row, gather_.chunk_of(p_.kv + u.b * p_.kv_stride_b), p_.kv_stride_s);
+        gather_.compute_addresses();
         rounds_ ^= 1;
-        // Opaque here and below: what is not kept takes no register.
-        auto const share = static_cast<int>(ptx::opaque(static_cast<uint32_t>(warp_))) * C::kShares / C::kWarps;
-        barriers::mbarrier_wait(barriers_.keys_empty(share), rounds_ & 1, "sparse_attention_bwd: room for keys");
-        if (threadIdx.x % 2 == 0) shared_.rows[tile_rows() + key()] = row;
-        __syncwarp();
-        gather(u);
+        barriers::mbarrier_wait(barriers_.keys_empty, rounds_ & 1, "sparse_attention_bwd: room for keys");
+        copy_parts();
+        if (threadIdx.x % 32 < 16) shared_.rows[tile_rows() + gather_.row_to_load()] = row;  // two lanes have each
         if (t == 0 && warp_ == 0) load_q(u);
+        hand_over_parts();
       }
     }
   }
@@ -63,12 +63,6 @@ private:
   }
   static constexpr int kTries = 200;
   static constexpr int kBoxHeads = 64;
-  static constexpr int kWarpKeys = C::kTileKeys / C::kWarps;
-  // The numbers of the next rows are on their way while boxes start.
-  static constexpr bool kReadsAhead = C::kRowsRead > 1;
-
-  // Two threads share a row.
-  __device__ __forceinline__ static int key() { return threadIdx.x % 128 / 2; }
 
   // Where the tile's row numbers begin.
   __device__ __forceinline__ int tile_rows() const { return C::kRowBuffers > 1 && !(rounds_ & 1) ? C::kTileKeys : 0; }
@@ -76,51 +70,24 @@ private:
   // The rank of this CTA among the CTAs that share a unit.
   __device__ __forceinline__ static int rank() { return C::kCtas > 1 ? static_cast<int>(ptx::cluster_rank()) : 0; }
 
-  // The warp's rows, whose numbers lie in shared memory. One lane starts all boxes, so that what TMA is told lies in uniform
-  // registers without a loop over lanes, which took 55 cycles a box.
-  __device__ __forceinline__ void gather(Unit const& u) const {
-    if (ptx::elect()) {
-      uint32_t const rows = ptx::shared_address(&shared_.rows[0]) + 4 * (tile_rows() + kWarpKeys * warp_);
-      uint32_t const to = ptx::shared_address(&shared_.keys[0]) + kWarpKeys * warp_ * gather::kPanelBytesPerRow;
-      int const z = u.b * p_.kv_coord_b;
-#pragma unroll
-      for (int part = 0; part < C::kParts; ++part) {
-        uint32_t const full = barriers_.keys_full(part);
-        barriers::mbarrier_arrive_expect_bytes(full, C::part_panels(part) * C::kPanelBytes / C::kWarps);
-        int next[C::kRowsRead];
-        if (kReadsAhead) load_rows(rows, next);
-        // More rows at once do not fit the uniform registers.
-#pragma unroll(kReadsAhead ? 1 : 4)
-        for (int i = 0; i < kWarpKeys; i += C::kRowsRead) {
-          int row[C::kRowsRead];
-          if (kReadsAhead) {
-#pragma unroll
-            for (int j = 0; j < C::kRowsRead; ++j) row[j] = next[j];
-            load_rows(rows + 4 * ((i + C::kRowsRead) % kWarpKeys), next);  // after the last the first, to no purpose
-          } else {
-            load_rows(rows + 4 * i, row);
-          }
-#pragma unroll
-          for (int j = 0; j < C::kRowsRead; ++j) {
-            int const y = p_.kv_coord_s == 0 ? min(row[j], 0) : row[j];  // -1 stays -1
-#pragma unroll
-            for (int panel = part * C::kPartPanels; panel < part * C::kPartPanels + C::part_panels(part); ++panel) {
-              ptx::tma_load_4d(to + panel * C::kPanelBytes + (i + j) * gather::kPanelBytesPerRow, &kv_map_, full,
-                               ptx::kEvictNormal, C::column(panel, rank()), 0, y, z);
-            }
-          }
-        }
-      }
-    }
-    __syncwarp();
+  // Starts the copies of all parts of a tile.
+  template <int kPart = 0>
+  __device__ __forceinline__ void copy_parts() const {
+    constexpr int kPanel = kPart * C::kPartPanels;
+    uint32_t const to = ptx::shared_address(&shared_.keys[0]) + kPanel * C::kPanelBytes;
+    gather_.template copy<C::part_panels(kPart)>(to, 2 * C::column(kPanel, rank()));
+    ptx::copy_async_commit();
+    if constexpr (kPart + 1 < C::kParts) copy_parts<kPart + 1>();
   }
 
-  // The numbers of neighbouring rows.
-  __device__ __forceinline__ static void load_rows(uint32_t from, int (&row)[1]) { row[0] = ptx::load_shared_4B(from); }
-  __device__ __forceinline__ static void load_rows(uint32_t from, int (&row)[2]) {
-    float2 const pair = ptx::load_shared_8B(from);
-    row[0] = __float_as_int(pair.x);
-    row[1] = __float_as_int(pair.y);
+  // Hands each part over when this warp's copies of it have ended.
+  template <int kPart = 0>
+  __device__ __forceinline__ void hand_over_parts() const {
+    ptx::copy_async_wait<C::kParts - 1 - kPart>();
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (ptx::elect()) barriers::mbarrier_arrive(barriers_.keys_full(kPart));
+    if constexpr (kPart + 1 < C::kParts) hand_over_parts<kPart + 1>();
   }
 
   __device__ __forceinline__ void load_q(Unit const& u) {
@@ -151,12 +118,12 @@ private:
   }
 
   KernelParams const& p_;
-  CUtensorMap const& kv_map_;
   CUtensorMap const& q_map_;
   CUtensorMap const& dout_map_;
   typename C::SharedStorage& shared_;
   Barriers<C> const barriers_;
   int const warp_;
+  gather::RowGather<C::kTileKeys> gather_;
   int units_ = 0;
   uint32_t rounds_ = 0;  // bit 0: parity of the tile; bit 1: of the unit
 };

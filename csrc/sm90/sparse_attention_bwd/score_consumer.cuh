@@ -115,7 +115,7 @@ private:
     wgmma::commit();
     wgmma::wait<0>();
     wgmma::pin(dq);
-    barriers::release(barriers_.keys_empty(0));
+    barriers::release(barriers_.keys_empty);
   }
 
   __device__ __forceinline__ void store_dq(Unit const& u, float const (&dq)[C::kDqCols / 2]) const {

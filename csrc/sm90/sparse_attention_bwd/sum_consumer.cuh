@@ -79,7 +79,7 @@ private:
           wgmma::pin(tails[0]);
           wgmma::pin(tails[1]);
         }
-        barriers::release(barriers_.keys_empty(0));
+        barriers::release(barriers_.keys_empty);
       }
       add<C>(p_, u, target, sums[piece % 2], piece * C::kSumCols, fresh_lane());
       multiply_piece(sums[piece % 2], piece + 2);
