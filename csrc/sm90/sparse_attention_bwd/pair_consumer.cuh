@@ -55,9 +55,13 @@ public:
       for (int i = 0; i < wgmma::kValueAccumulators; ++i) dq[i] = 0.f;
 #pragma unroll
       for (int i = 0; i < kTail; ++i) dq_tail[i] = 0.f;
+      float scores[2 * kOwn];
+      multiply_keys(scores, rounds_ & 1);
+      wgmma::wait<0>();
+      wgmma::pin(scores);
 #pragma unroll 1
       for (int left = u.tiles; left > 0; --left) {
-        tile(u, dq, dq_tail);
+        tile(u, left > 1, scores, dq, dq_tail);
         rounds_ ^= 1;
       }
       __syncwarp();
@@ -84,18 +88,16 @@ private:
     return u.group * C::kGroupHeads + kMe * C::kOwnHeads + warp() * 16;
   }
 
-  __device__ __forceinline__ void tile(Unit const& u, float (&dq)[wgmma::kValueAccumulators], float (&dq_tail)[kTail]) {
-    // Partial scores, and partial dP.
+  // On entry `scores` are this tile's partial scores, on return the next one's, if there are `more` of the unit.
+  __device__ __forceinline__ void tile(Unit const& u, bool more, float (&scores)[2 * kOwn],
+                                       float (&dq)[wgmma::kValueAccumulators], float (&dq_tail)[kTail]) {
     float s[kOwn];
     float dp[kOwn];
     {
-      float scores[2 * kOwn];
+      // Partial dP, while partial scores travel.
       float values[2 * kOwn];
-      multiply_keys(scores);
       multiply_values(values);
       barriers::mbarrier_wait<kWaiting>(barriers_.ds_empty, ~rounds_ & 1, "sparse_attention_bwd: room for scores");
-      wgmma::wait<1>();
-      wgmma::pin(scores);
       send_partial(scores, kOfScores);
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) s[i] = scores[i];
@@ -151,7 +153,7 @@ private:
     wgmma::wait<2>();
     wgmma::pin(dq);
     if constexpr (C::kTailCols > 0) wgmma::pin(dq_tail);
-    if (ptx::elect()) barriers::mbarrier_arrive(barriers_.keys_empty);
+    if (more) release_keys();
     wgmma::wait<1>();
     if constexpr (C::kTailCols > 0) {
       wgmma::pin(tail);
@@ -161,10 +163,19 @@ private:
     wgmma::wait<1>();
     wgmma::pin(first_sums);
     add<C>(p_, u, target, first_sums, first, fresh_lane());
-    wgmma::wait<0>();
+    // After the unit's last tile the same keys once more, to no purpose: a branch around products takes registers.
+    multiply_keys(scores, (more ? ~rounds_ : rounds_) & 1);
+    wgmma::wait<C::kParts>();
     wgmma::pin(second_sums);
     if (ptx::elect()) barriers::mbarrier_arrive_cluster_having_read(ptx::map_to_rank(barriers_.ds_empty, peer()));
     add<C>(p_, u, target, second_sums, first + C::kSumCols, fresh_lane());
+    wgmma::wait<0>();
+    wgmma::pin(scores);
+    if (!more) release_keys();
+  }
+
+  __device__ __forceinline__ void release_keys() const {
+    if (ptx::elect()) barriers::mbarrier_arrive(barriers_.keys_empty);
   }
 
   // The numbers of the tile's rows.
@@ -174,15 +185,15 @@ private:
 
   // ---- scores --------------------------------------------------------------------------------------------------------
 
-  // Its 64 heads by all keys over the CTA's columns; under way on return.
-  __device__ __forceinline__ void multiply_keys(float (&s)[2 * kOwn]) const {
+  // Its 64 heads by all keys of the tile of parity `parity` over the CTA's columns; under way on return, in kParts groups.
+  __device__ __forceinline__ void multiply_keys(float (&s)[2 * kOwn], uint32_t parity) const {
     // A zero that the assembler does not know: otherwise it keeps descriptors of dP's products for these.
     uint32_t const first_key = uniform(keys_ + ptx::cluster_rank() / C::kCtas);
     wgmma::Descriptor const keys(first_key);
     wgmma::Descriptor const q(uniform(q_ + kMe * C::kOwnHeadBytes));
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
-      barriers::mbarrier_wait<kWaiting>(barriers_.keys_full(part), rounds_ & 1, "sparse_attention_bwd: keys");
+      barriers::mbarrier_wait<kWaiting>(barriers_.keys_full(part), parity, "sparse_attention_bwd: keys");
       wgmma::fence();
 #pragma unroll
       for (int i = 0; i < C::part_panels(part) * C::kPanelSteps; ++i) {
@@ -193,16 +204,16 @@ private:
                                  panel > 0 || step > 0);
         }
       }
-    }
-    if constexpr (C::kTailCols > 0) {
-      int const half = rank() * C::kTailCols * 2;
-      wgmma::Descriptor const tail(uniform(first_key + C::kValuePanels * C::kPanelBytes + half));
-      wgmma::Descriptor const q_tail(
-          uniform(q_ + kMe * C::kOwnHeadBytes + C::kValuePanels * C::kHeadPanelBytes + half));
+      if (C::kTailCols > 0 && part == C::kParts - 1) {
+        int const half = rank() * C::kTailCols * 2;
+        wgmma::Descriptor const tail(uniform(first_key + C::kValuePanels * C::kPanelBytes + half));
+        wgmma::Descriptor const q_tail(
+            uniform(q_ + kMe * C::kOwnHeadBytes + C::kValuePanels * C::kHeadPanelBytes + half));
 #pragma unroll
-      for (int i = 0; i < C::kTailSteps; ++i) wgmma::mma_ss<Element>(s, q_tail.at(i * 32), tail.at(i * 32), true);
+        for (int i = 0; i < C::kTailSteps; ++i) wgmma::mma_ss<Element>(s, q_tail.at(i * 32), tail.at(i * 32), true);
+      }
+      wgmma::commit();
     }
-    wgmma::commit();
   }
 
   // Its 64 heads of dO by all keys over the CTA's columns of values; under way on return.
