@@ -163,12 +163,16 @@ private:
     wgmma::wait<1>();
     wgmma::pin(first_sums);
     add<C>(p_, u, target, first_sums, first, fresh_lane());
-    // After the unit's last tile the same keys once more, to no purpose: a branch around products takes registers.
-    multiply_keys(scores, (more ? ~rounds_ : rounds_) & 1);
-    wgmma::wait<C::kParts>();
+    // The next tile's scores; after the unit's last tile the same once more, to no purpose: a branch around products takes
+    // registers. Integers leave none for scores beside them.
+    constexpr bool kScoresBeside = C::kSums == Sums::kAtomic;
+    uint32_t const next = (more ? ~rounds_ : rounds_) & 1;
+    if constexpr (kScoresBeside) multiply_keys(scores, next);
+    wgmma::wait<kScoresBeside ? C::kParts : 0>();
     wgmma::pin(second_sums);
     if (ptx::elect()) barriers::mbarrier_arrive_cluster_having_read(ptx::map_to_rank(barriers_.ds_empty, peer()));
     add<C>(p_, u, target, second_sums, first + C::kSumCols, fresh_lane());
+    if constexpr (!kScoresBeside) multiply_keys(scores, next);
     wgmma::wait<0>();
     wgmma::pin(scores);
     if (!more) release_keys();

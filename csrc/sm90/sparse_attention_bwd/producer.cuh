@@ -20,8 +20,7 @@ class Producer {
 public:
   __device__ __forceinline__ Producer(KernelParams const& p, CUtensorMap const& q_map, CUtensorMap const& dout_map,
                                       typename C::SharedStorage& shared, int warp)
-      : p_(p), q_map_(q_map), dout_map_(dout_map), shared_(shared), barriers_(shared), warp_(warp),
-        gather_(threadIdx.x % 128) {}
+      : p_(p), q_map_(q_map), dout_map_(dout_map), shared_(shared), barriers_(shared), warp_(warp) {}
 
   __device__ __forceinline__ void run() {
     for (query_groups::WorkList<KernelParams, C::kCtas> work(p_); !work.done(); work.next()) {
@@ -29,15 +28,17 @@ public:
       if (p_.begun != nullptr) keep_pace();
 #pragma unroll 1
       for (int t = 0; t < u.tiles; ++t) {
-        int const slot = t * C::kTileKeys + (gather_.row_to_load() ^ C::kOwnKeys * rank());
+        // Opaque: what follows from the thread is not kept from tile to tile.
+        Gather gather(static_cast<int>(ptx::opaque(threadIdx.x)) % 128);
+        int const slot = t * C::kTileKeys + (gather.row_to_load() ^ C::kOwnKeys * rank());
         int const index = slot < u.length ? __ldg(slots::list(p_, u.b, u.s) + slot * p_.indices_stride_t) : -1;
         int const row = static_cast<unsigned>(index) < static_cast<unsigned>(u.visible) ? index : -1;
-        gather_.point(row, gather_.chunk_of(p_.kv + u.b * p_.kv_stride_b), p_.kv_stride_s);
-        gather_.compute_addresses();
+        gather.point(row, gather.chunk_of(p_.kv + u.b * p_.kv_stride_b), p_.kv_stride_s);
+        gather.compute_addresses();
         rounds_ ^= 1;
         barriers::mbarrier_wait(barriers_.keys_empty, rounds_ & 1, "sparse_attention_bwd: room for keys");
-        copy_parts();
-        if (threadIdx.x % 32 < 16) shared_.rows[tile_rows() + gather_.row_to_load()] = row;  // two lanes have each
+        if (threadIdx.x % 32 < 16) shared_.rows[tile_rows() + gather.row_to_load()] = row;  // two lanes have each
+        copy_parts(gather);
         if (t == 0 && warp_ == 0) load_q(u);
         hand_over_parts();
       }
@@ -45,6 +46,7 @@ public:
   }
 
 private:
+  using Gather = gather::RowGather<C::kTileKeys>;
   // CTAs begin their units together, so that ascending lists have all of them in the same part of kv at the same time:
   // what they read and add to is then in L2, however large dkv is. Nothing but time depends on it, and the wait is
   // bounded: other work may hold SMs.
@@ -72,12 +74,12 @@ private:
 
   // Starts the copies of all parts of a tile.
   template <int kPart = 0>
-  __device__ __forceinline__ void copy_parts() const {
+  __device__ __forceinline__ void copy_parts(Gather const& gather) const {
     constexpr int kPanel = kPart * C::kPartPanels;
     uint32_t const to = ptx::shared_address(&shared_.keys[0]) + kPanel * C::kPanelBytes;
-    gather_.template copy<C::part_panels(kPart)>(to, 2 * C::column(kPanel, rank()));
+    gather.template copy<C::part_panels(kPart)>(to, 2 * C::column(kPanel, rank()));
     ptx::copy_async_commit();
-    if constexpr (kPart + 1 < C::kParts) copy_parts<kPart + 1>();
+    if constexpr (kPart + 1 < C::kParts) copy_parts<kPart + 1>(gather);
   }
 
   // Hands each part over when this warp's copies of it have ended.
@@ -123,7 +125,6 @@ private:
   typename C::SharedStorage& shared_;
   Barriers<C> const barriers_;
   int const warp_;
-  gather::RowGather<C::kTileKeys> gather_;
   int units_ = 0;
   uint32_t rounds_ = 0;  // bit 0: parity of the tile; bit 1: of the unit
 };
