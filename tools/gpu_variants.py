@@ -5,10 +5,9 @@
                                    [--heads 16] [--kv-heads 1]
 
 `build`, where nvcc is, compiles what no build has compiled before and writes build/variants/NAME.so.gz, which may be
-carried to another machine. An unchanged csrc/ is a variant as well. --patch applies patches, one after the other: those
-of benchmarks/variants wait for a GPU to be timed. --leave-out takes parts out of the forward to see what they cost:
-inputs and control flow stay, results are wrong. `time`, on a Hopper GPU, prints milliseconds, the SM clock and power,
-round by round.
+carried to another machine. An unchanged csrc/ is a variant as well. --patch applies patches, one after the other.
+--leave-out takes parts out of the forward to see what they cost: inputs and control flow stay, results are wrong.
+`time`, on a Hopper GPU, prints milliseconds, the SM clock and power, round by round.
 """
 
 from __future__ import annotations

@@ -117,11 +117,10 @@ struct Heads {
   DType dtype;
 };
 
-// Its tensor map as (column, head, query, batch), in boxes of 64 columns of 64 (or `box_heads`) heads. Heads past h_q read zeros instead
-// of the next query. A dimension of size 1 or stride 0 (an expanded view) becomes one element whose coordinate is
-// always 0: its `coord` is then 0, else 1.
-inline CUtensorMap encode_heads(Heads const& x, int& coord_h, int& coord_s, int& coord_b,
-                                int box_heads = kGroupHeads) {
+// Its tensor map as (column, head, query, batch), in boxes of 64 columns of 64 heads. Heads past h_q read zeros instead of
+// the next query. A dimension of size 1 or stride 0 (an expanded view) becomes one element whose coordinate is always 0:
+// its `coord` is then 0, else 1.
+inline CUtensorMap encode_heads(Heads const& x, int& coord_h, int& coord_s, int& coord_b) {
   if (recording() != nullptr) return {};
   static auto const encode =
       driver_entry_point<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled", 12000);
@@ -138,7 +137,7 @@ inline CUtensorMap encode_heads(Heads const& x, int& coord_h, int& coord_s, int&
     stride_bytes[i] = 2 * (one ? x.columns : dimension.stride);
     *dimension.coordinate = one ? 0 : 1;
   }
-  cuuint32_t const box[4] = {64, static_cast<cuuint32_t>(box_heads), 1, 1};
+  cuuint32_t const box[4] = {64, kGroupHeads, 1, 1};
   cuuint32_t const element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
   check_driver(encode(&map,

@@ -12,8 +12,8 @@
 namespace htree_cuda::sm90::sparse_attention_bwd {
 
 template <class C>
-void launch_sums(KernelParams const& p, CUtensorMap const& q_map,
-                 CUtensorMap const& dout_map, int grid, cudaStream_t stream) {
+void launch_sums(KernelParams const& p, CUtensorMap const& q_map, CUtensorMap const& dout_map, int grid,
+                 cudaStream_t stream) {
   constexpr bool kBounds = C::kSums == Sums::kDeterministic;
   std::int64_t const keys = std::int64_t{p.B} * p.s_kv;
   auto const blocks = [](std::int64_t items, int each) { return static_cast<unsigned>(ceil_div(items, each)); };
@@ -53,16 +53,16 @@ void launch_sums(KernelParams const& p, CUtensorMap const& q_map,
 }
 
 template <class Element, int kHeadDim, Sums kSums>
-void launch_ctas(KernelParams const& params, CUtensorMap const& q_map,
-                 CUtensorMap const& dout_map, bool pair, int grid, cudaStream_t stream) {
+void launch_ctas(KernelParams const& params, CUtensorMap const& q_map, CUtensorMap const& dout_map, bool pair, int grid,
+                 cudaStream_t stream) {
   auto const run =
       pair ? launch_sums<PairConfig<Element, kHeadDim, kSums>> : launch_sums<Config<Element, kHeadDim, kSums>>;
   run(params, q_map, dout_map, grid, stream);
 }
 
 template <class Element, int kHeadDim>
-void launch(KernelParams const& params, CUtensorMap const& q_map, CUtensorMap const& dout_map,
-            bool deterministic, bool pair, int grid, cudaStream_t stream) {
+void launch(KernelParams const& params, CUtensorMap const& q_map, CUtensorMap const& dout_map, bool deterministic,
+            bool pair, int grid, cudaStream_t stream) {
   auto const run = deterministic ? launch_ctas<Element, kHeadDim, Sums::kDeterministic>
                                  : launch_ctas<Element, kHeadDim, Sums::kAtomic>;
   run(params, q_map, dout_map, pair, grid, stream);

@@ -10,8 +10,8 @@ namespace htree_cuda::sm90::sparse_attention_bwd {
 struct KernelParams;
 
 template <class Element, int kHeadDim>
-void launch(KernelParams const& params, CUtensorMap const& q_map, CUtensorMap const& dout_map,
-            bool deterministic, bool pair, int grid, cudaStream_t stream);
+void launch(KernelParams const& params, CUtensorMap const& q_map, CUtensorMap const& dout_map, bool deterministic,
+            bool pair, int grid, cudaStream_t stream);
 
 // From bounds of queries to the factors of key rows; of deterministic sums, between prepare and the products.
 void launch_bounds(KernelParams const& params, cudaStream_t stream);

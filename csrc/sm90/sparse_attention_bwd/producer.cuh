@@ -38,9 +38,8 @@ public:
         rounds_ ^= 1;
         barriers::mbarrier_wait(barriers_.keys_empty, rounds_ & 1, "sparse_attention_bwd: room for keys");
         if (threadIdx.x % 32 < 16) shared_.rows[tile_rows() + gather.row_to_load()] = row;  // two lanes have each
-        copy_parts(gather);
         if (t == 0 && warp_ == 0) load_q(u);
-        hand_over_parts();
+        move_parts(gather);
       }
     }
   }
@@ -72,24 +71,23 @@ private:
   // The rank of this CTA among the CTAs that share a unit.
   __device__ __forceinline__ static int rank() { return C::kCtas > 1 ? static_cast<int>(ptx::cluster_rank()) : 0; }
 
-  // Starts the copies of all parts of a tile.
+  // Copies the tile part by part, at most kPartsAhead at a time, and hands each over when this warp's share of it has come.
   template <int kPart = 0>
-  __device__ __forceinline__ void copy_parts(Gather const& gather) const {
-    constexpr int kPanel = kPart * C::kPartPanels;
-    uint32_t const to = ptx::shared_address(&shared_.keys[0]) + kPanel * C::kPanelBytes;
-    gather.template copy<C::part_panels(kPart)>(to, 2 * C::column(kPanel, rank()));
-    ptx::copy_async_commit();
-    if constexpr (kPart + 1 < C::kParts) copy_parts<kPart + 1>(gather);
-  }
-
-  // Hands each part over when this warp's copies of it have ended.
-  template <int kPart = 0>
-  __device__ __forceinline__ void hand_over_parts() const {
-    ptx::copy_async_wait<C::kParts - 1 - kPart>();
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    if (ptx::elect()) barriers::mbarrier_arrive(barriers_.keys_full(kPart));
-    if constexpr (kPart + 1 < C::kParts) hand_over_parts<kPart + 1>();
+  __device__ __forceinline__ void move_parts(Gather const& gather) const {
+    if constexpr (kPart < C::kParts) {
+      constexpr int kPanel = kPart * C::kPartPanels;
+      uint32_t const to = ptx::shared_address(&shared_.keys[0]) + kPanel * C::kPanelBytes;
+      gather.template copy<C::part_panels(kPart)>(to, 2 * C::column(kPanel, rank()));
+      ptx::copy_async_commit();
+    }
+    constexpr int kCome = kPart + 1 - C::kPartsAhead;
+    if constexpr (kCome >= 0) {
+      ptx::copy_async_wait<(kPart < C::kParts ? kPart + 1 : C::kParts) - kCome - 1>();
+      ptx::fence_proxy_async_shared();
+      __syncwarp();
+      if (ptx::elect()) barriers::mbarrier_arrive(barriers_.keys_full(kCome));
+    }
+    if constexpr (kCome + 1 < C::kParts) move_parts<kPart + 1>(gather);
   }
 
   __device__ __forceinline__ void load_q(Unit const& u) {
