@@ -1,7 +1,7 @@
 // Barriers of the kernel that computes dq and the sums of dkv
 //   name             who arrives                          who waits       what becomes visible, or free
-//   keys_full[part]  one lane of each producer warp       both consumers  panels of the tile (cp.async, fenced by each
-//                                                                         copying thread); with the first also `rows`
+//   keys_full[part]  one lane of each producer warp       consumer 0, a   panels of the tile (cp.async, fenced by each
+//                                                         pair's both     copying thread); with the first also `rows`
 //   keys_empty       one lane of each of the 8 consumer   producer        both consumers have multiplied dS with the
 //                    warps                                                keys of the tile; one CTA: and read `rows`
 //   q_full           one lane of producer warp 0, with    both consumers  Q and dO of the unit (TMA)

@@ -56,9 +56,11 @@ public:
 #pragma unroll
       for (int i = 0; i < kTail; ++i) dq_tail[i] = 0.f;
       float scores[2 * kOwn];
-      multiply_keys(scores, rounds_ & 1);
-      wgmma::wait<0>();
-      wgmma::pin(scores);
+      if constexpr (kScoresAhead) {
+        multiply_keys(scores, rounds_ & 1, true);
+        wgmma::wait<0>();
+        wgmma::pin(scores);
+      }
 #pragma unroll 1
       for (int left = u.tiles; left > 0; --left) {
         tile(u, left > 1, scores, dq, dq_tail);
@@ -73,6 +75,8 @@ public:
 private:
   static constexpr int kOwnKeysBarrier = kProducerBarrier + 1;  // named, of each consumer
   static constexpr auto kWaiting = barriers::Waiting::kPolling;
+  // A tile's scores are multiplied beside the last sums of the tile before. Integers take the registers for that.
+  static constexpr bool kScoresAhead = C::kSums == Sums::kAtomic;
   static constexpr int kTail = C::kTailCols ? C::kTailCols / 2 : 1;
   static constexpr int kOwnTail = C::kOwnTailCols ? C::kOwnTailCols / 2 : 1;
   static constexpr int kOwn = C::kOwnKeys / 2;  // accumulators of 64 heads by the CTA's own keys, which lie first
@@ -88,7 +92,8 @@ private:
     return u.group * C::kGroupHeads + kMe * C::kOwnHeads + warp() * 16;
   }
 
-  // On entry `scores` are this tile's partial scores, on return the next one's, if there are `more` of the unit.
+  // With kScoresAhead `scores` are this tile's partial scores on entry, on return the next one's, if there are `more` of the
+  // unit.
   __device__ __forceinline__ void tile(Unit const& u, bool more, float (&scores)[2 * kOwn],
                                        float (&dq)[wgmma::kValueAccumulators], float (&dq_tail)[kTail]) {
     float s[kOwn];
@@ -96,8 +101,13 @@ private:
     {
       // Partial dP, while partial scores travel.
       float values[2 * kOwn];
+      if constexpr (!kScoresAhead) multiply_keys(scores, rounds_ & 1, true);
       multiply_values(values);
       barriers::mbarrier_wait<kWaiting>(barriers_.ds_empty, ~rounds_ & 1, "sparse_attention_bwd: room for scores");
+      if constexpr (!kScoresAhead) {
+        wgmma::wait<1>();
+        wgmma::pin(scores);
+      }
       send_partial(scores, kOfScores);
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) s[i] = scores[i];
@@ -139,21 +149,23 @@ private:
     ptx::fence_proxy_async_shared();
     multiply_dq<C::kKeySteps / 2, C::kKeySteps>(dq, dq_tail);
 
-    // dkv, some columns at a time: while the sums of some leave, the tensor cores multiply the next ones. The last leave while
-    // the next tile's keys come.
+    // dkv, some columns at a time: while the sums of some leave, the tensor cores multiply the next ones, and in the end the
+    // next tile's scores, whose keys come meanwhile.
     Target<C> const target = target_of<C>(p_, u, rows(), warp() * 16, fresh_lane());
     int const first = rank() * C::kCtaCols + kMe * C::kOwnCols;
     float tail[kOwnTail];
     float first_sums[C::kSumCols / 2];
     float second_sums[C::kSumCols / 2];
     wgmma::commit();
-    if constexpr (C::kTailCols > 0) multiply_tail(tail);
-    wgmma::commit();
+    if constexpr (C::kTailCols > 0) {
+      multiply_tail(tail);
+      wgmma::commit();
+    }
     multiply_columns(first_sums, 0);
-    wgmma::wait<2>();
+    wgmma::wait<(C::kTailCols > 0 ? 2 : 1)>();
     wgmma::pin(dq);
     if constexpr (C::kTailCols > 0) wgmma::pin(dq_tail);
-    if (more) release_keys();
+    if (ptx::elect()) barriers::mbarrier_arrive(barriers_.keys_empty);
     wgmma::wait<1>();
     if constexpr (C::kTailCols > 0) {
       wgmma::pin(tail);
@@ -163,23 +175,16 @@ private:
     wgmma::wait<1>();
     wgmma::pin(first_sums);
     add<C>(p_, u, target, first_sums, first, fresh_lane());
-    // The next tile's scores; after the unit's last tile the same once more, to no purpose: a branch around products takes
-    // registers. Integers leave none for scores beside them.
-    constexpr bool kScoresBeside = C::kSums == Sums::kAtomic;
-    uint32_t const next = (more ? ~rounds_ : rounds_) & 1;
-    if constexpr (kScoresBeside) multiply_keys(scores, next);
-    wgmma::wait<kScoresBeside ? C::kParts : 0>();
+    // After the unit's last tile scores of no keys, to no purpose: a branch around products takes registers.
+    if constexpr (kScoresAhead) multiply_keys(scores, ~rounds_ & 1, more);
+    wgmma::wait<(kScoresAhead ? C::kParts : 0)>();
     wgmma::pin(second_sums);
     if (ptx::elect()) barriers::mbarrier_arrive_cluster_having_read(ptx::map_to_rank(barriers_.ds_empty, peer()));
     add<C>(p_, u, target, second_sums, first + C::kSumCols, fresh_lane());
-    if constexpr (!kScoresBeside) multiply_keys(scores, next);
-    wgmma::wait<0>();
-    wgmma::pin(scores);
-    if (!more) release_keys();
-  }
-
-  __device__ __forceinline__ void release_keys() const {
-    if (ptx::elect()) barriers::mbarrier_arrive(barriers_.keys_empty);
+    if constexpr (kScoresAhead) {
+      wgmma::wait<0>();
+      wgmma::pin(scores);
+    }
   }
 
   // The numbers of the tile's rows.
@@ -190,14 +195,15 @@ private:
   // ---- scores --------------------------------------------------------------------------------------------------------
 
   // Its 64 heads by all keys of the tile of parity `parity` over the CTA's columns; under way on return, in kParts groups.
-  __device__ __forceinline__ void multiply_keys(float (&s)[2 * kOwn], uint32_t parity) const {
+  // Where there is no such tile in the unit, dO stands for its keys, and nobody is waited for.
+  __device__ __forceinline__ void multiply_keys(float (&s)[2 * kOwn], uint32_t parity, bool exists) const {
     // A zero that the assembler does not know: otherwise it keeps descriptors of dP's products for these.
-    uint32_t const first_key = uniform(keys_ + ptx::cluster_rank() / C::kCtas);
+    uint32_t const first_key = uniform((exists ? keys_ : dout_) + ptx::cluster_rank() / C::kCtas);
     wgmma::Descriptor const keys(first_key);
     wgmma::Descriptor const q(uniform(q_ + kMe * C::kOwnHeadBytes));
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
-      barriers::mbarrier_wait<kWaiting>(barriers_.keys_full(part), parity, "sparse_attention_bwd: keys");
+      if (exists) barriers::mbarrier_wait<kWaiting>(barriers_.keys_full(part), parity, "sparse_attention_bwd: keys");
       wgmma::fence();
 #pragma unroll
       for (int i = 0; i < C::part_panels(part) * C::kPanelSteps; ++i) {

@@ -29,7 +29,7 @@ public:
 #pragma unroll 1
       for (int t = 0; t < u.tiles; ++t) {
         // Opaque: what follows from the thread is not kept from tile to tile.
-        Gather gather(static_cast<int>(ptx::opaque(threadIdx.x)) % 128);
+        Gather gather(static_cast<int>(ptx::opaque(threadIdx.x) % 128));
         int const slot = t * C::kTileKeys + (gather.row_to_load() ^ C::kOwnKeys * rank());
         int const index = slot < u.length ? __ldg(slots::list(p_, u.b, u.s) + slot * p_.indices_stride_t) : -1;
         int const row = static_cast<unsigned>(index) < static_cast<unsigned>(u.visible) ? index : -1;
@@ -38,8 +38,11 @@ public:
         rounds_ ^= 1;
         barriers::mbarrier_wait(barriers_.keys_empty, rounds_ & 1, "sparse_attention_bwd: room for keys");
         if (threadIdx.x % 32 < 16) shared_.rows[tile_rows() + gather.row_to_load()] = row;  // two lanes have each
-        if (t == 0 && warp_ == 0) load_q(u);
+        // One CTA gives keys back long before Q, a pair at nearly the same time.
+        bool const loads_q = t == 0 && warp_ == 0;
+        if (C::kCtas > 1 && loads_q) load_q(u);
         move_parts(gather);
+        if (C::kCtas == 1 && loads_q) load_q(u);
       }
     }
   }
