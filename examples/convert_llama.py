@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--top-k", type=int, default=16, help="nodes expanded per layer; default 16")
     parser.add_argument("--compression-rate", type=int, default=16, help="children per node; default 16")
-    parser.add_argument("--prompt", type=int, default=2000, help="tokens of the longest prompt; default 2000")
+    parser.add_argument("--prompt", type=int, default=1000, help="tokens of the longest prompt; default 1000")
     parser.add_argument("--new", type=int, default=24, help="tokens to write; default 24")
     parser.add_argument("--steps", type=int, default=8, help="steps of training; default 8")
     args = parser.parse_args(argv)

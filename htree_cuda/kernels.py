@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -35,11 +36,22 @@ def build_info() -> dict:
         return {}
 
 
+def _hidden() -> str | None:
+    """The folder of an installed htree_cuda with kernels that this one comes before in sys.path."""
+    for entry in sys.path:
+        other = Path(entry).resolve() / _PACKAGE.name
+        if other != _PACKAGE and (other / _LIBRARY.name).exists():
+            return str(other.parent)
+    return None
+
+
 @functools.cache
 def _load() -> tuple[ModuleType | None, str]:
     if not _LIBRARY.exists():
         info = build_info()
-        if not info:
+        if not info and (hidden := _hidden()):
+            reason = f"a source tree without a build hides the htree_cuda installed in {hidden}: run from elsewhere"
+        elif not info:
             reason = "a source tree without a build: run `python tools/build_inplace.py` or `pip install .`"
         else:
             reason = f"built without kernels: {info.get('reason', 'no reason recorded')}"

@@ -62,6 +62,14 @@ def bare_kernels(monkeypatch, tmp_path):
         function.cache_clear()
 
 
+def test_a_source_tree_that_hides_an_installation_says_so(bare_kernels, tmp_path, monkeypatch):
+    installed = tmp_path / "site" / tmp_path.name
+    installed.mkdir(parents=True)
+    (installed / "libhtree_cuda.so").write_bytes(b"")
+    monkeypatch.setattr(bare_kernels.sys, "path", [str(tmp_path.parent), str(installed.parent)])
+    assert f"hides the htree_cuda installed in {installed.parent}" in bare_kernels.why_not_built()
+
+
 def test_reasons_for_no_kernels(bare_kernels, tmp_path, monkeypatch):
     assert not bare_kernels.built() and "tools/build_inplace.py" in bare_kernels.why_not_built()
     bare_kernels._load.cache_clear()

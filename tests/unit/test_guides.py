@@ -14,6 +14,7 @@ SMALLER = {
     "4096": "256",
     "131072": "2000",
     "4000": "400",
+    "9000": "600",
     "1024": "100",
     "512": "40",
     "128": "16",
@@ -49,8 +50,7 @@ def test_decoding():
             variables["cache"] = htree_cuda.TreeCache(2, 2000, 8, 16, dtype=torch.float32)
             variables["cache"].append(k, v)
         if "attach" in block:
-            variables["cache"].reset(1)
-            variables["cache"].append(*tokens(112), seqused=torch.tensor([112, 0], dtype=torch.int32))  # two full pages
+            variables["k"], variables["v"] = tokens(600)
         exec(compile(block, DECODING.name, "exec"), variables)
         variables["cache"].check()
         ran += 1
@@ -65,7 +65,7 @@ def test_dsa():
     variables = {
         "torch": torch, "htree_cuda": htree_cuda, "x": torch.randn(2, 20, 64), "x_next": torch.randn(2, 1, 64),
         "q": q, "kv": kv, "indices": torch.randint(0, 40, (8, 1, 16), dtype=torch.int32), "start": 32,
-        "logits": torch.randn(8, 16, requires_grad=True),
+        "sm_scale": 192**-0.5, "logits": torch.randn(8, 16, requires_grad=True),
     }  # fmt: skip
     small = {"512": "64", "16": "4", "256": "24", "2048": "8"}
     for block in blocks(page):
