@@ -18,17 +18,16 @@ def _one_each(q_start: object) -> bool:
     return (isinstance(q_start, Sequence) and not isinstance(q_start, (str, bytes))) or getattr(q_start, "ndim", 0) == 1
 
 
-def _starts(op: str, q_start: int | Sequence[int] | None, B: int) -> list[int] | None:
-    """One start for each batch element (one without a batch), as the ops take them."""
+def _starts(op: str, q_start: int | Sequence[int] | None, B: int | None) -> list[int] | None:
+    """One start, or one for each of B batch elements (None: there is no batch), as the ops take them."""
     if q_start is None:
         return None
     if not _one_each(q_start):
-        # With B = 0 as well, of which no number is left that the op could check.
-        q_start = checks.common.integer(op, "q_start", q_start)
-        if B == 0 and q_start < 0:
-            checks.common.fail(op, "q_start must be at least 0", q_start)
-        return [q_start] * B
-    return [checks.common.integer(op, "q_start", start) for start in q_start]
+        return [checks.common.integer(op, "q_start", q_start)]
+    starts = [checks.common.integer(op, "q_start", start) for start in q_start]
+    if B is not None and len(starts) != B:  # a list of one is no start of several elements
+        checks.common.fail(op, f"q_start must be one int or a list of B ({B}) ints", f"{len(starts)} of them")
+    return starts
 
 
 def forward(
@@ -265,7 +264,7 @@ def attn_dist(
     if topk_length is not None:
         checks.common.tensor(op, "topk_length", topk_length)
     sm_scale = checks.common.number(op, "sm_scale", sm_scale, optional=True)
-    q_start = _starts(op, q_start, q.shape[0] if q.dim() == 4 else 1)
+    q_start = _starts(op, q_start, q.shape[0] if q.dim() == 4 else None)
     k_stride = checks.common.integer(op, "k_stride", k_stride)
     lse_base = checks.common.number(op, "lse_base", lse_base)
     q, k = _autocast(q, k)
@@ -360,7 +359,7 @@ def sparse_attention(
             checks.common.tensor(op, name, x)
     d_v = checks.common.integer(op, "d_v", d_v)
     sm_scale = checks.common.number(op, "sm_scale", sm_scale, optional=True)
-    q_start = _starts(op, q_start, q.shape[0] if q.dim() == 4 else 1)
+    q_start = _starts(op, q_start, q.shape[0] if q.dim() == 4 else None)
     k_stride = checks.common.integer(op, "k_stride", k_stride)
     checks.common.boolean(op, "return_lse", return_lse)
     lse_base = checks.common.number(op, "lse_base", lse_base)
@@ -460,7 +459,7 @@ def indexer_loss(
     if topk_length is not None:
         checks.common.tensor(op, "topk_length", topk_length)
     s_kv = checks.common.integer(op, "s_kv", s_kv)
-    q_start = _starts(op, q_start, logits.shape[0] if logits.dim() == 3 else 1)
+    q_start = _starts(op, q_start, logits.shape[0] if logits.dim() == 3 else None)
     k_stride = checks.common.integer(op, "k_stride", k_stride)
     starts = checks.lists.indexer_loss(
         logits, attn_dist, indices, topk_length, s_kv=s_kv, q_start=q_start, k_stride=k_stride, reduction=reduction

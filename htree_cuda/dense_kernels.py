@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .params import start_of
 
 MAX_HEADS = 512  # of a launch of attn_dist, whose result has a row for every 64 of them
 MAX_OUT_BYTES = 64 << 20  # of the values that sparse_attention makes beside an lse
@@ -41,13 +42,14 @@ def dense_lse(q: Tensor, k: Tensor, starts: list[int], sm_scale: float) -> Tenso
     lse = torch.empty(B, s_q, h_q, dtype=torch.float32, device=q.device)
     step = max(1, MAX_OUT_BYTES // (h_q * D_V * q.element_size()))
     for b in range(B):
+        start = start_of(starts, b)
         for first in range(0, s_q, step):
             chunk = slice(first, min(first + step, s_q))
             part = q[b : b + 1, chunk]
-            end = min(k.shape[1], starts[b] + chunk.stop)
+            end = min(k.shape[1], start + chunk.stop)
             kernels.sparse_attention(
                 part, k[b : b + 1], _all_rows(0, end, part.shape[1], q.device), part.new_empty(*part.shape[:3], D_V),
-                lse[b : b + 1, chunk], sm_scale=sm_scale, q_start=[starts[b] + first], k_stride=1, topk_length=None,
+                lse[b : b + 1, chunk], sm_scale=sm_scale, q_start=[start + first], k_stride=1, topk_length=None,
                 attn_sink=None, lse_base=math.e,
             )  # fmt: skip
     return lse

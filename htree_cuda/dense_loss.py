@@ -95,7 +95,7 @@ def dense_indexer_loss(
     for name, x in tensors.items():
         checks.common.tensor(op, name, x)
     sm_scale = checks.common.number(op, "sm_scale", sm_scale, optional=True)
-    q_start = _starts(op, q_start, q_i.shape[0] if q_i.dim() == 4 else 1)
+    q_start = _starts(op, q_start, q_i.shape[0] if q_i.dim() == 4 else None)
     k_stride = checks.common.integer(op, "k_stride", k_stride)
     lse_base = checks.common.number(op, "lse_base", lse_base)
     checks.dense_loss.reduction(op, reduction)

@@ -26,7 +26,7 @@ def _tensors(op: str, required: dict[str, Tensor], optional: dict[str, Tensor | 
             checks.common.tensor(op, name, x)
 
 
-def _call_options(op: str, B: int, q_start, k_stride, backend, deterministic) -> dict:
+def _call_options(op: str, B: int | None, q_start, k_stride, backend, deterministic) -> dict:
     checks.common.backend_name(op, backend)
     if deterministic is not None:
         checks.common.boolean(op, "deterministic", deterministic)
@@ -106,7 +106,7 @@ def indexer_logits(
     lists = {"indices": indices, "topk_length": topk_length, "k_start": k_start, "k_end": k_end}
     scales = {"q_scale": q_scale, "k_scale": k_scale}
     _tensors(op, {"q": q, "k": k, "weights": weights}, {**scales, **lists})
-    options = _call_options(op, q.shape[0] if q.dim() == 4 else 1, q_start, k_stride, backend, deterministic)
+    options = _call_options(op, q.shape[0] if q.dim() == 4 else None, q_start, k_stride, backend, deterministic)
     q, k = _autocast_indexer(q, k)
     wanted = _wanted(q=q, k=k, weights=weights, **scales)
     checks.dsa.no_fp8_gradient(op, q, wanted)
@@ -170,7 +170,7 @@ def topk_indices(
     topk = checks.common.integer(op, "topk", topk)
     checks.common.boolean(op, "sorted", sorted)
     checks.common.boolean(op, "return_values", return_values)
-    options = _call_options(op, logits.shape[0] if logits.dim() == 3 else 1, q_start, k_stride, backend, None)
+    options = _call_options(op, logits.shape[0] if logits.dim() == 3 else None, q_start, k_stride, backend, None)
     del options["deterministic"]
     indices, values = torch.ops.htree_cuda.topk_indices(
         logits.detach(), k_start, k_end, topk=topk, sorted=sorted, return_values=return_values, **options
@@ -231,7 +231,7 @@ def indexer_topk(
     topk = checks.common.integer(op, "topk", topk)
     checks.common.boolean(op, "sorted", sorted)
     checks.common.boolean(op, "return_logits", return_logits)
-    options = _call_options(op, q.shape[0] if q.dim() == 4 else 1, q_start, k_stride, backend, deterministic)
+    options = _call_options(op, q.shape[0] if q.dim() == 4 else None, q_start, k_stride, backend, deterministic)
     q, k = _autocast_indexer(q, k)
     if return_logits:
         wanted = _wanted(q=q, k=k, weights=weights, q_scale=q_scale, k_scale=k_scale)

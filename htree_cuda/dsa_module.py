@@ -69,12 +69,18 @@ class Indexer(nn.Module):
         self.weights_proj = nn.Linear(d_model, n_heads, bias=False, device=place["device"], dtype=dtype)
         self.scale = n_heads**-0.5 * head_dim**-0.5
 
-    def forward(self, x: Tensor, q_latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, q_latent: Tensor, keys_alone: bool = False
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
         """x [B, T, d_model], q_latent [B, T, q_lora_rank] -> queries [B, T, n_heads, head_dim] and keys [B, T, 1,
-        head_dim], not rotated yet, and weights [B, T, n_heads] in the accumulation dtype."""
+        head_dim], not rotated yet, and weights [B, T, n_heads] in the accumulation dtype. keys_alone: None in place of
+        queries and weights."""
         x, q_latent = x.detach(), q_latent.detach()
+        k = self.wk(x)
+        k = self.k_norm(k).to(k.dtype)
+        if keys_alone:
+            return None, k[:, :, None], None
         q = self.wq_b(q_latent).unflatten(2, (self.n_heads, self.head_dim))
-        k = self.k_norm(self.wk(x)).to(q.dtype)
         with _without_autocast(x):
             acc = accumulation_dtype(x.dtype)
             weights = F.linear(x.to(acc), self.weights_proj.weight.to(acc)) * self.scale
@@ -257,17 +263,23 @@ class DSAttention(nn.Module):
         weight = self.wkv_b.weight.unflatten(0, (self.n_heads, self.qk_nope_head_dim + self.v_head_dim))
         return weight.split((self.qk_nope_head_dim, self.v_head_dim), dim=1)
 
-    def project(self, x: Tensor, start: int = 0) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    def project(
+        self, x: Tensor, start: int = 0, keys_alone: bool = False
+    ) -> tuple[Tensor, Tensor, tuple[Tensor | None, Tensor, Tensor | None]]:
         """x [B, T, d_model] at positions from start on -> (queries [B, T, n_heads, nope + rope], key rows [B, T, 1,
-        kv_lora_rank + rope], (queries, keys and weights of the indexer)), all rotated."""
+        kv_lora_rank + rope], (queries, keys and weights of the indexer)), all rotated. keys_alone: None in
+        place of the queries and weights of the indexer."""
         q_latent = self.q_norm(self.wq_a(x))
         head = (self.n_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
         q = self._rope(self.wq_b(q_latent).unflatten(2, head), start, first=False, interleaved=self.rope_interleaved)
         latent, k_rope = self.wkv_a(x).split((self.kv_lora_rank, self.qk_rope_head_dim), dim=2)
         kv = torch.cat((self.kv_norm(latent), k_rope), dim=2)[:, :, None]
         kv = self._rope(kv, start, first=False, interleaved=self.rope_interleaved)
-        q_i, k_i, weights = self.indexer(x, q_latent)
-        q_i, k_i = (self._rope(y, start, first=True, interleaved=self.index_rope_interleaved) for y in (q_i, k_i))
+        q_i, k_i, weights = self.indexer(x, q_latent, keys_alone)
+        q_i, k_i = (
+            y if y is None else self._rope(y, start, first=True, interleaved=self.index_rope_interleaved)
+            for y in (q_i, k_i)
+        )
         return q, kv, (q_i, k_i, weights)
 
     def absorb(self, q: Tensor) -> Tensor:
@@ -318,7 +330,7 @@ class DSAttention(nn.Module):
             absorbed = self.absorb(q)
             keys = kv.to(absorbed.dtype)
             numbers = {"sm_scale": self.sm_scale, "backend": self.backend}
-            lse = torch.ops.htree_cuda.dense_lse(absorbed, keys, q_start=[start] * q.shape[0], **numbers)
+            lse = torch.ops.htree_cuda.dense_lse(absorbed, keys, q_start=[start], **numbers)
         natural = {"lse_base": torch.e, "q_start": start}
         return out, dense_indexer_loss(*indexer, absorbed, keys, lse, **natural, **numbers)
 
@@ -329,7 +341,8 @@ class DSAttention(nn.Module):
         widths = (self.kv_lora_rank + self.qk_rope_head_dim, self.index_head_dim)
         checks.dsa_module.module_input(x, past, return_kv, self.wq_a.weight, widths)
         start = 0 if past is None else past[0].shape[1]
-        q, kv, (q_i, k_i, weights) = self.project(x, start)
+        # Dense attention without a loss needs the indexer's keys alone, for the tokens that come after.
+        q, kv, (q_i, k_i, weights) = self.project(x, start, self.stage == "warmup" and not self.training)
         if past is not None:
             kv, k_i = (torch.cat((old[:, :, None].to(new), new), 1) for old, new in zip(past, (kv, k_i), strict=True))
         attend = self._sparse if self.stage == "sparse" else self._dense

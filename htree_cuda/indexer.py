@@ -41,12 +41,12 @@ def indexer_loss(
     topk_length: Tensor | None,
     reduction: str,
 ) -> Tensor:
-    """See `api.indexer_loss`; q_start holds one number for each batch element."""
+    """See `api.indexer_loss`; q_start: see `params.start_of`, or None."""
     acc = accumulation_dtype(logits.dtype)
     position = None
     if q_start:  # an empty list: B = 0, no query to place
         query = torch.arange(logits.shape[-2], device=logits.device)
-        position = torch.stack([query + start for start in q_start]) if logits.dim() == 3 else query + q_start[0]
+        position = torch.stack([query + start for start in q_start]) if len(q_start) > 1 else query + q_start[0]
     valid = valid_slots(indices.squeeze(-2), s_kv=s_kv, position=position, k_stride=k_stride, topk_length=topk_length)
     if attn_dist.dim() > logits.dim():
         attn_dist = attn_dist.sum(-3)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import pairs
-from .params import TreeParams
+from .params import TreeParams, start_of
 
 _PACKAGE = Path(__file__).resolve().parent
 _LIBRARY = _PACKAGE / "libhtree_cuda.so"
@@ -152,6 +152,11 @@ def _strided(x: Tensor) -> tuple[int, ...]:
 def _slots(indices: Tensor) -> tuple[int, ...]:
     """(pointer, stride_b, stride_s, stride of slots) of an index list [B, s_q, 1, topk]."""
     return indices.data_ptr(), indices.stride(0), indices.stride(1), indices.stride(3)
+
+
+def _starts(q_start: list[int] | None, B: int) -> list[int] | None:
+    """B starts, of those that `params.start_of` reads."""
+    return None if q_start is None else [start_of(q_start, b) for b in range(B)]
 
 
 def _or_none(x: Tensor | None, dims: int) -> tuple[int, ...]:
@@ -406,7 +411,7 @@ def attn_dist(
     lse_base: float,
 ) -> None:
     """Fills out [B, ceil(h_q / 64), s_q, topk] float32 from q [B, s_q, h_q, d], k [B, s_kv, 1, d],
-    indices [B, s_q, 1, topk], lse [B, s_q, h_q], topk_length [B, s_q], all of them strided; q_start holds B numbers."""
+    indices [B, s_q, 1, topk], lse [B, s_q, h_q], topk_length [B, s_q], all of them strided."""
     B, s_q, h_q, d_qk = q.shape
     load().attn_dist(
         q=(q.data_ptr(), *q.stride()[:3]),
@@ -415,7 +420,7 @@ def attn_dist(
         lse=_strided(lse),
         topk_length=_or_none(topk_length, 2),
         out=out.data_ptr(),
-        q_start=q_start,
+        q_start=_starts(q_start, B),
         k_stride=k_stride,
         B=B,
         s_q=s_q,
@@ -445,8 +450,8 @@ def sparse_attention(
     lse_base: float,
 ) -> None:
     """Fills out [B, s_q, h_q, d_v] and lse [B, s_q, h_q] float32, both contiguous, from q [B, s_q, h_q, d],
-    kv [B, s_kv, 1, d], indices [B, s_q, 1, topk], topk_length [B, s_q], attn_sink [h_q], all of them strided; q_start
-    holds B numbers."""
+    kv [B, s_kv, 1, d], indices [B, s_q, 1, topk], topk_length [B, s_q], attn_sink [h_q], all of
+    them strided."""
     B, s_q, h_q, d_qk = q.shape
     load().sparse_attention(
         q=_strided(q),
@@ -456,7 +461,7 @@ def sparse_attention(
         attn_sink=_or_none(attn_sink, 1),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
-        q_start=q_start,
+        q_start=_starts(q_start, B),
         k_stride=k_stride,
         B=B,
         s_q=s_q,
@@ -521,7 +526,7 @@ def sparse_attention_backward(
         attn_sink=_or_none(attn_sink, 1),
         out=out.data_ptr(),
         lse=lse.data_ptr(),
-        q_start=q_start,
+        q_start=_starts(q_start, B),
         k_stride=k_stride,
         B=B,
         s_q=s_q,
@@ -622,7 +627,7 @@ def topk_indices(logits: Tensor, k_start, k_end, indices: Tensor, values: Tensor
         logits=_rows(logits),
         k_start=_rows(k_start),
         k_end=_rows(k_end),
-        q_start=params.q_start,
+        q_start=_starts(params.q_start, B),
         k_stride=params.k_stride,
         indices=indices.data_ptr(),
         values=0 if values is None else values.data_ptr(),
@@ -644,7 +649,7 @@ def _indexer(q: Tensor, k: Tensor, weights: Tensor, q_scale, k_scale, k_start, k
         "k_scale": _rows(k_scale),
         "k_start": _rows(k_start),
         "k_end": _rows(k_end),
-        "q_start": params.q_start,
+        "q_start": _starts(params.q_start, B),
         "k_stride": params.k_stride,
         "sizes": (B, s_q, k.shape[1], h_i, d_i),
         "dtype": _dtype(q),

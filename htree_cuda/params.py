@@ -44,9 +44,15 @@ class CachedParams:
     attn_sink: Tensor | None = field(default=None, compare=False)
 
 
+def start_of(q_start: list[int], b: int) -> int:
+    """The position of query 0 of batch element b. One number is that of all elements: a list of B numbers would fix B
+    where torch.compile or torch.export leaves it open."""
+    return q_start[b] if len(q_start) > 1 else q_start[0]
+
+
 @dataclass(frozen=True)
 class ListParams:
-    """One call of attn_dist or sparse_attention; q_start holds B numbers or is None (no causal rule)."""
+    """One call of attn_dist or sparse_attention; q_start: see `start_of`, or None (no causal rule)."""
 
     batched: bool
     sm_scale: float
@@ -57,7 +63,7 @@ class ListParams:
 
 @dataclass(frozen=True)
 class IndexerParams:
-    """One call of indexer_logits, topk_indices or indexer_topk; q_start holds B numbers or is None."""
+    """One call of indexer_logits, topk_indices or indexer_topk; q_start: see `start_of`, or None."""
 
     batched: bool
     q_start: list[int] | None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +15,8 @@ import torch
 from .. import checks
 from . import attn_dist, backward, budgets, context_parallel, decode, dsa, forward, indexer, packed, sparse_attention
 from .inputs import DTYPES, KINDS, RANDOM
-from .plots import plot
-from .protocol import Short, identity
+from .plots import check_name, plot
+from .protocol import Short, identity, write_whole
 from .tables import break_even, table
 
 COMMANDS = {
@@ -25,15 +26,25 @@ COMMANDS = {
 }  # fmt: skip
 
 
+LARGEST_SEED = (1 << 63) - 1  # Benchmarks add small numbers to a seed, and torch takes 64 bits.
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+
+
 def _ints(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",")]
+    numbers = [_whole(part) for part in text.split(",")]
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"every number must be at least 1, got {text}")
     return numbers
 
 
 def _size(text: str, least: int = 1) -> int:
-    if int(text) < least:
+    if _whole(text) < least:
         raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
     return int(text)
 
@@ -42,38 +53,43 @@ def _count(text: str) -> int:
     return _size(text, least=0)
 
 
+def _seed(text: str) -> int:
+    if not -LARGEST_SEED - 1 <= _whole(text) <= LARGEST_SEED:
+        raise argparse.ArgumentTypeError(f"must lie in -2^63 .. 2^63 - 1, got {text}")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     if not 0 <= float(text) < float("inf"):
         raise argparse.ArgumentTypeError(f"must be at least 0 and finite, got {text}")
     return float(text)
 
 
+def _names(text: str, known: Iterable[str]) -> list[str]:
+    """Names between commas, each one known. An empty name is shown as ''."""
+    names = text.split(",")
+    if unknown := set(names) - set(known):
+        shown = ", ".join(name or repr(name) for name in sorted(unknown))
+        raise argparse.ArgumentTypeError(f"{shown}: must be of {', '.join(known)}, got {text!r}")
+    return names
+
+
 def _types(text: str) -> str:
-    known = [*DTYPES, "float8_e4m3fn"]
-    if unknown := {name for name in text.split(",") if name} - set(known):
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: must be of {', '.join(known)}")
+    if text:
+        _names(text, indexer.TYPES)
     return text
 
 
 def _kinds(text: str) -> list[str]:
-    kinds = text.split(",")
-    if unknown := set(kinds) - set(KINDS):
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: must be of {', '.join(KINDS)}")
-    return kinds
+    return _names(text, KINDS)
 
 
 def _layouts(text: str) -> list[str]:
-    layouts = text.split(",")
-    if unknown := set(layouts) - set(checks.distributed.LAYOUTS):
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: must be of contiguous, zigzag")
-    return layouts
+    return _names(text, checks.distributed.LAYOUTS)
 
 
 def _ops(text: str) -> list[str]:
-    ops = text.split(",")
-    if unknown := set(ops) - set(indexer.OPS):
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: must be of {', '.join(indexer.OPS)}")
-    return ops
+    return _names(text, indexer.OPS)
 
 
 def _common(cuda: bool) -> argparse.ArgumentParser:
@@ -83,7 +99,7 @@ def _common(cuda: bool) -> argparse.ArgumentParser:
     add("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu", help="where to measure")
     add("--backend", choices=["auto", "torch"], default="auto", help="as htree_cuda.forward takes it")
     add("--dtype", choices=list(DTYPES), default="bfloat16" if cuda else "float32", help="of every input")
-    add("--seed", type=int, default=0, help="of the random inputs")
+    add("--seed", type=_seed, default=0, help="of the random inputs")
     add("--out", type=Path, help="write the figures to this JSON file")
     return parser
 
@@ -115,10 +131,7 @@ def _decode(cuda: bool) -> argparse.ArgumentParser:
 
 
 def _cases(text: str) -> list[str]:
-    cases = text.split(",")
-    if unknown := set(cases) - set(packed.CASES):
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: must be of {', '.join(packed.CASES)}")
-    return cases
+    return _names(text, packed.CASES)
 
 
 def _packed(cuda: bool) -> argparse.ArgumentParser:
@@ -253,12 +266,52 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_lengths(option: str, value: int, lengths: list[int]) -> None:
+    if value > min(lengths):
+        raise ValueError(f"{option} must be at most the smallest of --lengths, {min(lengths)}, got {value}")
+
+
+def _check_file(option: str, path: Path) -> None:
+    """A folder that is missing is made when the file is written, if it can be."""
+    try:
+        if path.is_dir():
+            raise ValueError(f"{option} must name a file, got the folder {path}")
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+    except OSError as error:
+        raise ValueError(f"{option} {path}: cannot be written ({error.strerror})") from None
+    if not folder.is_dir():
+        raise ValueError(f"{option} {path}: cannot be written ({folder} is no folder)")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {path}: cannot be written ({folder} is not writable)")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What options ask of each other and of the machine, before anything is measured. Raises ValueError."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch sees no CUDA device")
+    if args.out:
+        _check_file("--out", args.out)
+    if getattr(args, "plot", None):
+        _check_file("--plot", args.plot)
+        check_name(args.plot)
+        if getattr(args, "no_single", False):
+            raise ValueError(f"--plot {args.plot}: draws the speedup over one rank, which --no-single leaves out")
+    if args.command in ("attn_dist", "sparse_attention"):  # Every slot of their index lists holds another key.
+        _check_lengths("--topk", args.topk, args.lengths)
+    if args.command == "dsa":  # Its queries are the last ones of the sequence.
+        _check_lengths("--queries", args.queries, args.lengths)
+    if args.command in ("sparse_attention", "dsa") and args.value_dim > args.dim:
+        raise ValueError(f"--value-dim must be at most --dim, {args.dim}, got {args.value_dim}")
+    if args.command == "packed":
+        for case in args.cases:
+            if args.total < packed.LEAST[case]:
+                rule = f"at least {packed.LEAST[case]} for {case} of --cases"
+                raise ValueError(f"--total must be {rule}, got {args.total}")
+
+
 def write(path: Path, report: dict) -> None:
     """The report as JSON; the path holds the one before or this one whole, whenever the run is ended."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".draft")
-    draft.write_text(json.dumps(report, indent=1) + "\n")
-    draft.replace(path)
+    write_whole(path, json.dumps(report, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -284,16 +337,19 @@ def main(argv: list[str] | None = None) -> int:
     command = COMMANDS[args.command]
     args.keep = Keep(args.command, args.device, args.out)
     try:
-        if args.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda: PyTorch sees no CUDA device")
-        if args.out and args.out.is_dir():
-            raise ValueError(f"--out must name a file, got the folder {args.out}")
+        _check(args)
         figures = command.run(args)
+        if figures is not None:  # A rank other than the first has no report.
+            _report(args, figures)
     except (ValueError, checks.UnsupportedError) as error:  # a shape that the operation refuses
         print(f"htree_cuda bench {args.command}: {error}", file=sys.stderr)
         return 2
-    if figures is None:  # a rank that leaves the report to the first one
-        return 0
+    return 0
+
+
+def _report(args: argparse.Namespace, figures: list[dict]) -> None:
+    """Prints the table and writes the files. Raises ValueError where one cannot be written."""
+    command = COMMANDS[args.command]
     print(table(figures, command.COLUMNS))
     report = args.keep.report(figures)
     if args.command == "budgets":
@@ -307,4 +363,3 @@ def main(argv: list[str] | None = None) -> int:
     if getattr(args, "plot", None):
         getattr(command, "plot", plot)(figures, args.plot)
         print(f"wrote {args.plot}")
-    return 0

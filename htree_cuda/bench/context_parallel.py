@@ -29,6 +29,7 @@ from ..distributed.exchange import Gathered, Travel, wait
 from ..distributed.exchange import trade as trade_rows
 from ..distributed.placement import Placement
 from .inputs import DTYPES, tree_inputs, visited
+from .plots import save
 from .protocol import identity, write_report
 
 SHAPES = [(16, 1, 64), (16, 1, 512), (32, 8, 64), (32, 8, 512)]  # H, H_kv, top_k of --quick, the longest last
@@ -445,6 +446,4 @@ def plot(figures: list[dict], path) -> None:
     ax.set_title("forward and backward of one sequence", fontsize=9)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=130)
-    plt.close(fig)
+    save(fig, path)

@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import TreeCache, forward_cached
 from .inputs import DTYPES, visited
+from .plots import save
 from .protocol import measure
 
 STEPS = {"cuda": 32, "cpu": 4}  # in one measured interval
@@ -46,8 +47,11 @@ DENSE_BACKENDS = {
 
 def heads(text: str) -> list[tuple[int, int]]:
     """Parses 16/1,64/8: pairs of query heads and KV heads."""
-    pairs = [tuple(int(n) for n in pair.split("/")) for pair in text.split(",")]
-    if any(len(pair) != 2 or pair[1] < 1 or pair[0] % pair[1] for pair in pairs):
+    try:
+        pairs = [tuple(int(n) for n in pair.split("/")) for pair in text.split(",")]
+    except ValueError:
+        pairs = [()]
+    if any(len(pair) != 2 or min(pair) < 1 or pair[0] % pair[1] for pair in pairs):
         raise argparse.ArgumentTypeError(f"must be pairs H/H_kv, H a multiple of H_kv, got {text!r}")
     return pairs
 
@@ -261,6 +265,4 @@ def plot(figures: list[dict], path: Path) -> None:
         ax.set_xscale("log", base=2)
         ax.grid(alpha=0.3)
         ax.legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=130)
-    plt.close(fig)
+    save(fig, path)

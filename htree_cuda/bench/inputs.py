@@ -74,10 +74,11 @@ def list_inputs(s_q: int, h_q: int, s_kv: int, topk: int, d_qk: int, dtype, devi
 def dist_inputs(s_q: int, h_q: int, s_kv: int, topk: int, d_qk: int, dtype, device, seed: int):
     """`list_inputs`, and the lse that makes each head's slots sum to one."""
     q, k, indices = list_inputs(s_q, h_q, s_kv, topk, d_qk, dtype, device, seed)
-    lse = torch.empty(s_q, h_q, dtype=torch.float32, device=device)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    lse = torch.empty(s_q, h_q, dtype=wide, device=device)
     scale = d_qk**-0.5 * math.log2(math.e)
     for s in range(0, s_q, 16):
-        gathered = k[indices[s : s + 16, 0].long(), 0].float()
-        scores = torch.bmm(q[s : s + 16].float(), gathered.transpose(1, 2)) * scale
+        gathered = k[indices[s : s + 16, 0].long(), 0].to(wide)
+        scores = torch.bmm(q[s : s + 16].to(wide), gathered.transpose(1, 2)) * scale
         lse[s : s + 16] = torch.logsumexp(scores * math.log(2.0), 2) / math.log(2.0)
     return q, k, indices, lse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import itertools
@@ -55,10 +56,24 @@ def identity(device: str) -> dict:
 
 def write_report(path: Path, program: str, about: dict, figures: list[dict]) -> None:
     """What was measured so far, whole or not at all: a run that is cut off leaves the file of its last call."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({"program": program, **about, "figures": figures}, indent=1) + "\n")
-    part.replace(path)
+    write_whole(path, json.dumps({"program": program, **about, "figures": figures}, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes the file of --out, whose folder is made. The path holds what it held before or the text whole, and no
+    draft stays beside it. Raises ValueError where it cannot be written."""
+    draft = path.with_name(path.name + ".draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            draft.write_text(text)
+            draft.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
+    except OSError as error:
+        raise ValueError(f"--out {path}: cannot be written ({error.strerror or error})") from None
 
 
 def _this_gpu() -> str:

@@ -66,13 +66,14 @@ def _index_list(
 def _slot_numbers(
     op: str, s_q: int, s_kv: int, B: int | None, q_start: Sequence[int] | None, k_stride: int
 ) -> list[int] | None:
-    """Rules of the numbers that decide which slots are valid; B is None without a batch. Returns the starts."""
+    """Rules of the numbers that decide which slots are valid; B is None without a batch. Returns the starts, one for
+    every batch element or B of them."""
     size(op, "s_kv", s_kv, 0, MAX_INT32)
     size(op, "s_q", s_q, 0, MAX_INT32)
     size(op, "k_stride", k_stride)
     if q_start is None:
         return None
-    if len(q_start) != (1 if B is None else B):
+    if len(q_start) != 1 and (B is None or len(q_start) != B):
         rule = "q_start must be one int" if B is None else f"q_start must be one int or a list of B ({B}) ints"
         fail(op, rule, f"{len(q_start)} of them")
     for start in q_start:

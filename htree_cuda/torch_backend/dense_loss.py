@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..definition import accumulation_dtype
-from ..params import IndexerParams
+from ..params import IndexerParams, start_of
 from .chunks import budget
 from .indexer import visible_rows
 
@@ -52,7 +52,7 @@ class Window:
         for b in range(self.B):
             for first in range(0, self.s_q, step):
                 rows = slice(first, min(first + step, self.s_q))
-                end = s_kv if starts is None else min(s_kv, (starts[b] + rows.stop) // k_stride)
+                end = s_kv if starts is None else min(s_kv, (start_of(starts, b) + rows.stop) // k_stride)
                 yield b, rows, [slice(j, min(j + keys, end)) for j in range(0, end, keys)]
 
 

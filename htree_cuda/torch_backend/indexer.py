@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..definition import accumulation_dtype
-from ..params import IndexerParams
+from ..params import IndexerParams, start_of
 from .chunks import Scratch, budget
 from .lists import valid_slots
 
@@ -39,7 +39,8 @@ def visible_rows(
     if k_end is not None:
         parts.append(rows < k_end[b, queries, None])
     if params.q_start is not None:
-        position = torch.arange(first, first + queries.stop - queries.start, device=rows.device) + params.q_start[b]
+        position = torch.arange(first, first + queries.stop - queries.start, device=rows.device)
+        position += start_of(params.q_start, b)
         parts.append(rows < ((position + 1) // params.k_stride)[:, None])
     if not parts:
         return None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..definition import accumulation_dtype
+from ..params import start_of
 from .chunks import Scratch, budget
 
 
@@ -43,7 +44,7 @@ def add_rows(total: Tensor, index: Tensor, rows: Tensor, deterministic: bool) ->
 class _Lists:
     """What every chunk of one call shares: keys, index lists, the rules of validity and the gathering.
 
-    q [B,s_q,h_q,d_qk], k [B,s_kv,1,d_qk], indices [B,s_q,1,topk], topk_length [B,s_q], q_start B numbers.
+    q [B,s_q,h_q,d_qk], k [B,s_kv,1,d_qk], indices [B,s_q,1,topk], topk_length [B,s_q], q_start: `params.start_of`.
     """
 
     def __init__(self, q: Tensor, k: Tensor, indices: Tensor, topk_length: Tensor | None, q_start, k_stride: int):
@@ -72,7 +73,7 @@ class _Lists:
                 index = self.indices[b, rows, 0].to(torch.int64)
                 position = None
                 if self.q_start is not None:
-                    position = torch.arange(rows.start, rows.stop, device=device) + self.q_start[b]
+                    position = torch.arange(rows.start, rows.stop, device=device) + start_of(self.q_start, b)
                 length = None if self.topk_length is None else self.topk_length[b, rows]
                 valid = valid_slots(
                     index, s_kv=self.s_kv, position=position, k_stride=self.k_stride, topk_length=length

@@ -14,7 +14,20 @@ import torch
 
 from htree_cuda import attn_dist, definition, forward_cached, sparse_attention
 from htree_cuda.bench import attn_dist as bench_attn_dist
-from htree_cuda.bench import backward, budgets, cli, forward, inputs, peers, phases, protocol, tables, trained
+from htree_cuda.bench import (
+    backward,
+    budgets,
+    cli,
+    forward,
+    inputs,
+    packed,
+    peers,
+    phases,
+    plots,
+    protocol,
+    tables,
+    trained,
+)
 from htree_cuda.bench import decode as bench_decode
 from htree_cuda.bench import sparse_attention as bench_sparse_attention
 
@@ -545,12 +558,168 @@ def test_every_row_of_the_design_is_in_the_table(monkeypatch):
         (["forward", "--queries", "-1"], "must be at least 0, got -1"),
         (["indexer", "--types", "foo"], "foo: must be of"),
         (["budgets", "--limit-s", "nan"], "must be at least 0 and finite, got nan"),
+        (["forward", "--lengths", "64,x"], "argument --lengths: must be a whole number, got 'x'"),
+        (["forward", "--dim", "1.5"], "argument --dim: must be a whole number, got '1.5'"),
+        (["decode", "--heads", "a/1"], "argument --heads: must be pairs H/H_kv, H a multiple of H_kv, got 'a/1'"),
+        (["decode", "--heads", "0/1"], "argument --heads: must be pairs H/H_kv, H a multiple of H_kv, got '0/1'"),
+        (["indexer", "--types", ","], "argument --types: '': must be of float32, bfloat16, float16, float64"),
+        (["indexer", "--types", "float32,"], "argument --types: '': must be of float32, bfloat16, float16, float64"),
+        (["indexer", "--ops", ""], "argument --ops: '': must be of topk_indices"),
+        (["forward", "--inputs", "iid,"], "argument --inputs: '': must be of iid, local, trained, got 'iid,'"),
+        (["packed", "--cases", ","], "argument --cases: '': must be of equal, documents, dense, short, got ','"),
+        (["context_parallel", "--layouts", "up"], "argument --layouts: up: must be of contiguous, zigzag, got 'up'"),
+        *(
+            ([command, "--seed", seed], f"argument --seed: must lie in -2^63 .. 2^63 - 1, got {seed}")
+            for command in cli.COMMANDS
+            for seed in ("99999999999999999999", str(1 << 63), str(-(1 << 63) - 1))
+        ),
+        (["forward", "--seed", "x"], "argument --seed: must be a whole number, got 'x'"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+LISTS = "--lengths 80,64 --queries 4 --heads-list 4 --dim 8 --device cpu".split()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["attn_dist", *LISTS, "--topk", "65"], "--topk must be at most the smallest of --lengths, 64, got 65"),
+        (
+            ["sparse_attention", *LISTS, "--topk", "100", "--value-dim", "4"],
+            "--topk must be at most the smallest of --lengths, 64, got 100",
+        ),
+        (["sparse_attention", *LISTS, "--topk", "8"], "--value-dim must be at most --dim, 8, got 512"),
+        (["dsa", *LISTS, "--topk", "8"], "--value-dim must be at most --dim, 8, got 512"),
+        (["dsa", *LISTS, "--queries", "65"], "--queries must be at most the smallest of --lengths, 64, got 65"),
+        (["packed", "--total", "3"], "--total must be at least 4 for equal of --cases, got 3"),
+        (
+            ["packed", "--total", "1", "--cases", "documents"],
+            "--total must be at least 2 for documents of --cases, got 1",
+        ),
+        (["packed", "--total", "15", "--cases", "dense"], "--total must be at least 16 for dense of --cases, got 15"),
+        (["packed", "--total", "15", "--cases", "short"], "--total must be at least 16 for short of --cases, got 15"),
+        (
+            ["context_parallel", "--no-single", "--plot", "x.png"],
+            "--plot x.png: draws the speedup over one rank, which --no-single leaves out",
+        ),
+        (["forward", "--plot", "."], "--plot must name a file, got the folder ."),
+        (
+            ["forward", "--plot", f"{__file__}/x.png"],
+            f"--plot {__file__}/x.png: cannot be written ({__file__} is no folder)",
+        ),
+        (["forward", "--out", f"{__file__}/a/x"], f"--out {__file__}/a/x: cannot be written ({__file__} is no folder)"),
+        (["forward", "--out", "x" * 300], f"--out {'x' * 300}: cannot be written (File name too long)"),
+    ],
+)
+def test_options_that_disagree_are_one_line(arguments, message, monkeypatch, capsys):
+    """Nothing is measured, so nothing else is said."""
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+    monkeypatch.setattr(cli.COMMANDS[arguments[0]], "run", None)
+    assert cli.main([*arguments, "--device", "cpu"]) == 2
+    assert capsys.readouterr() == ("", f"htree_cuda bench {arguments[0]}: {message}\n")
+
+
+@pytest.mark.parametrize("command", ["forward", "decode", "context_parallel"])
+def test_a_plot_that_cannot_be_drawn_is_refused_before_measuring(command, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(cli.COMMANDS[command], "run", None)
+    assert cli.main([command, "--device", "cpu", "--plot", str(tmp_path / "x.txt")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"htree_cuda bench {command}: --plot must end in .") and ".png" in line
+    assert line.endswith(f"got {tmp_path / 'x.txt'}")
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    assert cli.main([command, "--device", "cpu", "--plot", str(tmp_path / "x.png")]) == 2
+    assert "is not installed (pip install 'htree_cuda[demo]')" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "first"), [("a/x", b"\x89PNG"), ("x.PNG", b"\x89PNG"), ("x.svg", b"<?xml")])
+def test_a_plot_is_written_where_it_is_asked_for(name, first, tmp_path, capsys):
+    """A name without a suffix is a PNG of that very name."""
+    pytest.importorskip("matplotlib")
+    plots.check_name(tmp_path / name)
+    figure = {"inputs": "iid", "T": 64, "us_per_query": 1.0}
+    plots.plot([figure], tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(first)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match=r"^--plot .*folder: cannot be written \(Is a directory\)$"):
+        plots.plot([figure], tmp_path / "folder")
+
+
+@pytest.mark.parametrize("command", ["attn_dist", "sparse_attention"])
+def test_every_dtype_that_is_offered_is_measured(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(protocol, "TIMED_S", 0.0)
+    own = ["--value-dim", "4"] if command == "sparse_attention" else []
+    for dtype in inputs.DTYPES:
+        out = ["--dtype", dtype, "--out", str(tmp_path / "x.json")]
+        assert cli.main([command, *LISTS, "--topk", "64", *own, *out]) == 0
+        figures = json.loads((tmp_path / "x.json").read_text())["figures"]
+        assert [(f["s_kv"], f["dtype"]) for f in figures] == [(80, dtype), (64, dtype)]
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_the_lse_of_the_inputs_makes_slots_sum_to_one(dtype, error):
+    q, k, index, lse = inputs.dist_inputs(5, 3, 40, 16, 8, dtype, "cpu", 0)
+    assert lse.dtype == dtype
+    torch.testing.assert_close(
+        attn_dist(q, k, index, lse).sum(-1), torch.full((1, 5), 3.0, dtype=dtype), atol=0, rtol=error
+    )
+
+
+@pytest.mark.parametrize("least", packed.LEAST.items())
+def test_the_smallest_pack_of_each_case_is_measured(least, monkeypatch):
+    monkeypatch.setattr(protocol, "TIMED_S", 0.0)
+    monkeypatch.setattr(packed, "SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(packed, "DOCUMENT_SECONDS", (0.0, 0.0))
+    case, total = least
+    options = ["--heads", "2/1", "--dim", "4", "--top-k", "2", "--device", "cpu", "--dtype", "float32"]
+    assert packed.CASES == tuple(packed.LEAST)
+    assert cli.main(["packed", "--cases", case, "--total", str(total), *options]) == 0
+
+
+@pytest.mark.parametrize("failing", ["write_text", "replace"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_report_that_cannot_be_written_leaves_no_draft(failing, error, tmp_path, monkeypatch):
+    """What the path held before stays as it was."""
+    out = tmp_path / "new" / "x.json"
+    cli.write(out, {"figures": []})
+    before = out.read_text()
+    original = getattr(Path, failing)
+
+    def fails(path, *arguments):
+        if failing == "write_text":
+            original(path, "half of")
+        raise error
+
+    monkeypatch.setattr(Path, failing, fails)
+    for write in (lambda: cli.write(out, {}), lambda: protocol.write_report(out, "bench", {}, [])):
+        with pytest.raises((ValueError, KeyboardInterrupt)) as raised:
+            write()
+        if isinstance(error, OSError):
+            assert str(raised.value) == f"--out {out}: cannot be written (No space left on device)"
+        assert [path.name for path in out.parent.iterdir()] == ["x.json"] and out.read_text() == before
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
+    """The figures are printed all the same."""
+
+    def fails(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(protocol, "TIMED_S", 0.0)
+    monkeypatch.setattr(Path, "write_text", fails)
+    out = tmp_path / "x.json"
+    assert cli.main(["attn_dist", *LISTS, "--topk", "8", "--dtype", "float32", "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[0].split()[0] == "h_q"
+    last = printed.err.splitlines()[-1]
+    assert last == f"htree_cuda bench attn_dist: --out {out}: cannot be written (No space left on device)"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -121,12 +121,12 @@ def _dense(module: nn.Module):
 
 
 def htree_mask(*args, config=None, **kwargs):
-    """The mask function: none for converted layers, the model's own for layers that are not.
+    """The mask function: none for converted layers, which read the call itself; for other layers the model's own.
 
-    Converted layers take what they need from the call itself, so that no [T, T] mask is made for them.
+    A configuration that has its entry from a file alone, not from `convert`, may be that of a dense model.
     """
     settings = _settings(config)
-    if "local_size" not in kwargs and settings["covers_full_attention"]:
+    if "local_size" not in kwargs and settings["covers_full_attention"] and hasattr(config, "attn_implementation"):
         return None
     return ALL_MASK_ATTENTION_FUNCTIONS[settings["attn_implementation"]](*args, config=config, **kwargs)
 

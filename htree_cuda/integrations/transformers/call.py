@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")  # arguments of a call with packed sequences
+
 
 @dataclass
 class Call:
@@ -67,6 +69,9 @@ def make_call(
         kwargs: the other arguments of the call, of which those of packed sequences are read.
     """
     B, T = shape
+    for name, given in (("position_ids", position_ids), *((name, kwargs.get(name)) for name in LENGTHS)):
+        if given is not None and not isinstance(given, Tensor):
+            raise TypeError(f"htree attention: {name} must be a torch.Tensor or None, got {type(given).__name__}")
     unknown = position_ids is None or torch.compiler.is_compiling()
     if not unknown and position_ids.shape not in ((B, T), (1, T), (T,)):
         _fail(f"position_ids must be [batch, new tokens] = [{B}, {T}]", list(position_ids.shape))
@@ -89,8 +94,9 @@ def make_call(
         if reads and attention_mask.dtype != torch.bool and ((attention_mask != 0) & (attention_mask != 1)).any():
             _fail("attention_mask must be 1 for each token that exists and 0 for the others", "other numbers")
         call = _masked(attention_mask.bool(), T, known)
-    if position_ids is not None and T > 1 and not torch.compiler.is_compiling():
-        _check_positions(position_ids.expand(B, T), call)
+    # A step of decoding on a GPU waits for nothing.
+    if not unknown and (T > 1 or (T == 1 and _on_cpu(position_ids, call.valid))):
+        _check_positions(position_ids.expand(B, T), call, past)
     return call
 
 
@@ -116,19 +122,55 @@ def _masked(valid: Tensor, T: int, known: Tensor | None) -> Call:
     return Call(used=used, order=order, place=order.argsort(dim=1), valid=valid)
 
 
-def _check_positions(positions: Tensor, call: Call) -> None:
+def _on_cpu(*tensors: Tensor | None) -> bool:
+    return all(x is None or x.device.type == "cpu" for x in tensors)
+
+
+def _check_positions(positions: Tensor, call: Call, past: int) -> None:
     """Positions count the tokens that exist: anything else is another RoPE, or packed sequences beside a cache."""
     if call.order is not None:
         positions = positions.gather(1, call.order)
     steps = positions.diff(dim=1).eq(1)
     if call.used is not None:
         steps = steps | (torch.arange(1, positions.shape[1], device=positions.device) >= call.used[:, None])
-    if not steps.all():
+    begins = _begins(positions, call, past)
+    all_steps, all_begin = torch.stack((steps.all(), begins.all())).tolist()
+    if not all_begin:
+        row = int((~begins).nonzero()[0])
+        count = past if call.valid is None else int(call.valid[row, :past].sum())
+        rule = "position_ids beside a cache must begin with the number of cached tokens that exist"
+        _fail(rule, f"{positions[row, 0].item()} in row {row}, which has {count}")
+    if not all_steps:
         _fail(
             "position_ids must ascend by one over the tokens that exist (packed sequences: pass use_cache=False and no "
             "attention_mask)",
             "others",
         )
+
+
+def _begins(positions: Tensor, call: Call, past: int) -> Tensor:
+    """[B] bool, whether each row's positions [B, T], tokens that exist first, go on where its cached tokens end.
+
+    Without cached tokens they may begin anywhere, because rotations are relative. With padding on the left they may
+    count it, as a dense model does that is given no positions. With padding elsewhere everything is right, because
+    `generate` goes on from the position of the last token of the prompt, which is 0 where that is padding.
+    """
+    first = positions[:, 0]
+    if past == 0:
+        return torch.ones_like(first, dtype=torch.bool)
+    if call.valid is None:
+        begins = first.eq(past)
+    else:
+        known = call.valid[:, :past].to(first.device)
+        count = known.sum(1)
+        elsewhere = ~known[:, -1] | known[:, 1:].lt(known[:, :-1]).any(1)
+        counts_padding = first.eq(past)
+        if call.order is not None:
+            counts_padding = counts_padding & call.order[:, 0].eq(0)
+        begins = first.eq(count) | counts_padding | elsewhere
+        if positions.shape[1] == 1:  # `generate` counts from 1 where the prompt of a row is nothing but padding
+            begins = begins | (first.eq(count + 1) & count.lt(past))
+    return begins if call.used is None else begins | call.used.eq(0)
 
 
 def _packed(B: int, T: int, position_ids: Tensor | None, kwargs: dict) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Iterable, Sequence
@@ -56,9 +57,10 @@ def convert(
             a soft-cap, attention dropout or attention that is not causal; or an argument breaks a rule.
 
     Notes:
-        Configuration: ``model.config.htree_cuda`` holds the options, and `save_pretrained` writes them. Where this
-        module is imported, `from_pretrained` and `from_config` convert a model whose configuration has the entry; where
-        it is not, transformers refuses the attention implementation "htree_cuda".
+        Configuration: the model gets a copy of its own, so that other models made from the same object keep what they
+        have. ``model.config.htree_cuda`` holds the options, and `save_pretrained` writes them. Where this module is
+        imported, `from_pretrained` and `from_config` convert a model whose configuration has the entry; where it is
+        not, transformers refuses the attention implementation "htree_cuda".
         Padding: attention_mask [batch, tokens] says which tokens exist, on the left or on the right; the others take no
         part and get 0. Positions count the tokens that exist, as `generate` counts them.
         Packed sequences: position_ids that begin again, or cu_seq_lens_q, without attention_mask and cache.
@@ -114,10 +116,11 @@ def convert(
     revert(model)
     if not isinstance(options["layers"], str):
         options["layers"] = wanted
+    original = decoder.config
+    _share(model, copy.deepcopy(original))
+    decoder.htree_config = original
     settings = {**options, "attn_implementation": implementation, "covers_full_attention": wanted == full}
-    setattr(config, NAME, settings)
-    config.attn_implementation = NAME  # in config.json: transformers refuses it where nobody registered it
-    config._attn_implementation = NAME
+    _write(decoder.config, settings)
     for index, tree in trees.items():
         attention = decoder.layers[index].self_attn
         attention.htree = tree
@@ -145,6 +148,7 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
 
     Notes:
         A cache that a converted model filled is of no use to it: its keys are not rotated.
+        The configuration is again the object that `convert` found, unless somebody changed it or the model's copy.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaModel
@@ -157,16 +161,18 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
     """
     decoder = decoder_of(model)
     _remove_hook(decoder, before_model)
-    vars(decoder).pop("htree_arguments", None)
+    converted = vars(decoder).pop("htree_arguments", None) is not None
     for layer in decoder.layers:
         _remove_hook(layer.self_attn, before_attention)
         vars(layer.self_attn).pop("htree", None)
     vars(model).pop("_prepare_cache_for_generation", None)
-    config = decoder.config
-    settings = vars(config).pop(NAME, None)
-    vars(config).pop("attn_implementation", None)
-    if settings is not None and config._attn_implementation == NAME:
-        config._attn_implementation = settings["attn_implementation"]
+    if converted:
+        config = decoder.config
+        _erase(config)
+        original = vars(decoder).pop("htree_config", config)
+        # What somebody changed since then, in either of the two, stays as it is.
+        same = NAME not in vars(original) and original._attn_implementation == config._attn_implementation
+        _share(model, original if same and _plain(original) == _plain(config) else config)
     return model
 
 
@@ -263,6 +269,61 @@ def _refuse(config) -> None:
         checks.common.fail("convert", rule, rate)
 
 
+def _write(config, settings: dict) -> None:
+    """Makes a configuration that of a converted model."""
+    setattr(config, NAME, settings)
+    config.attn_implementation = NAME  # in config.json: transformers refuses it where nobody registered it
+    config._attn_implementation = NAME
+
+
+def _erase(config) -> None:
+    """The inverse of `_write`."""
+    settings = vars(config).pop(NAME, None)
+    vars(config).pop("attn_implementation", None)
+    if settings is not None and config._attn_implementation == NAME:
+        config._attn_implementation = settings["attn_implementation"]
+
+
+def _plain(config) -> dict:
+    """What a configuration says besides its conversion."""
+    return {name: x for name, x in config.to_dict().items() if name not in (NAME, "attn_implementation")}
+
+
+def _share(model: PreTrainedModel, config) -> None:
+    """Gives a configuration to a decoder, to its head where that has the same one, and to their modules."""
+    old = [decoder_of(model).config]
+    if model.config is not old[0] and _plain(model.config) == _plain(old[0]):
+        old.append(model.config)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if any(value is x for x in old):
+                vars(module)[name] = config
+
+
+def _as_it_is(model: PreTrainedModel):
+    """The configuration that `save_pretrained` writes.
+
+    It is the model's, unless that says nothing of a conversion under it, because only a part of the model was given to
+    `convert`, or speaks of one that `revert` took away from a part. Then it is a copy that says what the layers are.
+    """
+    config = model.config
+    text = getattr(config, "text_config", config)
+    decoder = next((module for module in model.modules() if "htree_arguments" in vars(module)), None)
+    settings = None if decoder is None else getattr(decoder.config, NAME, None)
+    said = getattr(text, NAME, None)
+    missing = said is None and settings is not None and text.model_type == decoder.config.model_type
+    stale = isinstance(said, dict) and text._attn_implementation == NAME and decoder is None
+    if not (missing or stale):
+        return config
+    config = copy.deepcopy(config)
+    text = getattr(config, "text_config", config)
+    if missing:
+        _write(text, settings)
+    else:
+        _erase(text)
+    return config
+
+
 def _remove_hook(module: nn.Module, hook) -> None:
     for key, found in list(module._forward_pre_hooks.items()):
         if found is hook:
@@ -288,10 +349,11 @@ def _prepare_cache_for_generation(
 
 
 def register() -> None:
-    """Makes the attention implementation known, and has models convert themselves where their configuration says so."""
+    """Makes the attention implementation known, has models convert themselves where their configuration says so, and
+    has them write a configuration that says what they are."""
     AttentionInterface.register(NAME, htree_attention)
     AttentionMaskInterface.register(NAME, htree_mask)
-    made = PreTrainedModel.post_init
+    made, saved = PreTrainedModel.post_init, PreTrainedModel.save_pretrained
     if getattr(made, "htree_cuda", False):
         return
 
@@ -301,5 +363,14 @@ def register() -> None:
         if isinstance(getattr(self.config, NAME, None), dict) and self.config.model_type in MODEL_TYPES:
             convert(self)
 
+    @functools.wraps(saved)
+    def save_pretrained(self, *args, **kwargs):
+        config = self.config
+        self.config = _as_it_is(self)
+        try:
+            return saved(self, *args, **kwargs)
+        finally:
+            self.config = config
+
     post_init.htree_cuda = True
-    PreTrainedModel.post_init = post_init
+    PreTrainedModel.post_init, PreTrainedModel.save_pretrained = post_init, save_pretrained
