@@ -23,7 +23,10 @@ def _starts(op: str, q_start: int | Sequence[int] | None, B: int | None) -> list
     if q_start is None:
         return None
     if not _one_each(q_start):
-        return [checks.common.integer(op, "q_start", q_start)]
+        q_start = checks.common.integer(op, "q_start", q_start)
+        if B == 0 and q_start < 0:
+            checks.common.fail(op, "q_start must be at least 0", q_start)
+        return [q_start]
     starts = [checks.common.integer(op, "q_start", start) for start in q_start]
     if B is not None and len(starts) != B:  # a list of one is no start of several elements
         checks.common.fail(op, f"q_start must be one int or a list of B ({B}) ints", f"{len(starts)} of them")

@@ -582,7 +582,7 @@ def test_bad_arguments_are_refused(arguments, message, capsys):
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
-LISTS = "--lengths 80,64 --queries 4 --heads-list 4 --dim 8 --device cpu".split()
+LISTS = ["--lengths", "80,64", "--queries", "4", "--heads-list", "4", "--dim", "8", "--device", "cpu"]
 
 
 @pytest.mark.parametrize(
@@ -679,7 +679,7 @@ def test_the_smallest_pack_of_each_case_is_measured(least, monkeypatch):
     monkeypatch.setattr(packed, "DOCUMENT_SECONDS", (0.0, 0.0))
     case, total = least
     options = ["--heads", "2/1", "--dim", "4", "--top-k", "2", "--device", "cpu", "--dtype", "float32"]
-    assert packed.CASES == tuple(packed.LEAST)
+    assert tuple(packed.LEAST) == packed.CASES
     assert cli.main(["packed", "--cases", case, "--total", str(total), *options]) == 0
 
 

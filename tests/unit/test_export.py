@@ -58,3 +58,34 @@ def test_no_layer_is_counted_where_none_can_be_kept(monkeypatch):
         q, k, v = (torch.randn(1, 20, 4, 8, device="meta").requires_grad_() for _ in range(3))
         htree_cuda.forward(q, k, v, top_k_per_layer=top_k, save_selection="auto")
         assert len(asked) >= expected and bool(asked) == bool(expected)
+
+
+def test_batches_of_list_ops_stay_open():
+    """One start serves every batch size: a list of starts would fix it."""
+    rank = {"q_lora_rank": 6, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+    index = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "index_rope_interleaved": False}
+    made = []
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph.forward
+
+    layer = htree_cuda.DSAttention(16, 2, **rank, **index, rope_base=1e4, rope_interleaved=True)
+    compiled = torch.compile(layer, backend=backend, dynamic=True, fullgraph=True)
+    for B in (2, 3, 5):
+        x = torch.randn(B, 9, 16)
+        torch.testing.assert_close(compiled(x)[0], layer(x)[0])
+    assert len(made) == 1
+    for starts, B in (([1], 2), ([1, 2, 3], 2)):
+        q, kv, indices = torch.randn(B, 4, 2, 4), torch.randn(B, 7, 1, 4), torch.zeros(B, 4, 1, 5, dtype=torch.int32)
+        with pytest.raises(ValueError, match=r"q_start must be one int or a list of B \(2\) ints"):
+            htree_cuda.sparse_attention(q, kv, indices, d_v=2, q_start=starts)
+
+
+def test_a_warm_up_layer_is_loaded_again(tmp_path):
+    rank = {"q_lora_rank": 6, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+    index = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "index_rope_interleaved": False}
+    layer = htree_cuda.DSAttention(16, 2, **rank, **index, rope_base=1e4, rope_interleaved=True, stage="warmup").eval()
+    x = torch.randn(2, 9, 16)
+    torch.export.save(torch.export.export(layer, (x,)), tmp_path / "layer.pt2")
+    torch.testing.assert_close(torch.export.load(tmp_path / "layer.pt2").module()(x)[0], layer(x)[0])

@@ -879,3 +879,44 @@ def test_dense_layers_keep_packed_documents_apart_or_refuse_them():
         with torch.no_grad():
             logits = model(ids, position_ids=positions, **said).logits[0, 12:]
             close(logits, model(ids[:, 12:], use_cache=False).logits[0], 1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_models_of_one_configuration_are_independent(implementation):
+    teacher = dense_model("llama", attn_implementation=implementation)
+    student = type(teacher)(teacher.config).eval()
+    student.load_state_dict(teacher.state_dict())
+    assert student.config is teacher.config
+    ids = tokens(2, 40)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    calls = [lambda model: model(ids).logits, lambda model: model(ids, attention_mask=mask).logits]
+    before = [call(teacher) for call in calls]
+    part = convert(type(teacher)(teacher.config).eval(), layers=[0], **WHOLE)
+    of_part = part(ids).logits
+    convert(student, **WHOLE)
+    for call, expected in zip(calls, before, strict=True):
+        assert torch.equal(call(teacher), expected)
+    assert torch.equal(part(ids).logits, of_part)
+    revert(student)
+    assert student.config is teacher.config and torch.equal(part(ids).logits, of_part)
+    for model in (teacher, student):
+        assert all(torch.equal(call(model), expected) for call, expected in zip(calls, before, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("positions", [[500, 501], [3, 4], [77]])
+def test_positions_that_jump_behind_a_cache_are_refused(llama, positions):
+    model, ids = llama[2], tokens(1, 12)
+    cache = new_cache(model)
+    model(ids[:, :10], past_key_values=cache)
+    with pytest.raises(
+        ValueError, match=f"begin with the number of cached tokens that exist, got {positions[0]} in row 0"
+    ):
+        model(ids[:, 10 : 10 + len(positions)], past_key_values=cache, position_ids=torch.tensor([positions]))
+
+
+def test_lengths_of_packs_are_tensors(llama):
+    with pytest.raises(TypeError, match="htree attention: cu_seq_lens_q must be a torch.Tensor or None, got list"):
+        llama[2](tokens(1, 12), cu_seq_lens_q=[0, 5, 12], use_cache=False)
