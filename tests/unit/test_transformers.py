@@ -918,5 +918,5 @@ def test_positions_that_jump_behind_a_cache_are_refused(llama, positions):
 
 
 def test_lengths_of_packs_are_tensors(llama):
-    with pytest.raises(TypeError, match="htree attention: cu_seq_lens_q must be a torch.Tensor or None, got list"):
+    with pytest.raises(TypeError, match=r"htree attention: cu_seq_lens_q must be a torch\.Tensor or None, got list"):
         llama[2](tokens(1, 12), cu_seq_lens_q=[0, 5, 12], use_cache=False)
