@@ -216,7 +216,7 @@ def test_frequencies_by_the_type_of_the_layer():
 
 
 @torch.no_grad()
-def test_the_text_of_a_model_with_images():
+def test_the_text_of_a_model_with_images(tmp_path):
     """Refused as a whole, with the way out that the guide has."""
     text = dense_model("gemma3").config
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -233,6 +233,29 @@ def test_the_text_of_a_model_with_images():
     names = {"torch": torch, "model": model, "Gemma3ForCausalLM": transformers.Gemma3ForCausalLM}
     exec(compile(textwrap.dedent(block), "huggingface.md", "exec"), names)
     close(convert(names["text"].eval(), **WHOLE)(ids).logits, expected)
+    text, kinds = names["text"], torch.zeros_like(ids)
+    with pytest.raises(ValueError, match="got dict"):  # as the guide says, until revert
+        model(ids, token_type_ids=kinds)
+    assert text.config is text.model.config and not hasattr(model.config.text_config, "htree_cuda")
+    model.save_pretrained(tmp_path)
+    revert(text)
+    assert text.config is text.model.config is model.config.text_config
+    assert torch.equal(model(ids, token_type_ids=kinds).logits, expected)
+    for implementation in ("sdpa", "eager"):  # a file says that its text is converted, and revert takes it away
+        loaded = type(model).from_pretrained(tmp_path, attn_implementation=implementation).eval()
+        assert isinstance(loaded.config.text_config.htree_cuda, dict)
+        with pytest.raises(ValueError, match="got dict"):
+            loaded(ids, token_type_ids=kinds)
+        with torch.device("meta"):
+            text = transformers.Gemma3ForCausalLM(loaded.config.text_config)
+        text.model, text.lm_head = loaded.model.language_model, loaded.lm_head
+        close(convert(text.eval(), **WHOLE)(ids).logits, expected)
+        revert(text)
+        close(loaded(ids, token_type_ids=kinds).logits, expected)
+        assert text.config is text.model.config is loaded.config.text_config
+        assert not hasattr(text.config, "htree_cuda")
+    loaded.save_pretrained(tmp_path / "dense")
+    assert torch.equal(type(model).from_pretrained(tmp_path / "dense")(ids, token_type_ids=kinds).logits, expected)
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -363,6 +386,16 @@ def test_what_is_said_of_documents_is_heard_or_refused(llama):
             with pytest.raises(ValueError, match=message):
                 sparse(ids, **more)
         close(sparse(ids, attention_mask=ones.double()).logits, sparse(ids).logits)
+        lists = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in said.items()}
+        for name, more in (
+            ("cu_seq_lens_q", lists),
+            ("cu_seq_lens_q", {**said, "cu_seq_lens_q": cu.numpy(), "use_cache": False}),
+            ("cu_seq_lens_k", {**said, "cu_seq_lens_k": lists["cu_seq_lens_k"]}),
+            ("position_ids", {"position_ids": list(range(40))}),
+        ):
+            kind = type(more[name]).__name__
+            with pytest.raises(TypeError, match=f"htree attention: {name} must be a torch.Tensor or None, got {kind}"):
+                sparse(ids, **more)
 
 
 def test_a_cache_of_another_rate_is_refused():
@@ -647,6 +680,67 @@ def test_tokens_that_do_not_exist_in_the_middle(llama):
     )
 
 
+@torch.no_grad()
+def test_positions_go_on_where_the_cache_ends(llama):
+    """A chunk or a step that skips or goes back is refused; what counts the tokens that exist is not."""
+    _, _, sparse = llama
+    ids = tokens(2, 30)
+    expected = sparse(ids, use_cache=False).logits
+
+    def after(count, first, mask=None, crop=0, rows=2):
+        """The logits of tokens from place 10 - crop on, whose first position is said."""
+        cache = new_cache(sparse)
+        known = None if mask is None else mask[:, :10]
+        sparse(ids[:rows, :10], attention_mask=known, cache=cache)
+        cache.crop(-crop)
+        begin = 10 - crop
+        new = torch.tensor(first).reshape(-1, 1) + torch.arange(count)
+        mask = None if mask is None else mask[:, : begin + count]
+        return sparse(ids[:rows, begin : begin + count], attention_mask=mask, position_ids=new, cache=cache).logits
+
+    for count in (1, 2, 5):
+        for first in (3, 9, 11, 77, 500, -1):
+            words = f"must begin with the number of cached tokens that exist, got {first} in row 0, which has 10"
+            with pytest.raises(ValueError, match=f"htree attention: position_ids beside a cache {words}"):
+                after(count, first)
+        with pytest.raises(ValueError, match="got 12 in row 1, which has 10"):
+            after(count, [10, 12])
+        with pytest.raises(ValueError, match="got 10 in row 0, which has 6"):
+            after(count, 10, crop=4)
+        close(after(count, 10), expected[:, 10 : 10 + count])
+        close(after(count, [10, 10]), expected[:, 10 : 10 + count])
+        close(after(count, 6, crop=4), expected[:, 6 : 6 + count])
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, :4] = 0
+    row = sparse(ids[1:, 4:], use_cache=False).logits[0]
+    for count in (1, 2, 5):
+        for first in ([10, 6], 10):  # as generate counts, or with the padding on the left
+            found = after(count, first, mask)
+            close(found[0], expected[0, 10 : 10 + count])
+            close(found[1], row[6 : 6 + count])
+        for first in ([10, 4], [10, 8], [10, 77]):
+            with pytest.raises(ValueError, match=f"got {first[1]} in row 1, which has 6"):
+                after(count, first, mask)
+    close(after(1, 4, mask, crop=6), torch.stack((expected[0, 4:5], row[:1])))  # a row of padding begins anywhere
+    cache = new_cache(sparse)
+    close(sparse(ids, position_ids=torch.arange(7, 37), cache=cache).logits, expected)
+
+
+@pytest.mark.parametrize("lengths", [[0, 20], [20, 0, 7]])
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_generate_on_padding_of_either_side_and_of_whole_rows(llama, side, lengths):
+    _, _, sparse = llama
+    ids, mask = padded(lengths, side)
+    found, scores = generated(sparse, ids, mask, max_new_tokens=5)
+    assert found.shape == (len(lengths), 25) and torch.isfinite(scores).all()
+    for row, length in enumerate(lengths):
+        if length == 20 or (length and side == "left"):  # with padding at its end, generate reads the padding's logits
+            alone, expected = generated(sparse, ids[row : row + 1, mask[row] == 1], max_new_tokens=5)
+            assert torch.equal(found[row, 20:], alone[0, length:])
+            close(scores[:, row], expected[:, 0])
+
+
 # --------------------------------------------------------------------------------------- saving, reverting, converting
 
 
@@ -707,6 +801,136 @@ def test_converted_again(llama):
     real = mask == 1
     close(eager(left, attention_mask=mask).logits[real], first(left, attention_mask=mask).logits[real])
     assert first.config.htree_cuda["attn_implementation"] == "sdpa"
+
+
+def siblings(kind: str = "llama", **options):
+    """Two models of different weights, made from one configuration."""
+    first = dense_model(kind, **options)
+    torch.manual_seed(1)
+    second = type(first)(first.config).eval()
+    assert second.config is first.config
+    return first, second
+
+
+def written(config) -> tuple[dict, str]:
+    return config.to_dict(), config._attn_implementation
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@torch.no_grad()
+def test_a_model_made_from_the_same_configuration_is_unaffected(kind, implementation):
+    """A teacher and a student: the teacher has the same bits before, during and after, and sees no later token."""
+    teacher, student = siblings(kind, attn_implementation=implementation)
+    config, says = teacher.config, written(teacher.config)
+    ids, mask = padded([40, 23])
+    later = ids.clone()
+    later[:, -1] = 1
+
+    def seen(model):
+        return model(ids, attention_mask=mask).logits[mask == 1], model(ids).logits, model(later).logits[:, :-1]
+
+    before, dense = seen(teacher), seen(student)
+    tokens_before = teacher.generate(ids, attention_mask=mask, max_new_tokens=3)
+    convert(student, **SPARSE)
+    sparse = seen(student)
+    assert teacher.config is config and written(config) == says
+    assert not any(hasattr(module, "htree") or module._forward_pre_hooks for module in teacher.modules())
+    for found, expected in zip(seen(teacher), before):
+        assert torch.equal(found, expected)
+    assert torch.equal(seen(teacher)[1][:, :-1], seen(teacher)[2])
+    assert torch.equal(teacher.generate(ids, attention_mask=mask, max_new_tokens=3), tokens_before)
+    revert(teacher)  # it is not converted, and the other one stays so
+    for found, expected in zip(seen(student), sparse):
+        assert torch.equal(found, expected)
+    assert (sparse[1] - dense[1]).abs().max() > 0.05
+    revert(student)
+    for model, expected in ((teacher, before), (student, dense)):
+        assert model.config is config and model.model.layers[1].self_attn.config is config
+        for x, y in zip(seen(model), expected):
+            assert torch.equal(x, y)
+    assert written(config) == says
+
+
+@torch.no_grad()
+def test_two_converted_models_of_one_configuration():
+    """Other layers and another budget in each; one reverts, the other stays."""
+    a, b = siblings(attn_implementation="eager")
+    ids, mask = padded([40, 23])
+
+    def seen(model):
+        return model(ids, attention_mask=mask).logits[mask == 1]
+
+    dense = seen(a), seen(b)
+    convert(a, **SPARSE, layers=[0])
+    alone = seen(a)
+    convert(b, top_k_per_layer=2, compression_rate=4)
+    other = seen(b)
+    assert torch.equal(seen(a), alone)
+    assert a.config.htree_cuda["layers"] == [0] and b.config.htree_cuda["layers"] == "full_attention"
+    revert(a)
+    assert torch.equal(seen(a), dense[0]) and torch.equal(seen(b), other)
+    convert(a, **SPARSE, layers=[0])
+    revert(b)
+    assert torch.equal(seen(a), alone) and torch.equal(seen(b), dense[1])
+    torch.manual_seed(1)
+    third = type(a)(a.config).eval()  # from the configuration of a converted model: converted as it is
+    assert third.config is not a.config and third.config.htree_cuda == a.config.htree_cuda
+    converted = seen(third)
+    revert(third)
+    assert torch.equal(seen(third), dense[1]) and torch.equal(seen(a), alone)
+    assert not hasattr(third.config, "htree_cuda") and not hasattr(third.model.config, "htree_cuda")
+    convert(third, **SPARSE, layers=[0])
+    revert(a)
+    assert torch.equal(seen(third), converted) and torch.equal(seen(a), dense[0])
+
+
+def test_a_model_and_its_modules_keep_one_configuration(tmp_path):
+    """Converted, loaded, reverted: what is set on the configuration of the head reaches the layers."""
+
+    def one(model):
+        configs = [module.config for module in model.modules() if hasattr(module, "config")]
+        assert len(configs) > 4 and all(config is model.config for config in configs)
+        return model.config
+
+    model = dense_model("llama")
+    original = model.config
+    assert one(convert(model, **SPARSE)) is not original and one(convert(model, **WHOLE)).use_cache
+    model.save_pretrained(tmp_path)
+    assert one(revert(model)) is original
+    loaded = type(model).from_pretrained(tmp_path)
+    assert one(loaded).htree_cuda["top_k_per_layer"] == 32
+    one(convert(loaded, **SPARSE))
+    one(copy.deepcopy(loaded))
+    assert one(revert(loaded))._attn_implementation == "sdpa"
+    convert(model, **SPARSE).config.use_cache = False  # and what was set stays
+    assert one(revert(model)).use_cache is False and original.use_cache
+    convert(model, **SPARSE).resize_token_embeddings(VOCAB + 3)
+    assert one(revert(model)).vocab_size == VOCAB + 3
+    convert(convert(model.model, **WHOLE), **SPARSE)  # the decoder alone, then with its head
+    assert one(convert(model, **SPARSE)).htree_cuda["top_k_per_layer"] == 4
+    assert not hasattr(one(revert(model)), "htree_cuda")
+    convert(model, **WHOLE)
+    assert one(convert(model.model, **SPARSE) and model).htree_cuda["top_k_per_layer"] == 4
+    assert not hasattr(one(revert(model.model) and model), "htree_cuda")
+    assert one(convert(model, **SPARSE)).htree_cuda["top_k_per_layer"] == 4
+
+
+@torch.no_grad()
+def test_a_part_is_saved_as_it_is(tmp_path):
+    """What is written says whether the layers are converted, also where `convert` or `revert` was given the decoder."""
+    model, ids = dense_model("llama"), tokens(2, 40)
+    dense = model(ids).logits
+    convert(model.model, **SPARSE)
+    sparse = model(ids).logits
+    model.save_pretrained(tmp_path / "sparse")
+    assert not hasattr(model.config, "htree_cuda")
+    loaded = type(model).from_pretrained(tmp_path / "sparse")
+    assert loaded.config.htree_cuda["top_k_per_layer"] == 4 and torch.equal(loaded(ids).logits, sparse)
+    revert(convert(model, **SPARSE).model)
+    model.save_pretrained(tmp_path / "dense")
+    loaded = type(model).from_pretrained(tmp_path / "dense")
+    assert not hasattr(loaded.config, "htree_cuda") and torch.equal(loaded(ids).logits, dense)
 
 
 def test_sliding_windows_stay():

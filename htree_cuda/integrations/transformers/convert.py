@@ -83,6 +83,7 @@ def convert(
         raise TypeError(f"convert: model must be a model of transformers, got {type(model).__name__}")
     decoder = decoder_of(model)
     config = decoder.config
+    original, with_head = vars(decoder).get("htree_config", (None, False))
     given = {
         "layers": layers, "top_k_per_layer": top_k_per_layer, "compression_rate": compression_rate, "backend": backend,
     }  # fmt: skip
@@ -113,12 +114,11 @@ def convert(
     implementation = config._attn_implementation
     if implementation == NAME:
         implementation = stored.get("attn_implementation", "sdpa")
-    revert(model)
+    _take_away(model)
     if not isinstance(options["layers"], str):
         options["layers"] = wanted
-    original = decoder.config
-    _share(model, copy.deepcopy(original))
-    decoder.htree_config = original
+    _share(model, copy.deepcopy(config) if original is None else config)
+    decoder.htree_config = config if original is None else original, with_head or model is not decoder
     settings = {**options, "attn_implementation": implementation, "covers_full_attention": wanted == full}
     _write(decoder.config, settings)
     for index, tree in trees.items():
@@ -160,19 +160,19 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
     Source: docs/guides/huggingface.md.
     """
     decoder = decoder_of(model)
-    _remove_hook(decoder, before_model)
-    converted = vars(decoder).pop("htree_arguments", None) is not None
-    for layer in decoder.layers:
-        _remove_hook(layer.self_attn, before_attention)
-        vars(layer.self_attn).pop("htree", None)
-    vars(model).pop("_prepare_cache_for_generation", None)
-    if converted:
+    # A model that an older version pickled has no other object.
+    unknown = (decoder.config if "htree_arguments" in vars(decoder) else None, False)
+    original, with_head = vars(decoder).get("htree_config", unknown)
+    _take_away(model)
+    if original is not None:
         config = decoder.config
         _erase(config)
-        original = vars(decoder).pop("htree_config", config)
-        # What somebody changed since then, in either of the two, stays as it is.
+        if not hasattr(original, "attn_implementation"):  # its entry came from a file; it is no other converted model's
+            _erase(original)
+        # What somebody changed since then, in either of the two, stays as it is, and a head keeps its decoder's object.
         same = NAME not in vars(original) and original._attn_implementation == config._attn_implementation
-        _share(model, original if same and _plain(original) == _plain(config) else config)
+        same = same and _plain(original) == _plain(config) and not (with_head and model is decoder)
+        _share(model, original if same else config)
     return model
 
 
@@ -269,6 +269,18 @@ def _refuse(config) -> None:
         checks.common.fail("convert", rule, rate)
 
 
+def _take_away(model: PreTrainedModel) -> None:
+    """Hooks, trees and methods of a converted model, whose configuration stays as it is."""
+    decoder = decoder_of(model)
+    _remove_hook(decoder, before_model)
+    for name in ("htree_arguments", "htree_config"):
+        vars(decoder).pop(name, None)
+    for layer in decoder.layers:
+        _remove_hook(layer.self_attn, before_attention)
+        vars(layer.self_attn).pop("htree", None)
+    vars(model).pop("_prepare_cache_for_generation", None)
+
+
 def _write(config, settings: dict) -> None:
     """Makes a configuration that of a converted model."""
     setattr(config, NAME, settings)
@@ -285,8 +297,9 @@ def _erase(config) -> None:
 
 
 def _plain(config) -> dict:
-    """What a configuration says besides its conversion."""
-    return {name: x for name, x in config.to_dict().items() if name not in (NAME, "attn_implementation")}
+    """What a configuration says besides its conversion and what `save_pretrained` notes on it."""
+    notes = (NAME, "attn_implementation", "architectures", "dtype")
+    return {name: x for name, x in config.to_dict().items() if name not in notes}
 
 
 def _share(model: PreTrainedModel, config) -> None:
