@@ -12,25 +12,14 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings_common.h"
 #include "host/recording_api.h"
 #include "params.h"
 #include "part.h"
 
-namespace py = pybind11;
 using namespace htree_cuda;
 
 namespace {
-
-void* as_pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
-
-// Runs `launch` on `device` without the GIL. What it throws becomes ValueError or RuntimeError.
-template <class Launch>
-void on_device(int device, Launch&& launch) {
-  py::gil_scoped_release release;
-  if (device < 0) return launch();  // a recording, which needs no device
-  DeviceGuard guard(device);
-  launch();
-}
 
 // (pointer, stride_b, stride_t, stride_h, tree pointer, dim)
 using PoolTensor = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t, std::uintptr_t, std::int64_t>;
@@ -66,9 +55,6 @@ void bind_tree_pool(py::module_& module) {
       py::arg("compression_rate"), py::arg("layers"), py::arg("dtype"), py::arg("device"), py::arg("stream"),
       "k, v: (pointer, stride_b, stride_t, stride_h, tree pointer, dim), strides in elements; see csrc/params.h");
 }
-
-// (pointer, stride_b, stride_t, stride_h)
-using Strided = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t>;
 
 ForwardParams forward_params(Strided const& q, Strided const& k, Strided const& v, std::int64_t B, std::int64_t T,
                              std::int64_t T_q, std::int64_t q_start, std::int64_t H_kv, std::int64_t G, std::int64_t K,
@@ -192,9 +178,7 @@ void bind_forward(py::module_& module) {
   module.def(
       "forward_workspace",
       [](std::vector<ForwardParams> const& runs, int device, Part const& part) {
-        std::int64_t bytes = 0;
-        on_device(device, [&] { bytes = forward_workspace(runs_of(runs), part_params(part)); });
-        return bytes;
+        return bytes_on_device(device, [&] { return forward_workspace(runs_of(runs), part_params(part)); });
       },
       py::arg("runs"), py::kw_only(), py::arg("device"), py::arg("part") = Part());
   module.def(
@@ -243,9 +227,7 @@ void bind_backward(py::module_& module) {
   module.def(
       "backward_workspace",
       [](std::vector<ForwardParams> const& runs, int device, Part const& part) {
-        std::int64_t bytes = 0;
-        on_device(device, [&] { bytes = backward_workspace(runs_of(runs), part_params(part)); });
-        return bytes;
+        return bytes_on_device(device, [&] { return backward_workspace(runs_of(runs), part_params(part)); });
       },
       py::arg("runs"), py::kw_only(), py::arg("device"), py::arg("part") = Part());
   module.def(
@@ -359,11 +341,6 @@ void bind_tree_cache(py::module_& module) {
       "q: (pointer, stride_b, stride_t, stride_h) in elements; seqused_q, selection, attn_sink: 0 for none; see csrc/params.h");
 }
 
-// (pointer, stride_b, stride_s) and (pointer, stride)
-using Strided2 = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;
-using Strided1 = std::tuple<std::uintptr_t, std::int64_t>;
-using Starts = std::optional<std::vector<std::int64_t>>;
-
 struct ListSizes {
   std::int64_t k_stride, B, s_q, s_kv, h_q, d_qk, topk;
 };
@@ -402,8 +379,7 @@ void bind_attn_dist(py::module_& module) {
         AttnDistParams params{};
         set_lists(params, q, indices, topk_length, q_start, {k_stride, B, s_q, s_kv, h_q, d_qk, topk});
         params.k = as_pointer(std::get<0>(k));
-        params.k_stride_b = std::get<1>(k);
-        params.k_stride_s = std::get<2>(k);
+        std::tie(std::ignore, params.k_stride_b, params.k_stride_s) = k;
         params.lse = static_cast<float const*>(as_pointer(std::get<0>(lse)));
         std::tie(std::ignore, params.lse_stride_b, params.lse_stride_s, params.lse_stride_h) = lse;
         params.out = static_cast<float*>(as_pointer(out));
@@ -427,8 +403,7 @@ SparseAttentionParams sparse_attention_params(Strided const& q, Strided2 const& 
   SparseAttentionParams params{};
   set_lists(params, q, indices, topk_length, q_start, sizes);
   params.kv = as_pointer(std::get<0>(kv));
-  params.kv_stride_b = std::get<1>(kv);
-  params.kv_stride_s = std::get<2>(kv);
+  std::tie(std::ignore, params.kv_stride_b, params.kv_stride_s) = kv;
   params.attn_sink = static_cast<float const*>(as_pointer(std::get<0>(attn_sink)));
   params.attn_sink_stride = std::get<1>(attn_sink);
   params.out = as_pointer(out);
@@ -494,20 +469,32 @@ void bind_sparse_attention(py::module_& module) {
   module.def(
       "sparse_attention",
       [](Strided const& q, Strided2 const& kv, Strided const& indices, Strided2 const& topk_length,
-         Strided1 const& attn_sink, std::uintptr_t out, std::uintptr_t lse,
-         Starts const& q_start, std::int64_t k_stride, std::int64_t B,
-         std::int64_t s_q, std::int64_t s_kv, std::int64_t h_q, std::int64_t d_qk, std::int64_t d_v, std::int64_t topk,
-         double sm_scale, double lse_base, DType dtype, int device, std::uintptr_t stream) {
-        SparseAttentionParams const params =
+         Strided1 const& attn_sink, std::uintptr_t out, std::uintptr_t lse, Starts const& q_start, std::int64_t k_stride,
+         std::int64_t B, std::int64_t s_q, std::int64_t s_kv, std::int64_t h_q, std::int64_t d_qk, std::int64_t d_v,
+         std::int64_t topk, double sm_scale, double lse_base, DType dtype, std::uintptr_t workspace,
+         std::int64_t workspace_bytes, int device, std::uintptr_t stream) {
+        SparseAttentionParams params =
             sparse_attention_params(q, kv, indices, topk_length, attn_sink, out, lse, q_start,
                                     {k_stride, B, s_q, s_kv, h_q, d_qk, topk}, d_v, sm_scale, lse_base, dtype);
+        params.workspace = as_pointer(workspace);
+        params.workspace_bytes = workspace_bytes;
         on_device(device, [&] { sparse_attention(params, as_pointer(stream)); });
       },
       py::kw_only(), py::arg("q"), py::arg("kv"), py::arg("indices"), py::arg("topk_length"), py::arg("attn_sink"),
       py::arg("out"), py::arg("lse"), py::arg("q_start"), py::arg("k_stride"), py::arg("B"), py::arg("s_q"),
       py::arg("s_kv"), py::arg("h_q"), py::arg("d_qk"), py::arg("d_v"), py::arg("topk"), py::arg("sm_scale"),
-      py::arg("lse_base"), py::arg("dtype"), py::arg("device"), py::arg("stream"),
+      py::arg("lse_base"), py::arg("dtype"), py::arg("workspace"), py::arg("workspace_bytes"), py::arg("device"),
+      py::arg("stream"),
       "tensors: (pointer, stride of each dimension), strides in elements; a pointer 0 for none; see csrc/params.h");
+  module.def(
+      "sparse_attention_workspace",
+      [](std::int64_t B, std::int64_t s_q, std::int64_t h_q, std::int64_t topk, int device) {
+        SparseAttentionParams params{};
+        std::tie(params.B, params.s_q, params.h_q, params.topk) = std::tie(B, s_q, h_q, topk);
+        return bytes_on_device(device, [&] { return sparse_attention_workspace(params); });
+      },
+      py::kw_only(), py::arg("B"), py::arg("s_q"), py::arg("h_q"), py::arg("topk"), py::arg("device"),
+      "Bytes that sparse_attention needs.");
 }
 
 // k_start and k_end as (pointer, stride_b, stride_s), pointer 0 for none.

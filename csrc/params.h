@@ -357,7 +357,12 @@ struct SparseAttentionParams {
   double sm_scale;
   double lse_base;
   DType dtype;  // of q, kv and out: bf16 or fp16
+  void* workspace;  // 16-byte aligned; the backward's is another
+  std::int64_t workspace_bytes;
 };
+
+// Bytes of workspace that sparse_attention needs, 0 but for few queries; reads the sizes alone.
+HTREE_CUDA_API std::int64_t sparse_attention_workspace(SparseAttentionParams const& params);
 
 // Fills `out` and `lse` on `stream` of the current device, which must be of capability 9.0. A query without a valid
 // slot: zeros and minus infinity. Deterministic; no host synchronisation, no allocation; q_start is read before the call

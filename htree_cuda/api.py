@@ -11,18 +11,23 @@ from . import checks, indexer, ops, varlen  # noqa: F401  (importing ops registe
 from .autocast import autocast as _autocast
 
 
-def _one_each(q_start: object) -> bool:
+def _one_each(op: str, q_start: object) -> bool:
     """Whether there is one start for every sequence: a list, or an array of NumPy."""
     if isinstance(q_start, (int, torch.SymInt)):  # torch.compile traces no question about an attribute of such an int
         return False
-    return (isinstance(q_start, Sequence) and not isinstance(q_start, (str, bytes))) or getattr(q_start, "ndim", 0) == 1
+    if isinstance(q_start, Sequence):
+        return not isinstance(q_start, (str, bytes))
+    several = getattr(q_start, "ndim", 0) == 1
+    if several and torch.compiler.is_compiling():  # which makes a tensor of an array, whose numbers nothing knows
+        raise TypeError(f"{op}: q_start must be an int or a list of ints under torch.compile, got an array of NumPy")
+    return several
 
 
 def _starts(op: str, q_start: int | Sequence[int] | None, B: int | None) -> list[int] | None:
     """One start, or one for each of B batch elements (None: there is no batch), as the ops take them."""
     if q_start is None:
         return None
-    if not _one_each(q_start):
+    if not _one_each(op, q_start):
         q_start = checks.common.integer(op, "q_start", q_start)
         if B == 0 and q_start < 0:
             checks.common.fail(op, "q_start must be at least 0", q_start)
@@ -173,7 +178,7 @@ def forward(
         checks.common.tensor(op, name, x)
     if selection is not None:
         checks.common.tensor(op, "selection", selection)
-    several = isinstance(q_start, Tensor) or _one_each(q_start)
+    several = isinstance(q_start, Tensor) or _one_each(op, q_start)
     if not several:
         q_start = checks.common.integer(op, "q_start", q_start, optional=True)
     options = checks.tree.tree_option_types(op, options)

@@ -30,7 +30,7 @@ def _identity(inv_freq: Tensor | None) -> object:
     for it: there the tensor itself, which is another one once it was written to."""
     if inv_freq is None:
         return None
-    if inv_freq.device.type == "cpu" and not torch.compiler.is_compiling():
+    if inv_freq.device.type == "cpu":
         return (inv_freq.dtype, *inv_freq.tolist())
     return id(inv_freq), 0 if inv_freq.is_inference() else inv_freq._version
 
@@ -227,19 +227,21 @@ class TreeCache:
     def _rope_table(
         self, top_k: int, max_top_nodes: int | None, rope_base: float | None, inv_freq: Tensor | None, rope_dim: int
     ) -> Tensor:
-        """cos and sin [positions, K / 2, 2] of every position in a candidate list, made once and kept."""
+        """cos and sin [positions, K / 2, 2] of every position in a candidate list, made once and kept; under
+        `torch.compile` of given frequencies in every call."""
         r = self.compression_rate
         positions = top_k * r
         if positions > WHOLE_TABLE:
             sizes = layer_sizes(self.max_tokens, r, positions if max_top_nodes is None else max_top_nodes)
             lists = (min(top_k, n) * min(r, 2 * self.max_tokens) for n in sizes[1:])
             positions = min(positions, max(sizes[-1], *lists, 1))
+        options = {"positions": positions, "rope_dim": rope_dim, "rope_base": rope_base}
+        if inv_freq is not None and torch.compiler.is_compiling():  # which cannot tell whether it was written to
+            return torch.ops.htree_cuda.rope_table(self._k, inv_freq, **options)
         key = (positions, rope_base, rope_dim, _identity(inv_freq))
         table, _ = self._rope_tables.get(key, (None, None))
         if table is None:
-            table = torch.ops.htree_cuda.rope_table(
-                self._k, inv_freq, positions=positions, rope_dim=rope_dim, rope_base=rope_base
-            )
+            table = torch.ops.htree_cuda.rope_table(self._k, inv_freq, **options)
             self._rope_tables[key] = table, inv_freq  # which lives as long, so that its id is no other's
         return table
 
@@ -290,12 +292,12 @@ class TreeCache:
             Truncating and appending gives the bits of never having appended. A tensor or one int can be captured in a
             CUDA graph. Pages stay reserved.
         """
-        checks.cache.lengths("truncate", "lengths", lengths, self.batch_size, self.device)
+        lengths = checks.cache.lengths("truncate", "lengths", lengths, self.batch_size, self.device)
         if isinstance(lengths, Tensor):
             if _checks_always():
                 checks.cache.values("truncate", "lengths", lengths, 0, self.max_tokens)
         else:
-            if isinstance(lengths, Sequence):
+            if isinstance(lengths, list):
                 lengths = torch.tensor(lengths, dtype=torch.int32, device=self.device)
             else:
                 lengths = torch.full_like(self.lengths, lengths)
@@ -564,11 +566,11 @@ class TreeCache:
     def load_state_dict(self, state: dict) -> None:
         """Takes what `state_dict` of a cache of the same settings gave, from any device."""
         mine = {name.lstrip("_"): getattr(self, name) for name in self._STATE}
-        checks.cache.state(state, self._settings(), mine, counts_pages=self._pool is not None)
+        pages = checks.cache.state(state, self._settings(), mine, counts_pages=self._pool is not None)
         for name in self._STATE:
             getattr(self, name).copy_(state[name.lstrip("_")].detach())
         if self._pool:
-            self._pool = PagePool(self.num_pages, state["pages"])
+            self._pool = PagePool(self.num_pages, pages)
             self._update_pages()
 
 

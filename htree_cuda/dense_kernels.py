@@ -47,9 +47,11 @@ def dense_lse(q: Tensor, k: Tensor, starts: list[int], sm_scale: float) -> Tenso
             chunk = slice(first, min(first + step, s_q))
             part = q[b : b + 1, chunk]
             end = min(k.shape[1], start + chunk.stop)
+            rows = _all_rows(0, end, part.shape[1], q.device)
+            workspace = q.new_empty(kernels.sparse_attention_workspace(part, rows), dtype=torch.uint8)
             kernels.sparse_attention(
-                part, k[b : b + 1], _all_rows(0, end, part.shape[1], q.device), part.new_empty(*part.shape[:3], D_V),
-                lse[b : b + 1, chunk], sm_scale=sm_scale, q_start=[start + first], k_stride=1, topk_length=None,
-                attn_sink=None, lse_base=math.e,
+                part, k[b : b + 1], rows, part.new_empty(*part.shape[:3], D_V), lse[b : b + 1, chunk], workspace,
+                sm_scale=sm_scale, q_start=[start + first], k_stride=1, topk_length=None, attn_sink=None,
+                lse_base=math.e,
             )  # fmt: skip
     return lse

@@ -270,6 +270,7 @@ def quantize_fp8(x: Tensor, *, block_size: int | None = 128, scale_format: str =
 
     Notes:
         Not differentiable. Plain PyTorch operations with the same bits on every device, which torch.compile fuses.
+        `torch.export` takes a dynamic D whose range lies at or below block_size, or above it.
         An element is off by at most 2^-4 of itself where ``|x / scale| >= 2^-6``, and by 2^-10 scale below.
 
     Example:
@@ -284,10 +285,13 @@ def quantize_fp8(x: Tensor, *, block_size: int | None = 128, scale_format: str =
     checks.dsa.quantize_fp8(x, block_size, scale_format)
     x = x.detach()
     D = x.shape[-1]
-    size = D if block_size is None else min(block_size, D)
-    blocks = (D + size - 1) // size
-    padded = torch.nn.functional.pad(x, (0, blocks * size - D)).reshape(*x.shape[:-1], blocks, size)
-    amax = padded.abs().amax(-1).to(accumulation_dtype(x.dtype)).clamp(min=MIN_AMAX).float()
+    if block_size is None or block_size >= D:  # one block, of any D: what pads leaves torch.export guards on D
+        size, amax = D, x.abs().amax(-1, keepdim=True)
+    else:
+        size, blocks = block_size, (D + block_size - 1) // block_size
+        padded = torch.nn.functional.pad(x, (0, blocks * size - D)).reshape(*x.shape[:-1], blocks, size)
+        amax = padded.abs().amax(-1)
+    amax = amax.to(accumulation_dtype(x.dtype)).clamp(min=MIN_AMAX).float()
     scale = amax / E4M3_MAX
     if scale_format == "ue8m0":
         # The exponent alone, one up where the fraction is not 0: a power of two that is not smaller.

@@ -13,7 +13,7 @@ from .api import attn_dist, indexer_loss, sparse_attention
 from .definition import accumulation_dtype
 from .dense_loss import dense_indexer_loss
 from .dsa import indexer_topk
-from .module import _HeadNorm
+from .module import _HeadNorm, place_of, weight_of
 from .torch_backend.rotation import pairs
 
 NORM_EPS = 1e-6
@@ -83,7 +83,7 @@ class Indexer(nn.Module):
         q = self.wq_b(q_latent).unflatten(2, (self.n_heads, self.head_dim))
         with _without_autocast(x):
             acc = accumulation_dtype(x.dtype)
-            weights = F.linear(x.to(acc), self.weights_proj.weight.to(acc)) * self.scale
+            weights = F.linear(x.to(acc), weight_of(self.weights_proj).to(acc)) * self.scale
         return q, k[:, :, None], weights
 
     def reset_parameters(self) -> None:
@@ -260,7 +260,7 @@ class DSAttention(nn.Module):
 
     def _key_and_value_weights(self) -> tuple[Tensor, Tensor]:
         """wkv_b as [n_heads, qk_nope_head_dim, kv_lora_rank] and [n_heads, v_head_dim, kv_lora_rank]."""
-        weight = self.wkv_b.weight.unflatten(0, (self.n_heads, self.qk_nope_head_dim + self.v_head_dim))
+        weight = weight_of(self.wkv_b).unflatten(0, (self.n_heads, self.qk_nope_head_dim + self.v_head_dim))
         return weight.split((self.qk_nope_head_dim, self.v_head_dim), dim=1)
 
     def project(
@@ -339,7 +339,7 @@ class DSAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
         """See the class."""
         widths = (self.kv_lora_rank + self.qk_rope_head_dim, self.index_head_dim)
-        checks.dsa_module.module_input(x, past, return_kv, self.wq_a.weight, widths)
+        checks.dsa_module.module_input(x, past, return_kv, place_of(self.wq_a), widths)
         start = 0 if past is None else past[0].shape[1]
         # Dense attention without a loss needs the indexer's keys alone, for the tokens that come after.
         q, kv, (q_i, k_i, weights) = self.project(x, start, self.stage == "warmup" and not self.training)

@@ -41,7 +41,8 @@ def _lists(op: str, sizes: dict, dtype: torch.dtype, backward: bool, determinist
     options["attn_sink"] = None
     checks.support.sparse_attention(q, kv, indices, None, None, options["sm_scale"], VALUE_DIM)
     if not backward:
-        kernels.sparse_attention(q, kv, indices, out, lse, **options)
+        workspace = _present(kernels.sparse_attention_workspace(q, indices), dtype=torch.uint8)
+        kernels.sparse_attention(q, kv, indices, out, lse, workspace, **options)
         return
     size = kernels.sparse_attention_backward_workspace(q, kv, None, deterministic)
     results = (q, kv, indices, out, lse, of(*q.shape), of(*kv.shape), of(0, dtype=torch.float32))

@@ -435,12 +435,20 @@ def attn_dist(
     )
 
 
+def sparse_attention_workspace(q: Tensor, indices: Tensor) -> int:
+    """Bytes of workspace that `sparse_attention` needs: 0 but for few queries."""
+    B, s_q, h_q, _ = q.shape
+    topk = indices.shape[3]
+    return load().sparse_attention_workspace(B=B, s_q=s_q, h_q=h_q, topk=topk, device=_place(q)["device"])
+
+
 def sparse_attention(
     q: Tensor,
     kv: Tensor,
     indices: Tensor,
     out: Tensor,
     lse: Tensor,
+    workspace: Tensor,
     *,
     sm_scale: float,
     q_start: list[int] | None,
@@ -473,6 +481,8 @@ def sparse_attention(
         sm_scale=sm_scale,
         lse_base=lse_base,
         dtype=_dtype(q),
+        workspace=workspace.data_ptr(),
+        workspace_bytes=workspace.numel(),
         **_place(q),
     )
 

@@ -16,6 +16,30 @@ from .varlen import forward_varlen
 TREE_NUMBERS = ("compression_rate", "top_k_per_layer", "max_top_nodes", "scale", "rope_base", "strict_causal")
 
 
+def _casts(value: float) -> set[float]:
+    """What a number may be after casts of its tensor, one after another: float16 and then bfloat16 round twice."""
+    found, new = {value}, {value}
+    while new:
+        exact = [torch.tensor(x, dtype=torch.float64, device="cpu") for x in new]
+        new = {x.to(dtype).item() for x in exact for dtype in checks.common.FLOAT_DTYPES} - found
+        found |= new
+    return found
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """The weight of a projection. `torch.ao.quantization.quantize_dynamic` puts layers in their place that keep theirs
+    packed: of one of them the numbers that stand for it, in float32."""
+    weight = layer.weight
+    return weight if isinstance(weight, Tensor) else weight().dequantize()
+
+
+def place_of(layer: nn.Module) -> Tensor:
+    """A tensor with the dtype and device of what a projection takes and gives: its weight, where it is none packed."""
+    if isinstance(layer.weight, Tensor):
+        return layer.weight
+    return torch.empty(0, layer.in_features, device="cpu", dtype=torch.float32)
+
+
 class _HeadNorm(nn.RMSNorm):
     """RMSNorm whose gain takes the dtype of the input, as autocast's other operands do: only then is it one kernel."""
 
@@ -188,8 +212,7 @@ class HTreeAttention(nn.Module):
             return
         for (name, value), theirs in zip(mine.items(), state.flatten().tolist(), strict=True):
             # Whoever casts a checkpoint casts this entry too, perhaps more than once.
-            exact = torch.tensor(value, dtype=torch.float64, device="cpu")
-            if theirs not in [exact.to(dtype).item() for dtype in checks.common.FLOAT_DTYPES]:
+            if theirs not in _casts(value):
                 checks.common.fail(
                     "HTreeAttention",
                     f"{name} of the state dict must be that of the module ({value:.17g}); weights that shall be used "
@@ -213,6 +236,11 @@ class HTreeAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
+    def _check_kernels(self, q: Tensor) -> None:
+        """Names the sizes of the module where the kernels do not take them, before an op does by its own names."""
+        if self.options["backend"] == "auto":
+            checks.support.module_heads(q, self.head_dim, self.v_head_dim, self.n_heads // self.n_kv_heads)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, T_q, n_heads, head_dim], the last T_q of k [B, T, n_kv_heads, head_dim] and v [B, T, n_kv_heads,
         v_head_dim] -> [B, T_q, n_heads, v_head_dim]. The one step a subclass replaces to compare attentions."""
@@ -220,6 +248,8 @@ class HTreeAttention(nn.Module):
             from .distributed import context_parallel_forward
 
             return context_parallel_forward(q, k, v, **self._sequence.options, **self.options)
+        checks.tree.module_tokens(k)
+        self._check_kernels(q)
         return forward(q, k, v, **self.options)
 
     def attend_varlen(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -229,10 +259,13 @@ class HTreeAttention(nn.Module):
 
             lengths = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
             return context_parallel_forward(q, k, v, **lengths, **self._sequence.options, **self.options)
+        self._check_kernels(q)
         return forward_varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **self.options)
 
     def attend_ragged(self, q: Tensor, k: Tensor, v: Tensor, seqused: Tensor) -> Tensor:
         """`attend` where seqused [B] rows of each sequence exist, of queries and of keys."""
+        checks.tree.module_tokens(k)
+        self._check_kernels(q)
         return forward(q, k, v, seqused_q=seqused, seqused_k=seqused, **self.options)
 
     @property
@@ -243,7 +276,7 @@ class HTreeAttention(nn.Module):
     def new_cache(self, batch_size: int, max_tokens: int, **options) -> TreeCache:
         """An empty `TreeCache` for calls with ``cache``. Shapes, dtype, device and as many layers as max_top_nodes asks
         for are the module's; options are those of `TreeCache`, page_size for example."""
-        weight = self.k_proj.weight
+        weight = place_of(self.k_proj)
         max_tokens = checks.common.integer("TreeCache", "max_tokens", max_tokens)
         checks.common.size("TreeCache", "max_tokens", max_tokens)
         most = None
@@ -261,6 +294,7 @@ class HTreeAttention(nn.Module):
         # Before the cache is changed.
         checks.cache.no_gradient("HTreeAttention", q, k, v)
         checks.cache.top_layer("HTreeAttention", cache.layout, int(self._tree_numbers()["max_top_nodes"]))
+        self._check_kernels(q)
         backend = self.options["backend"]
         cache.append(k, v, seqused=seqused, backend=backend)
         tree = {name: self.options[name] for name in ("top_k_per_layer", "max_top_nodes", "scale", "rope_base")}
@@ -280,15 +314,16 @@ class HTreeAttention(nn.Module):
         """See the class."""
         checks.tree.attention_module_input(
             x, past, d_model=self.d_model, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim, weight=self.q_proj.weight, packed=cu_seqlens is not None,
+            v_head_dim=self.v_head_dim, weight=place_of(self.q_proj), packed=cu_seqlens is not None,
         )  # fmt: skip
-        checks.varlen.module_lengths(cu_seqlens, max_seqlen, seqused, past, cache)
+        checks.varlen.module_lengths(x, cu_seqlens, max_seqlen, seqused, past, cache, self._sequence is not None)
         checks.common.boolean("HTreeAttention", "return_kv", return_kv)
         if self._sequence is not None:
             checks.distributed.module_call(past=past, cache=cache, seqused=seqused)
         if cache is not None:
             numbers = {name: self.options[name] for name in ("compression_rate", "strict_causal")}
-            checks.cache.module_cache(cache, past, return_kv, **numbers)
+            shape = {name: getattr(self, name) for name in ("n_kv_heads", "head_dim", "v_head_dim")}
+            checks.cache.module_cache(cache, past, return_kv, x=x, shape=shape, **numbers)
         q, k, v = self.project(x)
         if cache is not None:
             return self.o_proj(self.attend_cached(q, k, v, cache, seqused).flatten(2))

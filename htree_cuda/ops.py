@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -222,17 +223,17 @@ def _(
 @torch.library.custom_op(
     "htree_cuda::sink_gradient",
     mutates_args=(),
-    schema="(Tensor dout, Tensor out, Tensor lse, Tensor attn_sink) -> Tensor",
+    schema='(Tensor dout, Tensor out, Tensor lse, Tensor attn_sink, *, str op="forward") -> Tensor',
 )
 @_without_autocast
-def sink_gradient(dout, out, lse, attn_sink):
+def sink_gradient(dout, out, lse, attn_sink, *, op="forward"):
     """The gradient [H] of attn_sink, from what a forward returned: out [..., T, H, V], lse [..., T, H]. PyTorch
-    operations on every device."""
+    operations on every device. op is the one whose gradient it is, which the refusal of a second one names."""
     return sinks.gradient(dout, out, lse, attn_sink)
 
 
 @sink_gradient.register_fake
-def _(dout, out, lse, attn_sink):
+def _(dout, out, lse, attn_sink, *, op="forward"):
     return torch.empty_like(attn_sink)
 
 
@@ -259,15 +260,26 @@ def _run_backward(ctx, dout, dlse, _dselection):
     return *grads, torch.ops.htree_cuda.sink_gradient(dout, out, lse, attn_sink) if needs_sink else None, None, None
 
 
+def _refuse_double_backward(op: str) -> NoReturn:
+    raise RuntimeError(f"{op}: second derivatives (double backward) are not supported")
+
+
 def _no_double_backward(op: str) -> Callable:
     def refuse(ctx, *grads):
-        raise RuntimeError(f"{op}: second derivatives (double backward) are not supported")
+        _refuse_double_backward(op)
 
     return refuse
 
 
+def _save_op(ctx, inputs, keyword_only_inputs, output):
+    ctx.op = keyword_only_inputs["op"]
+
+
 torch.library.register_autograd("htree_cuda::forward", _run_backward, setup_context=_save_for_backward)
 torch.library.register_autograd("htree_cuda::backward", _no_double_backward("forward"))
+torch.library.register_autograd(
+    "htree_cuda::sink_gradient", lambda ctx, *grads: _refuse_double_backward(ctx.op), setup_context=_save_op
+)
 
 
 # ----------------------------------------------------------------------------------------- attention over an index list
@@ -334,7 +346,8 @@ def sparse_attention(q, kv, indices, topk_length, attn_sink, *, d_v, determinist
         checks.support.sparse_attention(q, kv, indices, topk_length, attn_sink, params.sm_scale, d_v)
         results = q.new_empty(*q.shape[:-1], d_v), q.new_empty(q.shape[:-1], dtype=torch.float32)
         if results[0].numel():
-            kernels.sparse_attention(q, kv, indices, *results, **numbers)
+            workspace = q.new_empty(kernels.sparse_attention_workspace(q, indices), dtype=torch.uint8)
+            kernels.sparse_attention(q, kv, indices, *results, workspace, **numbers)
     return results if params.batched else tuple(x[0] for x in results)
 
 

@@ -200,7 +200,7 @@ def _run_backward(ctx, dout, dlse, _dselection):
     dsink = None
     if attn_sink is not None and ctx.needs_input_grad[8]:
         seen = torch.where((lse == -torch.inf)[..., None], dout.new_zeros(()), dout)  # padding is no part of the sum
-        dsink = torch.ops.htree_cuda.sink_gradient(seen, out, lse, attn_sink)
+        dsink = torch.ops.htree_cuda.sink_gradient(seen, out, lse, attn_sink, op="forward_varlen")
     return *grads, None, None, None, None, None, dsink, None, None
 
 

@@ -62,7 +62,7 @@ def pytest_configure(config):
         torch.set_num_threads(threads)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of what the tests start
     config.addinivalue_line("markers", "gpu: needs a Hopper GPU (compute capability 9.0)")
-    config.addinivalue_line("markers", "emulated: of the gpu tests, small enough for the emulator")
+    config.addinivalue_line("markers", "emulated(sms=3): of the gpu tests, small enough for the emulator")
     config.addinivalue_line("markers", "sample: of the emulated tests, those of every run: K = V = 64, one dtype")
     config.addinivalue_line("markers", "hardware: of the gpu tests, not for the emulator: streams, graphs, large sizes")
 
@@ -103,5 +103,6 @@ def _emulator(request, monkeypatch):
             monkeypatch.setattr(module, "DEVICE", "cpu")
     seed = int(os.environ.get("HTREE_CUDA_EMULATED_SEED", zlib.crc32(request.node.nodeid.encode())))
     races = os.environ.get("HTREE_CUDA_EMULATED_RACES", "1") == "1"
-    with ptx_emulator.emulated(seed=seed, races=races):
+    marker = request.node.get_closest_marker("emulated")
+    with ptx_emulator.emulated(seed=seed, races=races, **(marker.kwargs if marker else {})):
         yield

@@ -68,6 +68,7 @@ PYTHON_BENCHMARKS = {
         "--lengths",
         "32768,65536,262144",
     ],
+    "dsa_decode_gpu": ["dsa_decode"],
     "dsa_gpu": ["dsa", "--heads-list", "128", "--lengths", "65536"],
     "backward_gpu": ["backward"],
     "packed_gpu": ["packed", "--backward"],

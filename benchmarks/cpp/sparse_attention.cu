@@ -85,7 +85,7 @@ __global__ void to_float(Element const* x, std::int64_t n, float* y) {
 // ---- problems --------------------------------------------------------------------------------------------------
 
 struct Buffers {
-  Arena q, kv, indices, out, lse, lengths, sinks, scores, valid, exact, exact_lse, baseline, floats, selected, starts;
+  Arena q, kv, indices, out, lse, workspace, lengths, sinks, scores, valid, exact, exact_lse, baseline, floats, selected, starts;
 };
 
 template <class Element>
@@ -152,6 +152,8 @@ struct Problem {
     params.sm_scale = 1.0 / std::sqrt(double(s.d));
     params.lse_base = s.natural ? std::exp(1.0) : 2.0;
     params.dtype = dtype_of<Element>();
+    params.workspace_bytes = sparse_attention_workspace(params);
+    params.workspace = buffers.workspace.get<std::uint8_t>(params.workspace_bytes);
   }
 };
 

@@ -42,6 +42,7 @@ void tree_decode(TreeDecodeParams const&, void*) { absent("tree_decode", "decode
 
 #if !HTREE_CUDA_FAMILY_DSA
 void attn_dist(AttnDistParams const&, void*) { absent("attn_dist", "dsa"); }
+std::int64_t sparse_attention_workspace(SparseAttentionParams const&) { absent("sparse_attention", "dsa"); }
 void sparse_attention(SparseAttentionParams const&, void*) { absent("sparse_attention", "dsa"); }
 void topk_indices(TopkIndicesParams const&, void*) { absent("topk_indices", "dsa"); }
 void indexer_logits(IndexerLogitsParams const&, void*) { absent("indexer_logits", "dsa"); }

@@ -13,7 +13,19 @@ from pathlib import Path
 import torch
 
 from .. import checks
-from . import attn_dist, backward, budgets, context_parallel, decode, dsa, forward, indexer, packed, sparse_attention
+from . import (
+    attn_dist,
+    backward,
+    budgets,
+    context_parallel,
+    decode,
+    dsa,
+    dsa_decode,
+    forward,
+    indexer,
+    packed,
+    sparse_attention,
+)
 from .inputs import DTYPES, KINDS, RANDOM
 from .plots import check_name, plot
 from .protocol import Short, identity, write_whole
@@ -21,8 +33,8 @@ from .tables import break_even, table
 
 COMMANDS = {
     "forward": forward, "backward": backward, "decode": decode, "attn_dist": attn_dist,
-    "sparse_attention": sparse_attention, "dsa": dsa, "indexer": indexer, "context_parallel": context_parallel,
-    "packed": packed, "budgets": budgets,
+    "sparse_attention": sparse_attention, "dsa": dsa, "dsa_decode": dsa_decode, "indexer": indexer,
+    "context_parallel": context_parallel, "packed": packed, "budgets": budgets,
 }  # fmt: skip
 
 
@@ -158,6 +170,21 @@ def _lists(cuda: bool) -> argparse.ArgumentParser:
     return parser
 
 
+def _dsa_decode(cuda: bool) -> argparse.ArgumentParser:
+    """Options of dsa_decode, whose every combination is measured."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add = parser.add_argument
+    add("--batches", type=_ints, default="1,8,32" if cuda else "1", help="each B, sequences, to measure")
+    add("--lengths", type=_ints, default="16384,65536,131072" if cuda else "4096", help="each s_kv, keys, to measure")
+    add("--heads-list", type=_ints, default=[128] if cuda else [16], help="each h_q, query heads, to measure")
+    add("--topk", type=_size, default=2048 if cuda else 256, help="slots of each query's index list")
+    add("--dim", type=_size, default=576, help="d_qk, head dimension of queries and keys")
+    add("--value-dim", type=_size, default=512, help="d_v, columns of a key row that are its value")
+    add("--index-heads", type=_size, default=64 if cuda else 8, help="h_i, heads of the indexer")
+    add("--index-dim", type=_size, default=128, help="d_i, head dimension of the indexer")
+    return parser
+
+
 def _context_parallel(cuda: bool) -> argparse.ArgumentParser:
     """Options of context_parallel."""
     parser = argparse.ArgumentParser(add_help=False)
@@ -261,6 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--value-dim", type=_size, default=512, help="d_v, columns of a key row that are its value")
     add("--index-heads", type=_size, default=64, help="h_i, heads of the indexer")
     add("--index-dim", type=_size, default=128, help="d_i, head dimension of the indexer")
+    command("dsa_decode", _dsa_decode(cuda), "a step of decoding of DeepSeek Sparse Attention, beside dense attention")
     add = command("indexer", _indexer(cuda), "the indexer, its selector, and both in one call, over numbers of keys")
     add("--lengths", type=_ints, default="16384,65536,131072" if cuda else "2048", help="each s_kv, keys, to measure")
     return parser
@@ -300,7 +328,7 @@ def _check(args: argparse.Namespace) -> None:
         _check_lengths("--topk", args.topk, args.lengths)
     if args.command == "dsa":  # Its queries are the last ones of the sequence.
         _check_lengths("--queries", args.queries, args.lengths)
-    if args.command in ("sparse_attention", "dsa") and args.value_dim > args.dim:
+    if args.command in ("sparse_attention", "dsa", "dsa_decode") and args.value_dim > args.dim:
         raise ValueError(f"--value-dim must be at most --dim, {args.dim}, got {args.value_dim}")
     if args.command == "packed":
         for case in args.cases:

@@ -422,13 +422,15 @@ COLUMNS = {
 
 
 def plot(figures: list[dict], path) -> None:
-    """Speedup over one rank, a group of bars for each shape and length."""
+    """Speedup over one rank, a group of bars for each shape and length. Raises ValueError where no row has one."""
+    figures = [f for f in figures if "speedup" in f]
+    if not figures:
+        raise ValueError(f"--plot {path}: no row has a speedup, since one rank alone ran out of memory in each")
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figures = [f for f in figures if "speedup" in f]
     layouts = list(dict.fromkeys(f["layout"] for f in figures))
     points = list(dict.fromkeys((f["H"], f["H_kv"], f["top_k"], f["T"]) for f in figures))
     fig, ax = plt.subplots(figsize=(1.6 + 1.0 * len(points), 3.6), layout="constrained")

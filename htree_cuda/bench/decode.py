@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -126,11 +127,8 @@ def glance(call: Callable[[], object], device: str) -> float:
     return first.elapsed_time(last) / GLANCES
 
 
-def dense(q: Tensor, cache: TreeCache, T: int, device: str) -> dict:
-    """The fastest backend of SDPA, the heads of a group as rows of the query."""
-    H_kv = cache.n_kv_heads
-    rows = q[:, 0].unflatten(1, (H_kv, -1))
-    k, v = (x.transpose(1, 2)[:, :, :T] for x in (cache.k, cache.v))
+def dense(rows: Tensor, k: Tensor, v: Tensor, device: str) -> dict:
+    """The fastest backend of SDPA; `rows` [B, H_kv, rows, K] are the query's heads of a group."""
 
     def call(backend: SDPBackend) -> Tensor:
         with sdpa_kernel(backend):
@@ -139,7 +137,9 @@ def dense(q: Tensor, cache: TreeCache, T: int, device: str) -> dict:
     times = {}
     for name, backend in DENSE_BACKENDS.items():
         try:
-            times[name] = round(glance(partial(call, backend), device), 4)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # why a backend takes no such tensors
+                times[name] = round(glance(partial(call, backend), device), 4)
         except RuntimeError:  # the backend does not take these tensors, or not their size
             continue
         finally:
@@ -181,7 +181,10 @@ def run(args: argparse.Namespace) -> list[dict]:
         q, k, v = (
             torch.randn(B, 1, heads, args.dim, generator=g, device=device, dtype=dtype) for heads in (H, H_kv, H_kv)
         )
-        peer = dense(q, cache, T, device) if args.dense_up_to >= T else None
+        peer = None
+        if args.dense_up_to >= T:
+            keys, values = (x.transpose(1, 2)[:, :, :T] for x in (cache.k, cache.v))
+            peer = dense(q[:, 0].unflatten(1, (cache.n_kv_heads, -1)), keys, values, device)
 
         def append(cache=cache, k=k, v=v) -> None:
             cache.append(k, v, backend=args.backend)

@@ -113,17 +113,27 @@ class Step:
         with torch.no_grad():
             dense = torch.randn(len(self.q), len(self.kv), device=self.q.device)
         found: dict[str, tuple[str, Callable[[], object]]] = {
-            "topk_indices": ("torch.topk", lambda: dense.topk(min(self.topk, dense.shape[1]), dim=1, sorted=False))
+            "topk_indices": ("torch.topk", lambda: dense.topk(_slots(dense, self.topk), dim=1, sorted=False))
         }
         q, kv = self.q.detach(), self.kv.detach()
         if q.is_cuda and q.dtype == torch.bfloat16:
-            indices = dense.topk(self.topk, dim=1).indices.sort(1).values[:, None].to(torch.int32)
+            indices = _peer_lists(dense, self.topk)
             lse = torch.zeros(q.shape[:2], device=q.device)
             attend = flash_mla_attention(q, kv, indices) if self.dout.shape[2] == 512 else None
             share = cudnn_attn_dist(q, kv, indices, lse)
             found |= {"sparse_attention": ("FlashMLA", attend)} if attend is not None else {}
             found |= {"attn_dist": ("cuDNN frontend", share)} if share is not None else {}
         return found
+
+
+def _slots(dense: Tensor, topk: int) -> int:
+    """A peer takes no slot without a key: where there are fewer keys than topk it gets a list of them all."""
+    return min(topk, dense.shape[1])
+
+
+def _peer_lists(dense: Tensor, topk: int) -> Tensor:
+    """[s_q, 1, slots] int32, ascending, of the largest numbers of dense [s_q, s_kv]."""
+    return dense.topk(_slots(dense, topk), dim=1).indices.sort(1).values[:, None].to(torch.int32)
 
 
 def _either(call: Callable[[str], Tensor], backend: str) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autocast import autocast_enabled
 from ..layout import TreeLayout, default_layers
 from ..params import CachedParams
 from . import rotation, support
@@ -227,8 +228,12 @@ def forward_cached_kernel(q: Tensor, cache, params: CachedParams) -> None:
         support._way_out(op, f"the decode kernel needs rope_dim to be a multiple of 16, got {params.rope_dim}")
 
 
-def module_cache(cache: Any, past: Any, return_kv: bool, *, compression_rate: int, strict_causal: bool) -> None:
-    """Rules of a call of ``HTreeAttention`` with a cache; the rest is found by `append` and `forward_cached`."""
+def module_cache(
+    cache: Any, past: Any, return_kv: bool, *, x: Tensor, shape: dict[str, int], compression_rate: int,
+    strict_causal: bool,
+) -> None:  # fmt: skip
+    """Rules of a call of ``HTreeAttention`` with a cache: of its own tokens x, and of the shape of its keys and
+    values."""
     op = "HTreeAttention"
     if not hasattr(cache, "layout") or not hasattr(cache, "append"):
         raise TypeError(f"{op}: cache must be a htree_cuda.TreeCache or None, got {type(cache).__name__}")
@@ -237,6 +242,12 @@ def module_cache(cache: Any, past: Any, return_kv: bool, *, compression_rate: in
     if not strict_causal:
         fail(op, "cache needs strict_causal=True: only complete nodes are stored", strict_causal)
     equal(op, "compression_rate of the cache", cache.layout.compression_rate, "the module's", compression_rate)
+    equal(op, "batch_size of the cache", cache.batch_size, "B of x", x.shape[0])
+    for name, value in shape.items():
+        equal(op, f"{name} of the cache", getattr(cache, name), "the module's", value)
+    same_device(op, "x", x, **{"the cache": cache.lengths})
+    if not autocast_enabled(x.device.type) and cache.dtype != x.dtype:
+        fail(op, f"the cache must have the dtype of x ({x.dtype})", cache.dtype)
 
 
 def option_types(op: str, *, return_lse: bool, return_selection: bool, **tree: Any) -> dict[str, Any]:
@@ -261,8 +272,9 @@ def no_gradient(op: str, *inputs: Tensor | None) -> None:
         )
 
 
-def lengths(op: str, name: str, value: Any, batch_size: int | None, device: torch.device) -> None:
-    """One int, B ints or a tensor [B], which has its values; without a batch_size of any length."""
+def lengths(op: str, name: str, value: Any, batch_size: int | None, device: torch.device) -> Tensor | int | list[int]:
+    """One int, B ints or a tensor [B], which has its values; without a batch_size of any length. Returns the tensor, or
+    the ints as Python's: one where one was given, which needs no copy to the device."""
     if isinstance(value, Tensor):
         dimensions(op, name, value, ("B",))
         if value.dtype not in (torch.int32, torch.int64):
@@ -271,8 +283,12 @@ def lengths(op: str, name: str, value: Any, batch_size: int | None, device: torc
             equal(op, f"dimension 0 of {name}", value.shape[0], "batch_size of the cache", batch_size)
         if value.is_meta and device.type != "meta":
             fail(op, f"{name} must be on the device of the cache ({device})", value.device)
-        return
-    numbers(op, name, value, batch_size)
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return numbers(op, name, value, batch_size)
+    value = integer(op, name, value)
+    size(op, name, value, 0, MAX_INT32)
+    return value
 
 
 def values(op: str, name: str, x: Tensor, first: int, last: int) -> None:
@@ -300,9 +316,9 @@ def numbers(op: str, name: str, value: Any, batch_size: int) -> list[int]:
     return values
 
 
-def state(state: Any, settings: dict[str, Any], tensors: dict[str, Tensor], *, counts_pages: bool) -> None:
+def state(state: Any, settings: dict[str, Any], tensors: dict[str, Tensor], *, counts_pages: bool) -> list[list[int]]:
     """Rules of what ``TreeCache.load_state_dict`` takes, all of them before anything is written: settings and tensors
-    of this cache, and the pages of each sequence where the cache counts them."""
+    of this cache, and the pages of each sequence where the cache counts them, which it returns as Python's ints."""
     op = "load_state_dict"
     if not isinstance(state, Mapping):
         raise TypeError(f"{op}: the state must be a dict of state_dict of a TreeCache, got {type(state).__name__}")
@@ -332,21 +348,24 @@ def state(state: Any, settings: dict[str, Any], tensors: dict[str, Tensor], *, c
     if not counts_pages:
         if pages:
             fail(op, "the cache must count its pages, as the one of the state did", "a block_table of the caller")
-        return
+        return []
     _listed(op, "pages", pages)
     if len(pages) != settings["batch_size"]:
         rule = f"pages of the state must be those of {settings['batch_size']} sequences"
         fail(op, rule, f"those of {len(pages)} (a cache with a block_table of the caller counts none)")
     most, tokens = tensors["block_table"].shape[1], settings["page_size"]
-    for row, (held, length) in enumerate(zip(pages, lengths)):
+    for held in pages:
         _listed(op, "pages of a sequence", held)
+    pages = [[integer(op, "a page of the state", page) for page in held] for held in pages]
+    for row, (held, length) in enumerate(zip(pages, lengths)):
         for page in held:
-            size(op, "every page of the state", integer(op, "a page of the state", page), 0, settings["num_pages"] - 1)
+            size(op, "every page of the state", page, 0, settings["num_pages"] - 1)
         if len(set(held)) != len(held):
             fail(op, "pages of a sequence of the state must differ from each other", held)
         if not -(-length // tokens) <= len(held) <= most:
             rule = f"sequence {row} of the state, of {length} tokens, must have at least {-(-length // tokens)} and at"
             fail(op, f"{rule} most {most} pages of {tokens}", len(held))
+    return pages
 
 
 def _listed(op: str, what: str, value: Any) -> None:

@@ -61,24 +61,42 @@ KERNEL_TOP_K = (16, 512)
 KERNEL_COMPRESSION_RATE = 16
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, params: TreeParams, op: str = "forward") -> None:
-    """What the htree kernels, forward and backward, support of a valid call."""
+def _heads(
+    op: str, K: int, V: int, G: int, names: tuple[str, str] = ("K (dimension 3 of q)", "V (dimension 3 of v)"),
+    ratio: str = "H / H_kv",
+) -> None:  # fmt: skip
+    """Head dimensions and group, by the names that the caller knows: each begins with a word that may stand alone."""
     from .. import kernels
 
-    _kernel_dtype(op, "q", q)
-    _contiguous_rows(op, q=q, k=k, v=v)
-    for name, dim in (("K (dimension 3 of q)", q.shape[3]), ("V (dimension 3 of v)", v.shape[3])):
+    for name, dim in zip(names, (K, V), strict=True):
         if dim not in KERNEL_HEAD_DIMS:
             _way_out(op, f"the kernels need {name} to be 64 or 128, got {dim}")
-    if q.shape[3] != v.shape[3] and not kernels.mixed_dims():
+    if K != V and not kernels.mixed_dims():
+        k, v = (name.split()[0] for name in names)
         _way_out(
             op,
-            f"the kernels of this installation need K = V, got K {q.shape[3]} and V {v.shape[3]} (those for K != V are "
+            f"the kernels of this installation need {k} = {v}, got {k} {K} and {v} {V} (those for {k} != {v} are "
             "built with HTREE_CUDA_MIXED_DIMS=1)",
         )
-    G = q.shape[2] // k.shape[2]
     if G > KERNEL_MAX_G:
-        _way_out(op, f"the kernels need at most {KERNEL_MAX_G} query heads for each KV head (H / H_kv), got {G}")
+        _way_out(op, f"the kernels need at most {KERNEL_MAX_G} query heads for each KV head ({ratio}), got {G}")
+
+
+def module_heads(x: Tensor, head_dim: int, v_head_dim: int, G: int) -> None:
+    """What the kernels support of the sizes of `HTreeAttention`, in its words. What torch.compile traces, and a device
+    or an installation without kernels, the op judges."""
+    if x.device.type == "cuda" and not torch.compiler.is_compiling():
+        from .. import kernels
+
+        if kernels.built():
+            _heads("HTreeAttention", head_dim, v_head_dim, G, ("head_dim", "v_head_dim"), "n_heads / n_kv_heads")
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, params: TreeParams, op: str = "forward") -> None:
+    """What the htree kernels, forward and backward, support of a valid call."""
+    _kernel_dtype(op, "q", q)
+    _contiguous_rows(op, q=q, k=k, v=v)
+    _heads(op, q.shape[3], v.shape[3], q.shape[2] // k.shape[2])
     if params.compression_rate != KERNEL_COMPRESSION_RATE:
         _way_out(op, f"the kernels need compression_rate {KERNEL_COMPRESSION_RATE}, got {params.compression_rate}")
     low, high = KERNEL_TOP_K

@@ -200,6 +200,12 @@ def attention_module_input(
     equal(op, "dimension 1 of v of past", past[1].shape[1], "T of k of past", past[0].shape[1])
 
 
+def module_tokens(k: Tensor) -> None:
+    """`forward` takes no sequence without keys, here those of past and of x; with a cache, or packed, a call may be
+    empty."""
+    size("HTreeAttention", "the tokens of past and x together (dimension 1)", k.shape[1], 1, MAX_INT32)
+
+
 def forward(
     q: Tensor,
     k: Tensor,

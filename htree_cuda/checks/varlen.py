@@ -15,6 +15,7 @@ from . import rotation, support
 from .common import (
     MAX_INT32,
     backend_name,
+    checks_values,
     dimensions,
     equal,
     fail,
@@ -33,9 +34,11 @@ MAX_SEQUENCES = 2**27 - 1
 
 
 def _lengths(
-    op: str, q: Tensor, count: int, what: str, dtypes: Sequence[torch.dtype], **tensors: Tensor | None
-) -> None:
-    """One-dimensional tensors of `count` integers each, on the device of q; None stands for one that was not given."""
+    op: str, q: Tensor, count: int, what: str, dtypes: Sequence[torch.dtype], first: str = "q",
+    **tensors: Tensor | None,
+) -> None:  # fmt: skip
+    """One-dimensional tensors of `count` integers each, on the device of q, which the caller knows as `first`; None
+    stands for one that was not given."""
     for name, x in tensors.items():
         if x is None:
             continue
@@ -44,7 +47,7 @@ def _lengths(
         if x.dtype not in dtypes:
             fail(op, f"{name} must be {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}", x.dtype)
         equal(op, f"dimension 0 of {name}", x.shape[0], what, count)
-        same_device(op, "q", q, **{name: x})
+        same_device(op, first, q, **{name: x})
 
 
 def _heads(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -175,8 +178,11 @@ def maximum(op: str, name: str, value: Any) -> int:
     return integer(op, name, value)
 
 
-def module_lengths(cu_seqlens: Any, max_seqlen: Any, seqused: Any, past: Any, cache: Any) -> None:
-    """Rules of the lengths that ``HTreeAttention`` is called with; the rest is found by the ops."""
+def module_lengths(
+    x: Tensor, cu_seqlens: Any, max_seqlen: Any, seqused: Any, past: Any, cache: Any, shared: bool
+) -> None:
+    """Rules of the lengths that ``HTreeAttention`` is called with. Where ranks share a sequence, of whose tokens x is
+    a part, `context_parallel_forward` finds the rest."""
     op = "HTreeAttention"
     if (cu_seqlens is None) != (max_seqlen is None):
         fail(op, "cu_seqlens and max_seqlen must be given together", "one of them")
@@ -188,6 +194,23 @@ def module_lengths(cu_seqlens: Any, max_seqlen: Any, seqused: Any, past: Any, ca
         for other, given in others:
             if given is not None:
                 fail(op, f"{name} must not be given together with {other}", "both")
+    if shared:
+        return
+    reads = checks_values() and not torch.compiler.is_compiling()
+    if seqused is not None:
+        _lengths(op, x, x.shape[0], "B", (torch.int32,), first="x", seqused=seqused)
+        for b, value in enumerate(seqused.tolist() if reads else []):
+            if not 0 <= value <= x.shape[1]:
+                fail(op, f"seqused of row {b} must lie in 0 .. T_q ({x.shape[1]})", value)
+    if cu_seqlens is not None:
+        dimensions(op, "cu_seqlens", cu_seqlens, ("N + 1",))
+        size(op, "N + 1 (dimension 0 of cu_seqlens)", cu_seqlens.shape[0], 1, MAX_SEQUENCES + 1)
+        _lengths(op, x, cu_seqlens.shape[0], "N + 1", (torch.int32,), first="x", cu_seqlens=cu_seqlens)
+        max_seqlen = integer(op, "max_seqlen", max_seqlen)
+        size(op, "max_seqlen", max_seqlen, 0, MAX_INT32)
+        if reads:
+            total = x.shape[0]
+            cumulative(op, "cu_seqlens", cu_seqlens.tolist(), total, max_seqlen, "total of x", "max_seqlen")
 
 
 # ------------------------------------------------------------------------------- values on the host, HTREE_CUDA_CHECK

@@ -157,8 +157,8 @@ def _finite(x: Tensor) -> Tensor:
 def backward(
     problem: Problem, dloss: Tensor, total: Tensor, largest: Tensor, log_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq_i, dk_i, dweights). A query that sees a NaN has NaN gradients through the logits' own, whatever `_finite`
-    hides; keys are added tile by tile, so that everything is bitwise repeatable."""
+    """(dq_i, dk_i, dweights). A query that sees a key that is not finite has NaN in dq_i, one that sees a NaN
+    everywhere, through the logits' own; keys are added tile by tile, so that everything is bitwise repeatable."""
     acc = problem.acc
     q_i, k_i, weights = problem.q_i, problem.k_i, problem.weights
     dq = torch.zeros_like(q_i, memory_format=torch.contiguous_format)
@@ -175,7 +175,11 @@ def backward(
             logits.sub_(largest[b, rows, None]).sub_(log_sum[b, rows, None])
             share = logits.exp_().sub_(a / mass)
             g = torch.where(visible & ~none, share * dloss[b, rows, None], 0.0)
-            keys = _finite(k_i[b, cols, 0].to(acc))
+            keys = k_i[b, cols, 0].to(acc)
+            # What `_finite` hides from those that do not see it.
+            broken = (visible & ~none).to(acc) @ (~keys.isfinite().all(1)).to(acc)
+            dq_rows.masked_fill_((broken > 0)[:, None, None], torch.nan)
+            keys = _finite(keys)
             for heads, z in _products(q_i[b, rows], k_i[b, cols, 0], acc):
                 # A NaN stays, as in PyTorch's own ReLU, but in a row without a target, which has no gradient.
                 off = (z <= 0) | (~visible | none)[:, None]

@@ -27,7 +27,7 @@ def test_passes_of_attn_dist(H, kinds):
 
 
 def test_the_forward_of_sparse_attention_fills_the_gpu_that_is_told_of():
-    for T_q, sms, ctas in ((10, 132, 20), (1000, 132, 132), (1000, 78, 78)):
+    for T_q, sms, ctas in ((40, 132, 80), (1000, 132, 132), (1000, 78, 78)):
         call = explain("sparse_attention", T=5000, T_q=T_q, H=128, K=512, sms=sms)
         assert (names(call), call["rows"][0]["ctas"]) == (["sparse_attention_kernel<bf16, 512>"], ctas)
 
@@ -50,7 +50,22 @@ def test_heads_choose_the_kernel_of_the_dense_indexer(H, name, dtype):
     told = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "e4m3"}[dtype]
     assert names(call) == [f"indexer_logits_kernel<{told}, 64, {name}>"]
     tiles = -(-33 // (8 if H > 32 else 16))
-    assert call["rows"][0]["ctas"] == tiles * -(-5000 // 4096)
+    assert call["rows"][0]["ctas"] == tiles * -(-5000 // 256)
+
+
+def test_keys_of_a_cta_of_the_dense_indexer():
+    """As many as 4,096, and no less than 256, so that one round of CTAs has all SMs."""
+    for T_q, T, keys in ((4096, 65536, 4096), (8, 65536, 512), (8, 20000, 256), (70, 65536, 4096)):
+        row = explain("indexer_logits", T=T, T_q=T_q, H=64, K=128)["rows"][0]
+        assert row["ctas"] == -(-T_q // 8) * -(-T // keys) and f" {keys} keys" in row["tile"]
+
+
+def test_few_queries_share_a_list():
+    shapes = ((1, 1, 128, 16), (8, 1, 128, 8), (1, 2, 64, 16), (66, 1, 64, 2), (67, 1, 64, 1), (1, 4096, 64, 1))
+    for B, T_q, H, parts in shapes:
+        call = explain("sparse_attention", B=B, T=16384, T_q=T_q, H=H, K=576, top_k=2048)
+        assert call["rows"][0]["ctas"] == min(132, B * T_q * -(-H // 64) * parts)
+        assert names(call)[1:] == ["join_kernel<bf16>"] * (parts > 1)
 
 
 def test_the_selector_and_its_chunks():

@@ -106,7 +106,7 @@ def test_heads(h_i):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d_i", [64, 128])
 @pytest.mark.parametrize("h_i", [1, 7, 32, 33, 64])
-@pytest.mark.parametrize("s_q, s_kv", [(1, 1), (3, 63), (8, 64), (17, 65), (70, 5000), (2, 9000)])
+@pytest.mark.parametrize("s_q, s_kv", [(1, 1), (3, 63), (8, 64), (17, 65), (70, 5000), (2, 9000), (1, 70000)])
 def test_every_size(dtype, d_i, h_i, s_q, s_kv):
     q, k, weights, scales = problem(s_q, h_i, s_kv, d_i, dtype)
     check(q, k, weights, scales)

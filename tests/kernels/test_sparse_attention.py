@@ -66,7 +66,9 @@ class Problem:
         options = {k: self._there(v) if isinstance(v, Tensor) else v for k, v in self.options.items()}
         out = torch.full((B, s_q, h_q, D_V), math.nan, dtype=q.dtype, device=DEVICE)
         lse = torch.full((B, s_q, h_q), math.nan, device=DEVICE)
-        kernels.sparse_attention(q, kv, indices, out, lse, **options)
+        size = kernels.sparse_attention_workspace(q, indices)
+        workspace = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
+        kernels.sparse_attention(q, kv, indices, out, lse, workspace, **options)
         return out.cpu(), lse.cpu()
 
     @staticmethod
@@ -165,6 +167,47 @@ def problem(
     kv = torch.randn(B, s_kv, 1, d, generator=g).to(dtype)
     indices = torch.randint(-s_kv // 10, s_kv + s_kv // 10, (B, s_q, 1, topk), generator=g, dtype=torch.int32)
     return Problem(q, kv, indices, options)
+
+
+def shared_lists(x: Problem) -> bool:
+    """Whether several CTAs share a list."""
+    q, indices = x.q.to(DEVICE), x.indices.to(DEVICE)
+    return kernels.sparse_attention_workspace(q, indices) > 0
+
+
+@pytest.mark.emulated(sms=13)
+@pytest.mark.parametrize(("h_q", "d", "dtype"), [(128, 576, torch.bfloat16), (70, 512, torch.float16)])
+@pytest.mark.parametrize("sink", [False, True])
+def test_several_ctas_share_the_lists_of_few_queries(h_q, d, dtype, sink):
+    """Lists with fewer tiles than parts, parts without a valid slot, scores that grow from part to part, NaN."""
+    lengths = torch.tensor([[700, 0, 130]], dtype=torch.int32)
+    options = {"attn_sink": torch.linspace(-3, 3, h_q)} if sink else {}
+    x = problem(h_q, 700, d=d, dtype=dtype, s_kv=300, seed=31, topk_length=lengths, lse_base=math.e, **options)
+    x.indices[0, 0, 0, 64:330] = torch.tensor(HOSTILE * 70, dtype=torch.int32)[:266]
+    x.indices[0, 0, 0, 500:] = 299
+    x.kv[0, 299] *= 3
+    assert shared_lists(x)
+    out, lse = x.check()
+    for mine, other in zip((out, lse), x.run()):
+        assert torch.equal(mine, other)
+    x.q[0, 0, 5, 3] = math.nan
+    for mine, other in zip((out, lse), x.run()):
+        assert mine[0, 0, 5].isnan().logical_not().all() and other[0, 0, 5].isnan().all()
+        other[0, 0, 5] = mine[0, 0, 5]
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.emulated(sms=13)
+def test_a_query_that_ctas_share_has_the_bits_of_its_shape_alone():
+    """Whatever the other queries, batches and unused rows hold."""
+    x = problem(64, 600, B=2, s_q=2, s_kv=200, seed=32)
+    assert shared_lists(x)
+    out, lse = x.check()
+    x.q[1], x.indices[1], x.kv[1] = x.q[0].clone(), x.indices[0].clone(), x.kv[0].clone()
+    x.q[0, 1], x.indices[0, 1] = math.inf, -1
+    again, again_lse = x.run()
+    assert torch.equal(again[1], out[0]) and torch.equal(again_lse[1], lse[0])
+    assert torch.equal(again[0, 0], out[0, 0]) and torch.equal(again_lse[0, 0], lse[0, 0])
 
 
 # (h_q, topk): every h_q of the first list meets a few topk, so that all pairs of edges of groups and tiles occur.
@@ -454,9 +497,10 @@ def test_capture_and_replay():
     first = x.run()
     q, kv, indices = x.q.to(DEVICE), x.kv.to(DEVICE), x.indices.to(DEVICE)
     out, lse = (torch.empty_like(r, device=DEVICE) for r in first)
+    workspace = q.new_empty(kernels.sparse_attention_workspace(q, indices), dtype=torch.uint8)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.sparse_attention(q, kv, indices, out, lse, **x.options)
+        kernels.sparse_attention(q, kv, indices, out, lse, workspace, **x.options)
     for _ in range(3):
         out.fill_(math.nan)
         graph.replay()

@@ -28,7 +28,9 @@ from htree_cuda.bench import (
     tables,
     trained,
 )
+from htree_cuda.bench import context_parallel as bench_context_parallel
 from htree_cuda.bench import decode as bench_decode
+from htree_cuda.bench import dsa as bench_dsa
 from htree_cuda.bench import sparse_attention as bench_sparse_attention
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -375,6 +377,21 @@ def test_decode(tmp_path, monkeypatch, capsys):
     assert "of the byte floor" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["decode", "--heads", "3/2"])
+
+
+def test_a_step_of_decoding_of_dsa(tmp_path, capsys):
+    options = ["--device", "cpu", "--dtype", "float32", "--dim", "24", "--value-dim", "16", "--index-dim", "8"]
+    sizes = ["--batches", "1,2", "--lengths", "30,50", "--heads-list", "4", "--index-heads", "2", "--topk", "40"]
+    out = tmp_path / "dsa_decode.json"
+    assert cli.main(["dsa_decode", *options, *sizes, "--out", str(out)]) == 0
+    figures = json.loads(out.read_text())["figures"]
+    assert [(f["s_kv"], f["B"]) for f in figures] == [(30, 1), (30, 2), (50, 1), (50, 2)]
+    for f in figures:
+        assert f["ms"] == f["eager"]["ms"] > 0 and set(f["parts"]) == {"indexer_topk", "sparse_attention"}
+        assert f["speedup_over_dense"] == pytest.approx(f["dense"]["ms"] / f["ms"], abs=1e-3)
+    assert "speedup" in capsys.readouterr().out
+    assert cli.main(["dsa_decode", *options[:6], "--value-dim", "32"]) == 2
+    assert "--value-dim must be at most --dim, 24, got 32" in capsys.readouterr().err
 
 
 def test_decode_keeps_the_rows_of_a_run_that_is_ended(tmp_path, monkeypatch, capsys):
@@ -731,3 +748,23 @@ def test_a_device_that_is_not_there_is_one_line(capsys):
 def test_results_go_to_a_file(tmp_path, capsys):
     assert cli.main(["forward", "--lengths", "64", "--out", str(tmp_path)]) == 2
     assert f"--out must name a file, got the folder {tmp_path}" in capsys.readouterr().err
+
+
+def test_peers_of_dsa_take_no_slot_without_a_key():
+    """--topk may be larger than --lengths, as the defaults on a CPU are."""
+    dense = torch.randn(4, 10)
+    found = bench_dsa._peer_lists(dense, 16)
+    assert found.dtype == torch.int32 and torch.equal(found, torch.arange(10).expand(4, 1, 10).int())
+    few = bench_dsa._peer_lists(dense, 3)[:, 0].long()
+    assert torch.equal(dense.gather(1, few).sort(1).values, dense.sort(1).values[:, -3:])
+    assert (few.diff(dim=1) > 0).all()
+
+
+def test_a_plot_of_speedups_without_one_says_so(tmp_path):
+    """One rank alone ran out of memory in every row."""
+    pytest.importorskip("matplotlib")
+    row = {"H": 16, "H_kv": 1, "top_k": 64, "T": 2048, "layout": "zigzag", "ranks": 2}
+    with pytest.raises(ValueError, match=r"^--plot .*x\.png: no row has a speedup, since one rank alone ran out of"):
+        bench_context_parallel.plot([row], tmp_path / "x.png")
+    bench_context_parallel.plot([row, {**row, "T": 1024, "speedup": 1.5}], tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

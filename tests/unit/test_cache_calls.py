@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,6 +55,26 @@ def test_module_with_a_cache():
             "HTreeAttention: cache takes the place of past",
         ),
         ({"cache": new_cache(2, r=16)}, ValueError, "compression_rate of the cache must equal the module's"),
+        (
+            {"cache": attention.new_cache(3, 100)},
+            ValueError,
+            r"HTreeAttention: batch_size of the cache must equal B of x \(2\), got 3",
+        ),
+        (
+            {"cache": TreeCache(2, 100, 2, 6, 4, compression_rate=4, dtype=F64)},
+            ValueError,
+            r"HTreeAttention: head_dim of the cache must equal the module's \(8\), got 6",
+        ),
+        (
+            {"cache": attention.new_cache(2, 100, dtype=torch.float32)},
+            ValueError,
+            r"HTreeAttention: the cache must have the dtype of x \(torch.float64\), got torch.float32",
+        ),
+        (
+            {"cache": attention.new_cache(2, 100, device="meta")},
+            ValueError,
+            r"HTreeAttention: the cache must be on the device of x \(cpu\), got meta",
+        ),
     ):
         with pytest.raises(error, match=message):
             attention(x, **options)
@@ -120,6 +141,27 @@ def test_compiled_steps(page_size, backend):
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
         assert torch.equal(compiled_cache.lengths, eager_cache.lengths)
     same_nodes(compiled_cache, eager_cache, eager_cache.lengths.tolist())
+
+
+def test_a_compiled_step_hears_of_its_frequencies():
+    """In one graph, given or closed over, also once they were written to."""
+    cache, _ = op_arguments(None)
+    q = queries(2, 1, dtype=torch.float32)
+    given, closed = (torch.linspace(1.0, 0.1, cache.head_dim // 2) for _ in range(2))
+
+    def step(q, inv_freq):
+        return tuple(forward_cached(q, cache, rope_inv_freq=x, **TREE) for x in (inv_freq, closed))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    before = None
+    for _ in range(3):
+        found, expected = compiled(q, given), step(q, given)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        assert before is None or (not torch.equal(found[0], before[0]) and not torch.equal(found[1], before[1]))
+        before = found
+        given.mul_(0.5)
+        closed.mul_(0.7)
 
 
 @torch.no_grad()
@@ -343,3 +385,29 @@ def test_meta_tensors():
     assert attention(x, cache=attention.new_cache(1, 100)).is_meta
     with pytest.raises(ValueError, match="x must have the dtype of the parameters"):
         attention(x.double())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [(np.array(3), [3, 3]), (np.int64(3), [3, 3]), ([np.array(3), np.array(2)], [3, 2]), ((4, np.uint8(1)), [4, 1])],
+)
+def test_numbers_of_numpy_truncate(lengths, expected):
+    """Arrays without a dimension have an index, and count as ints."""
+    k, v = tokens(2, 10)
+    cache = filled(k, v, (10, 10))
+    cache.truncate(lengths)
+    assert cache.lengths.tolist() == expected
+    with pytest.raises(TypeError, match=r"truncate: lengths must be an int, got array\(\[3\]\)"):
+        cache.truncate(np.array([3]))
+
+
+def test_numbers_of_numpy_as_pages_of_a_state():
+    k, v = tokens(2, 310)
+    cache = filled(k, v, (300, 17), page_size=256)
+    state = cache.state_dict()
+    expected = state["pages"]
+    state["pages"] = [[np.array(page) for page in held] for held in expected]
+    new = new_cache(2, page_size=256)
+    new.load_state_dict(state)
+    assert [new.pages(b) for b in range(2)] == expected
+    assert {type(page) for b in range(2) for page in new.pages(b)} == {int}

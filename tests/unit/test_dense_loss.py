@@ -225,6 +225,21 @@ def test_a_nan_reaches_the_queries_that_see_it_and_no_other(which, small_tiles):
     assert dk[:3].isfinite().all(), "rows that only query 4 sees"
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+@pytest.mark.parametrize("weight", [-1.0, 1.0])
+def test_an_infinite_key_reaches_the_gradients_of_the_queries_that_see_it(value, weight, small_tiles):
+    """Whatever its logit is: infinite, minus infinity, or 0 by the ReLU. 1 - 1 = 0 has no gradient."""
+    args = [x.clone() for x in problem(grad=False)]
+    args[1][15] = value  # seen by queries 0 and 3
+    args[2].fill_(weight)
+    args[0].abs_()
+    inputs = [x.requires_grad_() for x in args[:3]]
+    losses = htree_cuda.dense_indexer_loss(*inputs, *args[3:], reduction="none", **windows())
+    dq, dk, _ = torch.autograd.grad(losses.sum(), inputs)
+    assert (~dq[[0, 3]].isfinite()).all() and dq[[1, 2, 4]].isfinite().all()
+    assert dk[:3].isfinite().all(), "rows that only query 4 sees"
+
+
 def test_zero_attention_counts_in_the_mean_and_empty_windows_do_not():
     args = problem()
     args[5][1] = math.inf

@@ -478,6 +478,19 @@ def test_the_weights_of_the_indexer_are_never_rounded_to_bfloat16(monkeypatch):
         torch.testing.assert_close(weights.double(), exact, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.float16])
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
+def test_quantised_projections(stage, dtype):
+    """`quantize_dynamic` packs the weights, two of which the layer multiplies by itself."""
+    module = layer(stage=stage, dtype=torch.float32, index_topk=T).eval()
+    quantised = torch.ao.quantization.quantize_dynamic(module, {torch.nn.Linear}, dtype=dtype)
+    x = tokens(dtype=torch.float32).detach()
+    with torch.no_grad():
+        expected, out = module(x)[0], quantised(x)[0]
+    assert (out - expected).abs().max() < 0.1 * expected.abs().max()
+
+
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
 def test_empty_calls(stage):
     module = layer(stage=stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 
 import pytest
 import torch
@@ -314,6 +315,17 @@ def test_kernel_limits_have_their_messages(monkeypatch):
     ):
         with pytest.raises(UnsupportedError, match=match):
             checks.support.forward(*tensors, tree())
+    x = types.SimpleNamespace(device=torch.device("cuda"))
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "built", lambda: True)
+        checks.support.module_heads(x, 64, 128, 16)
+        for sizes, match in (
+            ((84, 64, 1), "head_dim to be 64 or 128, got 84"),
+            ((64, 84, 1), "v_head_dim to be 64 or 128, got 84"),
+            ((64, 64, 32), r"at most 16 query heads for each KV head \(n_heads / n_kv_heads\), got 32"),
+        ):
+            with pytest.raises(UnsupportedError, match=f"HTreeAttention: the kernels need {match}"):
+                checks.support.module_heads(x, *sizes)
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "mixed_dims", lambda: False)
         with pytest.raises(UnsupportedError, match=r"need K = V, got K 64 and V 128 .*HTREE_CUDA_MIXED_DIMS=1"):

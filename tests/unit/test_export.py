@@ -89,3 +89,25 @@ def test_a_warm_up_layer_is_loaded_again(tmp_path):
     x = torch.randn(2, 9, 16)
     torch.export.save(torch.export.export(layer, (x,)), tmp_path / "layer.pt2")
     torch.testing.assert_close(torch.export.load(tmp_path / "layer.pt2").module()(x)[0], layer(x)[0])
+
+
+class Quantize(nn.Module):
+    def __init__(self, block_size):
+        super().__init__()
+        self.block_size = block_size
+
+    def forward(self, x):
+        return htree_cuda.quantize_fp8(x, block_size=self.block_size)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "sizes"), [(None, (2, 7, 300)), (128, (7, 100, 128)), (128, (129, 256, 500)), (1 << 40, (7, 300))]
+)
+def test_quantize_fp8_is_exported_for_any_last_dimension(block_size, sizes):
+    """On either side of block_size, where there is one block or several."""
+    module, D = Quantize(block_size), Dim("D", min=min(sizes), max=128 if max(sizes) == 128 else 1 << 20)
+    program = export(module, (torch.randn(3, sizes[1]),), dynamic_shapes={"x": {1: D}}).module()
+    for size in sizes:
+        x = torch.randn(3, size)
+        (y, scale), (expected, of_block) = program(x), module(x)
+        assert torch.equal(y.float(), expected.float()) and torch.equal(scale, of_block), size

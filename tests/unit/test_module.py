@@ -134,6 +134,19 @@ def test_a_state_dict_that_was_cast_loads(dtype):
         attention().load_state_dict({name: x.to(dtype) for name, x in attention(scale=0.1).state_dict().items()})
 
 
+def test_a_state_dict_that_was_cast_twice_loads():
+    """84 ** -0.5 rounded to float16 and then to bfloat16 is not what it is rounded to bfloat16 at once."""
+    module = attention(head_dim=84)
+    exact = torch.tensor(84**-0.5, dtype=torch.float64)
+    assert exact.half().bfloat16() != exact.bfloat16()
+    state = module.state_dict()
+    for dtype in (torch.float16, torch.bfloat16, torch.float16, torch.float32):
+        state = {name: x.to(dtype) for name, x in state.items()}
+        module.load_state_dict(state)
+    with pytest.raises(ValueError, match="HTreeAttention: scale of the state dict must be that of the module"):
+        attention(head_dim=84, scale=0.11).load_state_dict(state)
+
+
 def test_a_state_dict_on_meta_is_compared_by_shapes_alone():
     module = attention()
     state = {name: x.to("meta") for name, x in module.state_dict().items()}
@@ -507,6 +520,35 @@ def f64(*shape):
 def test_call_errors(match, error, x, call):
     with pytest.raises(error, match=match):
         attention()(x, **call)
+
+
+@pytest.mark.parametrize("call", [{}, {"past": (f64(2, 0, 2, 6), f64(2, 0, 2, 5))}, {"seqused": torch.zeros(2).int()}])
+def test_a_call_without_a_token_is_refused(call):
+    """As `forward` refuses it; with a past, or packed, it is empty."""
+    message = r"^HTreeAttention: the tokens of past and x together \(dimension 1\) must be at least 1, got 0$"
+    with pytest.raises(ValueError, match=message):
+        attention()(f64(2, 0, 12), **call)
+    x = f64(2, 0, 12).requires_grad_()
+    out = attention()(x, past=(f64(2, 3, 2, 6), f64(2, 3, 2, 5)))
+    assert out.shape == (2, 0, 12) and torch.autograd.grad(out.sum(), x)[0].shape == x.shape
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.float16])
+def test_quantised_projections(dtype):
+    """`quantize_dynamic` replaces the projections; x stays float32, and so do keys and values. Every key is attended
+    to, since rounded scores select other nodes."""
+    module = attention(torch.float32, d_model=64, top_k_per_layer=16, max_top_nodes=None).eval()
+    quantised = torch.ao.quantization.quantize_dynamic(module, {nn.Linear}, dtype=dtype)
+    x = torch.randn(2, 40, 64)
+    with torch.no_grad():
+        expected, out = module(x), quantised(x)
+        assert (out - expected).abs().max() < 0.1 * expected.abs().max()
+        cache = quantised.new_cache(2, 40)
+        assert cache.dtype == torch.float32
+        torch.testing.assert_close(quantised(x, cache=cache), out, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="HTreeAttention: x must have the dtype of the parameters"):
+        quantised(x.half())
 
 
 def test_attention_is_exported():

@@ -78,3 +78,20 @@ def test_starts_in_a_tensor_are_refused():
     indices = torch.zeros(2, 5, 1, 9, dtype=torch.int32)
     with pytest.raises(TypeError, match=r"sparse_attention: q_start must be an int, got tensor\(3"):
         htree_cuda.sparse_attention(q, k, indices, d_v=6, q_start=torch.tensor([3, 4]))
+
+
+def test_an_array_of_starts_is_refused_under_compile():
+    """Dynamo makes a tensor of it, whose numbers nothing knows; a number of NumPy, and a list of them, is traced."""
+    q, k = torch.randn(2, 5, 64, 8), torch.randn(2, 40, 1, 8)
+    indices = torch.zeros(2, 5, 1, 9, dtype=torch.int32)
+    calls = {
+        "forward": lambda starts: htree_cuda.forward(q, k, k, top_k_per_layer=4, q_start=starts),
+        "sparse_attention": lambda starts: htree_cuda.sparse_attention(q, k, indices, d_v=6, q_start=starts)[0],
+    }
+    for op, call in calls.items():
+        torch._dynamo.reset()
+        compiled = torch.compile(call, fullgraph=True, backend="eager")
+        with pytest.raises(Exception, match=f"{op}: q_start must be an int or a list of ints under torch.compile, got"):
+            compiled(np.array([30, 20]))
+        for starts in (np.int64(3), [np.int64(30), np.int64(20)]):
+            assert torch.equal(compiled(starts), call(starts))

@@ -172,6 +172,17 @@ def test_double_backward_raises():
         dq.sum().backward()
 
 
+@pytest.mark.parametrize(("op", "ragged"), [("forward", False), ("forward_varlen", True)])
+def test_double_backward_through_a_sink_raises(op, ragged):
+    q, k, v = qkv()
+    sink = torch.zeros(q.shape[2], dtype=q.dtype, requires_grad=True)
+    lengths = {"seqused_k": torch.full((len(q),), k.shape[1], dtype=torch.int32)} if ragged else {}
+    out = htree_cuda.forward(q, k, v, attn_sink=sink, **lengths, **SMALL)
+    (dsink,) = torch.autograd.grad(out.square().sum(), sink, create_graph=True)
+    with pytest.raises(RuntimeError, match=rf"^{op}: second derivatives \(double backward\) are not supported$"):
+        dsink.sum().backward()
+
+
 def counted_calls(monkeypatch) -> list[str]:
     """Names of the torch backend's functions, as they are called."""
     calls = []

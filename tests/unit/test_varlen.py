@@ -482,13 +482,36 @@ def test_the_module_takes_packs_and_lengths(qk_norm):
         (r"x must have 3 dimensions \[B, T_q, d_model\]", {}),
         (r"seqused must not be given together with past, got both",
          {"x": torch.zeros(1, 5, 32), "seqused": ints([5]), "past": (torch.zeros(1, 2, 2, 8),) * 2}),
+        (r"seqused must be int32, got torch.int64", {"x": torch.zeros(1, 5, 32), "seqused": torch.tensor([5])}),
+        (r"dimension 0 of seqused must equal B \(1\), got 2", {"x": torch.zeros(1, 5, 32), "seqused": ints([5, 5])}),
+        (r"seqused must have 1 dimensions \[B\]", {"x": torch.zeros(1, 5, 32), "seqused": ints([[5]])}),
+        (r"seqused must be on the device of x \(cpu\), got meta",
+         {"x": torch.zeros(1, 5, 32), "seqused": ints([5]).to("meta")}),
+        (r"cu_seqlens must be int32, got torch.int64", {"cu_seqlens": torch.tensor([0, 5]), "max_seqlen": 5}),
+        (r"cu_seqlens must have 1 dimensions \[N \+ 1\]", {"cu_seqlens": ints([[0, 5]]), "max_seqlen": 5}),
+        (r"N \+ 1 \(dimension 0 of cu_seqlens\) must be at least 1", {"cu_seqlens": ints([]), "max_seqlen": 5}),
+        (r"max_seqlen must be at least 0, got -1", {"cu_seqlens": ints([0, 5]), "max_seqlen": -1}),
     ],
 )  # fmt: skip
 def test_module_errors(match, options):
     module = htree_cuda.HTreeAttention(32, 4, 2, **SMALL)
+    options = dict(options)
     x = options.pop("x", torch.zeros(5, 32))
     with pytest.raises(ValueError, match=f"HTreeAttention: {match}"):
         module(x, **options)
+
+
+def test_lengths_of_the_module_are_checked_on_demand(monkeypatch):
+    module = htree_cuda.HTreeAttention(32, 4, 2, **SMALL)
+    monkeypatch.setenv("HTREE_CUDA_CHECK", "1")
+    with pytest.raises(ValueError, match=r"HTreeAttention: seqused of row 1 must lie in 0 .. T_q \(5\), got 6"):
+        module(torch.zeros(2, 5, 32), seqused=ints([5, 6]))
+    with pytest.raises(ValueError, match=r"sequence 0 of cu_seqlens must have at most max_seqlen \(4\) rows, got 5"):
+        module(torch.zeros(5, 32), cu_seqlens=ints([0, 5]), max_seqlen=4)
+    with pytest.raises(ValueError, match=r"HTreeAttention: cu_seqlens must end at total of x \(5\) or before, got 6"):
+        module(torch.zeros(5, 32), cu_seqlens=ints([0, 6]), max_seqlen=6)
+    with pytest.raises(TypeError, match=r"HTreeAttention: max_seqlen must be an int, got 1.5"):
+        module(torch.zeros(5, 32), cu_seqlens=ints([0, 5]), max_seqlen=1.5)
 
 
 # ------------------------------------------------------------------------------- variants that must not pass, proven

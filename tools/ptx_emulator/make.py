@@ -20,7 +20,7 @@ SAMPLE = [
     "attn_dist/instantiations/bf16_128", "csrc/tree/", "htree_bwd/instantiations/bf16_64", "htree_bwd/pack/",
     "htree_bwd/reverse_index/", "htree_bwd/sequences/", "htree_fwd/instantiations/score_64",
     "htree_fwd/instantiations/attend_bf16_64_64",
-    "htree_decode/instantiations/bf16_64", "sparse_attention/instantiations/bf16_576",
+    "htree_decode/instantiations/bf16_64", "sparse_attention/launch", "sparse_attention/instantiations/bf16_576",
     "topk_indices/instantiations/", "indexer/instantiations/bf16_64",
     "sparse_attention_bwd/launch", "sparse_attention_bwd/instantiations/bf16_576",
 ]  # fmt: skip

@@ -34,6 +34,30 @@ def dsa_step() -> str:
     )
 
 
+def dsa_decode() -> str:
+    """A step of decoding and its two pieces, beside dense attention to the latents."""
+    report = load("dsa_decode_gpu")
+    if report is None:
+        return "Not measured yet: `python tools/gpu_bench.py --only dsa_decode_gpu` on a Hopper machine."
+    rows = [
+        [
+            str(f["B"]),
+            f"{f['s_kv']:,}",
+            *(f"{1e3 * ms:.0f}" for ms in (f["ms"], *(part["ms"] for part in f["parts"].values()))),
+            f"{1e3 * f['dense']['ms']:,.0f}",
+            f"{f['speedup_over_dense']:.1f}",
+        ]
+        for f in report["figures"]
+    ]
+    f = report["figures"][0]
+    header = ["sequences", "tokens", "step, us", "indexer_topk", "sparse_attention", "dense, us", "dense / step"]
+    return (
+        f"{f['h_q']} heads, topk {f['topk']:,}, d_qk {f['d_qk']}, d_v {f['d_v']}, indexer {f['h_i']} heads of "
+        f"{f['d_i']}, {f['dtype']}, CUDA graphs ({on_gpu(report)}); dense is PyTorch's attention to all latents:\n\n"
+        + markdown(header, rows)
+    )
+
+
 INDEXER_REPORTS = ("indexer_gpu", "indexer_topk_gpu", "indexer_prefill_gpu")
 
 
@@ -62,4 +86,4 @@ def indexer() -> str:
     return f"Random inputs ({on_gpu({**reports[-1], 'date': days})}):\n\n" + markdown(header, rows)
 
 
-BLOCKS = {"dsa_step": dsa_step, "indexer": indexer}
+BLOCKS = {"dsa_step": dsa_step, "dsa_decode": dsa_decode, "indexer": indexer}

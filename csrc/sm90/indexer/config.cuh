@@ -34,14 +34,18 @@ struct KernelParams {
   int h_i;
   int batches;
   int query_tiles;  // of both consumers' queries
+  int segment_keys;  // of a CTA, a multiple of kTileKeys
   int q_coord_b;    // 0 where one batch element stands for all, else 1
   int k_coord_b;
   bool fill;        // minus infinity outside the windows
 };
 
-// Keys of one CTA: long against what it takes to load the queries, short against the work of all CTAs.
-inline constexpr int kSegmentKeys = 4096;
 inline constexpr int kTileKeys = 64;  // M of the WGMMA
+// Keys of one CTA: long against what it takes to load the queries, short against the work of all CTAs. Fewer where SMs would
+// have nothing to do, as in a step of decoding.
+inline constexpr int kSegmentKeys = 4096;
+inline constexpr int kFewestSegmentKeys = 256;
+static_assert(kSegmentKeys % kFewestSegmentKeys == 0 && kFewestSegmentKeys % kTileKeys == 0);
 inline constexpr int kColumns = 128;  // N of the WGMMA: heads of several queries
 inline constexpr int kHalves = 2;     // products of a consumer, one of which runs while it sums the other
 inline constexpr int kPanelRowBytes = 128;  // one swizzle row

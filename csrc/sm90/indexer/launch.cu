@@ -80,22 +80,26 @@ CUtensorMap encode(DType dtype, void const* pointer, std::int64_t columns, Dimen
 }
 
 template <class Element, int kDim, int kHeads>
-void launch_batches(IndexerLogitsParams const& p, KernelParams kernel, cudaStream_t stream) {
+void launch_batches(IndexerLogitsParams const& p, KernelParams kernel, int processors, cudaStream_t stream) {
   constexpr int kQueries = kHalves * kColumns / kHeads;
   CUtensorMap const q_map =
       encode(p.dtype, p.q, p.d_i, {{p.h_i, p.q_stride_h}, {p.s_q, p.q_stride_s}, {p.B, p.q_stride_b}}, {kHeads, kQueries, 1});
   CUtensorMap const k_map =
       encode(p.dtype, p.k, p.d_i, {{p.s_kv, p.k_stride_s}, {p.B, p.k_stride_b}, {1, 0}}, {kTileKeys, 1, 1});
   std::int64_t const tiles = host::ceil_div(p.s_q, 2 * kQueries);
-  std::int64_t const units = tiles * p.B * host::ceil_div(p.s_kv, kSegmentKeys);
+  auto const units_of = [&](std::int64_t keys) { return tiles * p.B * host::ceil_div(p.s_kv, keys); };
+  std::int64_t segment = kSegmentKeys;
+  while (segment > kFewestSegmentKeys && units_of(segment / 2) <= processors) segment /= 2;
+  std::int64_t const units = units_of(segment);
   require(kOp, units <= std::numeric_limits<int>::max(), "too much work for one launch");
   kernel.query_tiles = static_cast<int>(tiles);
+  kernel.segment_keys = static_cast<int>(segment);
   int const grid = static_cast<int>(units);
   if (host::Recording* const told = host::recording()) {
     told->add("logits",
               std::string("indexer_logits_kernel<") + host::dtype_name(p.dtype) + ", " + std::to_string(kDim) + ", " +
                   std::to_string(kHeads) + (p.h_i == kHeads ? ">" : ", padded>"),
-              std::to_string(2 * kQueries) + " queries x " + std::to_string(kSegmentKeys) + " keys",
+              std::to_string(2 * kQueries) + " queries x " + std::to_string(segment) + " keys",
               kHeads == 32 ? "32 heads or fewer: a consumer multiplies keys with 8 queries at once"
                            : "more than 32 heads: a consumer multiplies keys with 4 queries at once",
               grid);
@@ -109,17 +113,19 @@ void launch_batches(IndexerLogitsParams const& p, KernelParams kernel, cudaStrea
 }
 
 template <class Element>
-void dispatch(IndexerLogitsParams const& p, KernelParams const& kernel, cudaStream_t stream) {
+void dispatch(IndexerLogitsParams const& p, KernelParams const& kernel, int processors, cudaStream_t stream) {
   bool const few = p.h_i <= 32;  // heads: eight queries share a product instead of four
   if (p.d_i == 64) {
-    few ? launch_batches<Element, 64, 32>(p, kernel, stream) : launch_batches<Element, 64, 64>(p, kernel, stream);
+    few ? launch_batches<Element, 64, 32>(p, kernel, processors, stream)
+        : launch_batches<Element, 64, 64>(p, kernel, processors, stream);
   } else {
-    few ? launch_batches<Element, 128, 32>(p, kernel, stream) : launch_batches<Element, 128, 64>(p, kernel, stream);
+    few ? launch_batches<Element, 128, 32>(p, kernel, processors, stream)
+        : launch_batches<Element, 128, 64>(p, kernel, processors, stream);
   }
 }
 
 // Batches whose starts fit one launch.
-void launch_chunk(IndexerLogitsParams const& p, device::Window const& window, cudaStream_t stream) {
+void launch_chunk(IndexerLogitsParams const& p, device::Window const& window, int processors, cudaStream_t stream) {
   KernelParams kernel{};
   kernel.weights = p.weights;
   kernel.weights_stride_b = p.weights_stride_b;
@@ -144,9 +150,9 @@ void launch_chunk(IndexerLogitsParams const& p, device::Window const& window, cu
   kernel.k_coord_b = p.k_stride_b != 0;
   kernel.fill = p.fill;
   switch (p.dtype) {
-    case DType::kBFloat16: return dispatch<cutlass::bfloat16_t>(p, kernel, stream);
-    case DType::kFloat16: return dispatch<cutlass::half_t>(p, kernel, stream);
-    default: return dispatch<cutlass::float_e4m3_t>(p, kernel, stream);
+    case DType::kBFloat16: return dispatch<cutlass::bfloat16_t>(p, kernel, processors, stream);
+    case DType::kFloat16: return dispatch<cutlass::half_t>(p, kernel, processors, stream);
+    default: return dispatch<cutlass::float_e4m3_t>(p, kernel, processors, stream);
   }
 }
 
@@ -160,6 +166,7 @@ void indexer_logits(IndexerLogitsParams const& p, void* stream) {
   using namespace sm90::indexer;
   check(p);
   if (p.B == 0 || p.s_q == 0 || p.s_kv == 0) return;
+  int const processors = host::sm_count();
   host::window_args::for_each_chunk(p.window, p.B, p.s_q, [&](std::int64_t b, std::int64_t batches) {
     IndexerLogitsParams part = p;
     part.B = batches;
@@ -169,7 +176,7 @@ void indexer_logits(IndexerLogitsParams const& p, void* stream) {
     if (p.q_scale != nullptr) part.q_scale = p.q_scale + b * p.q_scale_stride_b;
     if (p.k_scale != nullptr) part.k_scale = p.k_scale + b * p.k_scale_stride_b;
     part.out = p.out + b * p.out_stride_b;
-    launch_chunk(part, host::window_args::at(p.window, p.B, b, batches), static_cast<cudaStream_t>(stream));
+    launch_chunk(part, host::window_args::at(p.window, p.B, b, batches), processors, static_cast<cudaStream_t>(stream));
   });
 }
 

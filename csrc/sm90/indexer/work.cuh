@@ -20,8 +20,8 @@ struct Work {
     int const rest = unit / p.query_tiles;
     work.b = rest % p.batches;
     work.query = tile * C::kConsumers * C::kQueries;
-    work.begin = rest / p.batches * kSegmentKeys;
-    work.end = min(work.begin, p.s_kv - kSegmentKeys) + kSegmentKeys;
+    work.begin = rest / p.batches * p.segment_keys;
+    work.end = min(work.begin, p.s_kv - p.segment_keys) + p.segment_keys;
     return work;
   }
 

@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include <cfloat>
 #include <cstdint>
 
 #include "namespaces.h"
@@ -12,11 +13,18 @@
 #include "device/slots.cuh"
 #include "device/sm90.cuh"
 #include "device/wgmma_layout.cuh"
+#include "host/math.h"
 
 namespace htree_cuda::sm90::sparse_attention {
 
 using namespace host;
 using namespace device;
+
+// Of a head in a part of a list: the offset of its exponentials, and their sums by each consumer, 0 without a valid slot.
+struct PartTerms {
+  float offset;
+  float sum[2];
+};
 
 // What the kernel is told. Strides in bytes, but for the list's.
 struct KernelParams {
@@ -38,6 +46,8 @@ struct KernelParams {
   int64_t sink_stride;
   char* out;                 // [B, s_q, h_q, 512] contiguous
   float* lse;                // [B, s_q, h_q] contiguous
+  float* part_out;           // of kernels with kParts: [B, s_q, groups, 64, 512] unnormalised
+  PartTerms* part_terms;     // [B, s_q, groups, 64]
   int64_t key_stride;        // tokens a key row stands for
   int64_t q_start[slots::kMaxStarts];
   int q_start_step;          // 1: one entry a batch; 0: q_start[0] for all
@@ -45,7 +55,8 @@ struct KernelParams {
   int s_kv;
   int h_q;
   int rows;                  // B * s_q
-  int groups;                // of 64 heads
+  int groups;                // of 64 heads, times parts
+  int parts;                 // of each list
   int topk;
   int q_coord_h;             // 0 where q's stride is 0 (the tensor map has one element there), else 1
   int q_coord_s;
@@ -55,23 +66,31 @@ struct KernelParams {
   bool causal;
 };
 
+inline constexpr int kValueDim = 512;
+inline constexpr int kGroupHeads = 64;  // heads of a CTA: M of every WGMMA
+inline constexpr int kMaxParts = 128;
+inline constexpr float kLog2E = static_cast<float>(host::kLog2E);
+// The offset of exponentials while no slot was valid: any score exceeds it.
+inline constexpr float kNoOffset = -FLT_MAX;
+
 // Waits are polled: the registers that suspension takes would spill.
 __device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity, char const* name) {
   barriers::mbarrier_wait<barriers::Waiting::kPolling>(barrier, parity, name);
 }
 
-template <class Element_, int kHeadDim_>
+template <class Element_, int kHeadDim_, bool kParts_>
 struct Config {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kParts = kParts_;  // a CTA has a part of a list
 
   // ---- tiles ----
   static constexpr int kTileKeys = 64;    // keys of one score tile: N of its WGMMAs, K of those of the values
-  static constexpr int kGroupHeads = 64;  // heads of a CTA: M of every WGMMA
+  static constexpr int kGroupHeads = sparse_attention::kGroupHeads;
   static constexpr int kPanelCols = 64;   // 128 bytes: one swizzle row, one L2 line
   static constexpr int kPanelBytes = 64 * 128;
   static constexpr int kPanels = kHeadDim / kPanelCols;
-  static constexpr int kValueDim = 512;
+  static constexpr int kValueDim = sparse_attention::kValueDim;
   static constexpr int kTileBytes = kPanels * kPanelBytes;
   static_assert(kHeadDim % kPanelCols == 0 && kHeadDim >= kValueDim && kElementBytes<Element> == 2);
 

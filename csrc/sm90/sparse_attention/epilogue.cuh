@@ -9,7 +9,6 @@
 #include "device/gather.cuh"
 #include "device/pairs.cuh"
 #include "device/ptx.cuh"
-#include "host/math.h"
 #include "config.cuh"
 #include "softmax.cuh"
 #include "work.cuh"
@@ -76,20 +75,48 @@ public:
     }
   }
 
-  // A query without slots.
+  // The sums of a part of a list, as they are; join.cuh does the rest.
+  __device__ __forceinline__ void store_part(Unit const& u, float const (&out)[wgmma::kValueAccumulators],
+                                             Softmax<C> const& softmax) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const row = warp_ * 16 + lane() / 4 + 8 * i;
+      float const sum = softmax.sum(i);
+      if (first_head<C>(p_, u) + row >= p_.h_q) continue;
+      int64_t const at = part_row(u) + row;
+      if (lane() % 4 == 0) {
+        PartTerms& terms = p_.part_terms[at];
+        terms.sum[me_] = sum;
+        if (me_ == 0) terms.offset = softmax.offset(i);
+      }
+      float* const to = p_.part_out + at * C::kValueDim + me_ * (C::kValueDim / 2) + lane() % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < wgmma::kValueAccumulators / 4; ++j) {
+        *reinterpret_cast<float2*>(to + 8 * j) = make_float2(out[4 * j + 2 * i], out[4 * j + 2 * i + 1]);
+      }
+    }
+  }
+
+  // A query, or a part of its list, without slots.
   __device__ __forceinline__ void store_empty(Unit const& u) const {
     constexpr int kChunks = C::kValueDim / 8;
     int const thread = me_ * 128 + warp_ * 32 + lane();
-    int const first_head = u.group * C::kGroupHeads;
-    int const heads = min(C::kGroupHeads, p_.h_q - first_head);
-    for (int i = thread; i < heads * kChunks; i += C::kConsumers * 128) {
-      store_chunk(u, first_head + i / kChunks, i % kChunks, uint4{0, 0, 0, 0});
+    int const first = first_head<C>(p_, u);
+    int const heads = min(C::kGroupHeads, p_.h_q - first);
+    if constexpr (C::kParts) {
+      if (thread < heads) p_.part_terms[part_row(u) + thread] = {kNoOffset, {0.f, 0.f}};
+    } else {
+      for (int i = thread; i < heads * kChunks; i += C::kConsumers * 128) {
+        store_chunk(u, first + i / kChunks, i % kChunks, uint4{0, 0, 0, 0});
+      }
+      if (thread < heads) p_.lse[static_cast<int64_t>(u.row) * p_.h_q + first + thread] = -INFINITY;
     }
-    if (thread < heads) p_.lse[static_cast<int64_t>(u.row) * p_.h_q + first_head + thread] = -INFINITY;
   }
 
 private:
-  static constexpr float kLog2E = static_cast<float>(host::kLog2E);
+  __device__ __forceinline__ int64_t part_row(Unit const& u) const {
+    return (static_cast<int64_t>(u.row) * p_.groups + u.group) * C::kGroupHeads;
+  }
 
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
 

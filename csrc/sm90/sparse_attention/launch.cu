@@ -13,15 +13,34 @@
 #include "params.h"
 #include "host/list_args.h"
 #include "config.cuh"
+#include "join.cuh"
 
 namespace htree_cuda::sm90::sparse_attention {
 
 namespace {
 
-using host::list_args::kGroupHeads;
-
 constexpr char const* kOp = "sparse_attention";
-constexpr int kValueDim = 512;
+constexpr std::int64_t kTileKeys = 64;
+// Tiles of a part at least: what putting two parts together takes longer than.
+constexpr std::int64_t kPartTiles = 2;
+
+// CTAs that share a list where there are too few queries for all SMs, each with one part; a rule of shapes alone.
+std::int64_t parts_of(SparseAttentionParams const& p, int processors) {
+  std::int64_t const units = p.B * p.s_q * ceil_div(p.h_q, std::int64_t{kGroupHeads});
+  if (units == 0) return 1;
+  std::int64_t const parts = std::min<std::int64_t>(processors / units, ceil_div(p.topk, kTileKeys) / kPartTiles);
+  return std::clamp<std::int64_t>(parts, 1, kMaxParts);
+}
+
+// What lies in the workspace: sums of parts, then their terms.
+std::int64_t part_heads(SparseAttentionParams const& p, std::int64_t parts) {
+  return parts == 1 ? 0 : p.B * p.s_q * ceil_div(p.h_q, std::int64_t{kGroupHeads}) * parts * kGroupHeads;
+}
+
+std::int64_t workspace_bytes(SparseAttentionParams const& p, int processors) {
+  return part_heads(p, parts_of(p, processors)) *
+         static_cast<std::int64_t>(kValueDim * sizeof(float) + sizeof(PartTerms));
+}
 
 void check(SparseAttentionParams const& p) {
   host::list_args::check(kOp, p);
@@ -33,7 +52,7 @@ void check(SparseAttentionParams const& p) {
 }
 
 // Batches small enough for one launch.
-void launch_chunk(SparseAttentionParams const& p, bool one_start, int processors, cudaStream_t stream) {
+void launch_chunk(SparseAttentionParams const& p, bool one_start, std::int64_t parts, int processors, cudaStream_t stream) {
   KernelParams kernel{};
   host::list_args::set_slots(p, one_start, kernel);
   kernel.q = static_cast<char const*>(p.q);
@@ -48,7 +67,12 @@ void launch_chunk(SparseAttentionParams const& p, bool one_start, int processors
   kernel.out = static_cast<char*>(p.out);
   kernel.lse = p.lse;
   kernel.h_q = static_cast<int>(p.h_q);
-  kernel.groups = static_cast<int>(ceil_div(p.h_q, kGroupHeads));
+  kernel.parts = static_cast<int>(parts);
+  if (parts > 1) {
+    kernel.part_out = static_cast<float*>(p.workspace);
+    kernel.part_terms = reinterpret_cast<PartTerms*>(kernel.part_out + part_heads(p, parts) * kValueDim);
+  }
+  kernel.groups = static_cast<int>(ceil_div(p.h_q, std::int64_t{kGroupHeads}) * parts);
   kernel.rows = static_cast<int>(p.B * p.s_q);
   kernel.scale_log2 = static_cast<float>(p.sm_scale * host::kLog2E);
   kernel.lse_scale = static_cast<float>(1.0 / std::log2(p.lse_base));
@@ -56,15 +80,26 @@ void launch_chunk(SparseAttentionParams const& p, bool one_start, int processors
   int const grid = static_cast<int>(std::min<std::int64_t>(processors, p.B * p.s_q * kernel.groups));
   if (host::Recording* const told = host::recording()) {
     told->add("attend",
-              std::string("sparse_attention_kernel<") + host::dtype_name(p.dtype) + ", " + std::to_string(p.d_qk) + ">",
-              "64 heads of a query x 64 keys at a time", "a list is gathered once for 64 heads; a CTA takes query after query",
+              std::string("sparse_attention_kernel<") + host::dtype_name(p.dtype) + ", " + std::to_string(p.d_qk) +
+                  (parts > 1 ? ", parts>" : ">"),
+              "64 heads of a query x 64 keys at a time",
+              parts > 1 ? "few queries: several CTAs share a list" : "a list is gathered once for 64 heads; a CTA takes query after query",
               grid);
+    if (parts > 1) {
+      told->add("join", std::string("join_kernel<") + host::dtype_name(p.dtype) + ">", "a query's head",
+                "sums of the parts of a list, normalised", p.B * p.s_q * p.h_q);
+    }
     return;
   }
   bool const bf16 = p.dtype == DType::kBFloat16;
   auto const run = p.d_qk == 576 ? (bf16 ? launch<cutlass::bfloat16_t, 576> : launch<cutlass::half_t, 576>)
                                     : (bf16 ? launch<cutlass::bfloat16_t, 512> : launch<cutlass::half_t, 512>);
   run(kernel, map, grid, stream);
+  if (parts > 1) {
+    auto const join = bf16 ? join_kernel<cutlass::bfloat16_t> : join_kernel<cutlass::half_t>;
+    join<<<kernel.rows * kernel.h_q, kJoinThreads, 0, stream>>>(kernel);
+    HTREE_CUDA_CHECK(cudaGetLastError());
+  }
 }
 
 }  // namespace
@@ -73,11 +108,21 @@ void launch_chunk(SparseAttentionParams const& p, bool one_start, int processors
 
 namespace htree_cuda {
 
+std::int64_t sparse_attention_workspace(SparseAttentionParams const& params) {
+  return sm90::sparse_attention::workspace_bytes(params, host::sm_count());
+}
+
 void sparse_attention(SparseAttentionParams const& params, void* stream) {
   using namespace sm90::sparse_attention;
   check(params);
   if (params.B == 0 || params.s_q == 0) return;
   int const processors = host::sm_count();
+  std::int64_t const parts = parts_of(params, processors);
+  std::int64_t const needed = workspace_bytes(params, processors);
+  host::list_args::require(kOp, params.workspace_bytes >= needed,
+                           "the workspace must have " + std::to_string(needed) + " bytes, it has " +
+                               std::to_string(params.workspace_bytes));
+  if (needed > 0) host::list_args::require_aligned(kOp, "the workspace", params.workspace);
   host::list_args::for_each_chunk(params, [&](std::int64_t b, std::int64_t batches, bool one_start) {
     SparseAttentionParams part = params;
     part.B = batches;
@@ -86,7 +131,7 @@ void sparse_attention(SparseAttentionParams const& params, void* stream) {
     part.out = static_cast<char*>(params.out) + 2 * b * params.s_q * params.h_q * kValueDim;
     part.lse = params.lse + b * params.s_q * params.h_q;
     host::list_args::skip_slots(part, b);
-    launch_chunk(part, one_start, processors, static_cast<cudaStream_t>(stream));
+    launch_chunk(part, one_start, parts, processors, static_cast<cudaStream_t>(stream));
   });
 }
 

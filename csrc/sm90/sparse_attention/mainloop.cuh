@@ -114,7 +114,7 @@ private:
   // waits for the one before to have read its address register.
   template <bool kOwners>
   __device__ __forceinline__ void gather_halves() {
-    for (WorkList work(p_); !work.done(); work.next()) {
+    for (WorkList<C> work(p_); !work.done(); work.next()) {
       Unit const u = work.unit();
       if (u.tiles == 0) continue;
       if (kOwners && warp_ == 0) load_q(u);
@@ -132,7 +132,7 @@ private:
 
   // The index of the row of tile t that this lane loads for its warp; -1 past the query's length.
   __device__ __forceinline__ int load_index(int const* list, Unit const& u, int t) const {
-    int const slot = t * C::kTileKeys + gather_.row_to_load();
+    int const slot = (u.first_tile + t) * C::kTileKeys + gather_.row_to_load();
     return slot < u.length ? __ldg(list + slot * p_.indices_stride_t) : -1;
   }
 
@@ -181,7 +181,7 @@ private:
 #pragma unroll 1
       for (int panel = 0; panel < C::kSharedPanels; ++panel) {
         ptx::tma_load_4d(ptx::shared_address(&shared_.q[0]) + panel * C::kPanelBytes, &q_map_, barriers_.q_full,
-                         ptx::kEvictFirst, panel * C::kPanelCols, u.group * C::kGroupHeads * p_.q_coord_h,
+                         ptx::kEvictFirst, panel * C::kPanelCols, first_head<C>(p_, u) * p_.q_coord_h,
                          u.s * p_.q_coord_s, u.b * p_.q_coord_b);
       }
     }
@@ -218,9 +218,10 @@ public:
         softmax_(p, shared, kMe, warp), epilogue_(p, shared, kMe, warp), warp_(warp) {}
 
   __device__ __forceinline__ void run() {
-    WorkList work(p_);
+    WorkList<C> work(p_);
     Unit u;
     if (!next_unit(work, u)) return;
+    if constexpr (C::kParts) return run_part(u);
     float out[wgmma::kValueAccumulators];
     load_q_panel(u);
     wait_q();
@@ -261,8 +262,24 @@ public:
   }
 
 private:
+  // The only unit of a CTA.
+  __device__ __forceinline__ void run_part(Unit const& u) {
+    float out[wgmma::kValueAccumulators];
+    load_q_panel(u);
+    wait_q();
+    begin(out);
+    if constexpr (kMe == 0) {
+      float scores[wgmma::kAccumulators];
+      multiply_keys(scores);
+      finish_tile(out, scores, u.tiles <= 2);
+    }
+    own_tiles(out, kMe == 0 ? 2 : 1, u.tiles);
+    if (u.tiles % 2 == kMe) last_tile_of_other(out);
+    epilogue_.store_part(u, out, softmax_);
+  }
+
   // The next unit with a tile; those without on the way are written. False when there is none.
-  __device__ __forceinline__ bool next_unit(WorkList& work, Unit& u) const {
+  __device__ __forceinline__ bool next_unit(WorkList<C>& work, Unit& u) const {
     for (; !work.done(); work.next()) {
       u = work.unit();
       if (u.tiles > 0) {
@@ -430,7 +447,7 @@ private:
                               2 * (C::kSharedPanels * C::kPanelCols + 2 * (lane % 4));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        int const head = u.group * C::kGroupHeads + warp_ * 16 + lane / 4 + 8 * i;
+        int const head = first_head<C>(p_, u) + warp_ * 16 + lane / 4 + 8 * i;
         char const* const at = row + head * p_.q_stride_h;
 #pragma unroll
         for (int step = 0; step < C::kPanelSteps; ++step) {

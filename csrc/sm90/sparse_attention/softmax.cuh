@@ -6,7 +6,6 @@
 // of bfloat16 and float16 have room for 2^8.
 #pragma once
 
-#include <cfloat>
 #include <cstdint>
 
 #include "device/pairs.cuh"
@@ -19,8 +18,6 @@ template <class C>
 class Softmax {
 public:
   static constexpr float kSlack = 8.f;
-  // The offset while no slot was valid: any score exceeds it.
-  static constexpr float kNone = -FLT_MAX;
 
   __device__ __forceinline__ Softmax(KernelParams const& p, typename C::SharedStorage& shared, int warpgroup, int warp)
       : p_(p), me_(warpgroup), probabilities_(ptx::shared_address(&shared.probabilities[warpgroup][0])),
@@ -31,7 +28,7 @@ public:
   __device__ __forceinline__ void begin() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      offset_[i] = kNone;
+      offset_[i] = kNoOffset;
       sum_[i] = 0.f;
       factor_[i] = 1.f;
     }
@@ -136,7 +133,7 @@ private:
 
   __device__ __forceinline__ void move_offset(int i, float offset) {
     // Before the first valid slot there is only zero to scale.
-    factor_[i] = offset_[i] == kNone ? 1.f : ptx::exp2_movable(offset_[i] - offset);
+    factor_[i] = offset_[i] == kNoOffset ? 1.f : ptx::exp2_movable(offset_[i] - offset);
     sum_[i] *= factor_[i];
     offset_[i] = offset;
   }
