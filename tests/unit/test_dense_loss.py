@@ -484,6 +484,9 @@ def test_the_kernels_get_one_list_of_all_rows(monkeypatch):
 
     def launch(op, outputs):
         def run(*args, attn_sink=None, **numbers):
+            if op is torch_lists.sparse_attention:
+                *args, workspace = args
+                assert workspace.dtype == torch.uint8 and workspace.numel() == 32
             tensors, results = args[:-outputs], args[-outputs:]
             if op is torch_lists.sparse_attention:
                 numbers |= {"attn_sink": attn_sink, "d_v": results[0].shape[3]}
@@ -498,6 +501,7 @@ def test_the_kernels_get_one_list_of_all_rows(monkeypatch):
 
     monkeypatch.setattr(dense_kernels.kernels, "attn_dist", launch(torch_lists.attn_dist, 1))
     monkeypatch.setattr(dense_kernels.kernels, "sparse_attention", launch(torch_lists.sparse_attention, 2))
+    monkeypatch.setattr(dense_kernels.kernels, "sparse_attention_workspace", lambda q, indices: 32)
     monkeypatch.setattr(dense_kernels, "MAX_HEADS", 64)
     monkeypatch.setattr(dense_kernels, "MAX_OUT_BYTES", 2 * 70 * 512 * 2)
     q_i, k_i, weights, q, k, _ = problem(B=2, d_qk=576, h_q=70, dtype=torch.bfloat16)
