@@ -163,8 +163,9 @@ def test_leaves_far_below_the_nodes_that_are_selected(k_size):
     host = tuple(x.to(BF16) for x in (q, k, v))
     options = {"top_k_per_layer": 16, "rope_inv_freq": frequencies}
     device = on_device(*host)
-    result = run(device, **options)
-    check_replay(device, result, rope_inv_freq=frequencies)
+    there = {**options, "rope_inv_freq": frequencies.to(device[0].device)}
+    result = run(device, **there)
+    check_replay(device, result, rope_inv_freq=there["rope_inv_freq"])
     out, lse, selection = (x.cpu() for x in result)
     exact = definition.forward(*host, selection=selection, **options)
     base = baseline.forward(*host, selection, q_start=T - T_q, **options)
@@ -175,5 +176,5 @@ def test_leaves_far_below_the_nodes_that_are_selected(k_size):
 
     device[0][:, 7] = math.nan
     others = [i for i in range(T_q) if i != 7]
-    again = run(device, **options)
+    again = run(device, **there)
     same_bits([x[:, others] for x in again[:2]], [x[:, others] for x in result[:2]])
