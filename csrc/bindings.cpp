@@ -488,12 +488,12 @@ void bind_sparse_attention(py::module_& module) {
       "tensors: (pointer, stride of each dimension), strides in elements; a pointer 0 for none; see csrc/params.h");
   module.def(
       "sparse_attention_workspace",
-      [](std::int64_t B, std::int64_t s_q, std::int64_t h_q, std::int64_t topk, int device) {
+      [](std::int64_t B, std::int64_t s_q, std::int64_t h_q, std::int64_t topk) {
         SparseAttentionParams params{};
         std::tie(params.B, params.s_q, params.h_q, params.topk) = std::tie(B, s_q, h_q, topk);
-        return bytes_on_device(device, [&] { return sparse_attention_workspace(params); });
+        return sparse_attention_workspace(params);
       },
-      py::kw_only(), py::arg("B"), py::arg("s_q"), py::arg("h_q"), py::arg("topk"), py::arg("device"),
+      py::kw_only(), py::arg("B"), py::arg("s_q"), py::arg("h_q"), py::arg("topk"),
       "Bytes that sparse_attention needs.");
 }
 

@@ -345,6 +345,8 @@ def sparse_attention(
         On CUDA, the gradient of kv uses atomic additions unless deterministic; everything else is bitwise repeatable.
         The backward kernel keeps the gradient of kv in float32 until it is complete (deterministic: in integers of 64
         bits, each row in multiples of a power of two of its own): 4 (8) bytes for each number of kv.
+        A call of few queries cuts their lists into parts, by a rule of shapes: up to 17 MB of sums, and the bits of a
+        query in a call of many are others.
         A key row that no valid slot names is never used, whatever it holds. A score that is not finite (a NaN or an
         infinity in the query's head or in a row that a valid slot names, or an overflow) makes out and lse of that
         query and head NaN.

@@ -438,8 +438,7 @@ def attn_dist(
 def sparse_attention_workspace(q: Tensor, indices: Tensor) -> int:
     """Bytes of workspace that `sparse_attention` needs: 0 but for few queries."""
     B, s_q, h_q, _ = q.shape
-    topk = indices.shape[3]
-    return load().sparse_attention_workspace(B=B, s_q=s_q, h_q=h_q, topk=topk, device=_place(q)["device"])
+    return load().sparse_attention_workspace(B=B, s_q=s_q, h_q=h_q, topk=indices.shape[3])
 
 
 def sparse_attention(

@@ -1,5 +1,5 @@
 """The one Python benchmark program: `python -m htree_cuda bench COMMAND ...`, COMMAND being forward, backward, budgets,
-decode, packed, attn_dist, sparse_attention, dsa, indexer or, started by torchrun, context_parallel.
+decode, packed, attn_dist, sparse_attention, dsa, dsa_decode, indexer or, started by torchrun, context_parallel.
 
 Protocol. On a GPU: 0.5 s of warm-up, then back-to-back calls for at least 1 s (at least 5 calls), CUDA events around
 each; median and 90th percentile; SM clock and power are read while the calls run. Beyond --dense-up-to dense attention

@@ -210,6 +210,33 @@ def test_a_query_that_ctas_share_has_the_bits_of_its_shape_alone():
     assert torch.equal(again[0, 0], out[0, 0]) and torch.equal(again_lse[0, 0], lse[0, 0])
 
 
+@pytest.mark.emulated
+@pytest.mark.parametrize("sink", [math.inf, -math.inf, math.nan])
+def test_sanitizer_parts_and_sinks_that_are_not_finite(sink):
+    """An infinite sink takes everything, minus infinity nothing, NaN makes NaN of out alone."""
+    x = problem(5, 260, s_kv=200, s_q=2, seed=33)
+    x.indices[0, 1] = -1
+    assert shared_lists(x)
+    clean, lse = x.run()
+    x.options["attn_sink"] = torch.tensor([0.0, sink, -math.inf, -math.inf, -math.inf])
+    out, own_lse = x.run()
+    assert torch.equal(own_lse, lse) and torch.equal(out[:, :, 2:], clean[:, :, 2:]) and not out[0, 1].any()
+    if sink == -math.inf:
+        assert torch.equal(out[:, :, 1], clean[:, :, 1])
+    else:
+        assert out[0, 0, 1].isnan().all() if math.isnan(sink) else not out[0, 0, 1].any()
+
+
+@pytest.mark.emulated
+def test_whole_lists_of_many_tiles():
+    """Too many queries for parts; few of them with more than a tile, odd and even numbers of them."""
+    lengths = torch.full((1, 70), 2, dtype=torch.int32)
+    lengths[0, [0, 3, 30, 69]] = torch.tensor([700, 449, 300, 640], dtype=torch.int32)
+    x = problem(6, 700, s_q=70, s_kv=300, seed=34, topk_length=lengths)
+    assert not shared_lists(x)
+    x.check()
+
+
 # (h_q, topk): every h_q of the first list meets a few topk, so that all pairs of edges of groups and tiles occur.
 SHAPES = [(h, t) for i, h in enumerate((1, 16, 63, 64, 65, 96, 128, 129)) for t in (1, 63, 64, 65, 200)[i % 2 :: 2]]
 

@@ -20,7 +20,8 @@ namespace htree_cuda::sm90::sparse_attention {
 using namespace host;
 using namespace device;
 
-// Of a head in a part of a list: the offset of its exponentials, and their sums by each consumer, 0 without a valid slot.
+// What a part of a list has of a head beside its row: the offset of the exponentials, and their sum by each consumer, which is
+// 0 without a valid slot.
 struct PartTerms {
   float offset;
   float sum[2];
@@ -68,7 +69,7 @@ struct KernelParams {
 
 inline constexpr int kValueDim = 512;
 inline constexpr int kGroupHeads = 64;  // heads of a CTA: M of every WGMMA
-inline constexpr int kMaxParts = 128;
+inline constexpr int kMaxParts = 132;
 inline constexpr float kLog2E = static_cast<float>(host::kLog2E);
 // The offset of exponentials while no slot was valid: any score exceeds it.
 inline constexpr float kNoOffset = -FLT_MAX;

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kJoinThreads) join_kernel(__grid_constant__ Ke
   float4 const* const rows = reinterpret_cast<float4 const*>(p.part_out + first * kValueDim) + threadIdx.x;
 #pragma unroll 8
   for (int part = 0; part < p.parts; ++part) {
-    // A part without a valid slot has written no row.
+    // A part without a tile has written no row, one without a valid slot zeros.
     if (terms[part].y == 0.f) continue;
     float const factor = exp2f(terms[part].x - offset);
     float4 const x = rows[static_cast<int64_t>(part) * (kGroupHeads * kValueDim / 4)];

@@ -24,12 +24,15 @@ constexpr std::int64_t kTileKeys = 64;
 // Tiles of a part at least: what putting two parts together takes longer than.
 constexpr std::int64_t kPartTiles = 2;
 
-// CTAs that share a list where there are too few queries for all SMs, each with one part; a rule of shapes alone.
-std::int64_t parts_of(SparseAttentionParams const& p, int processors) {
+// CTAs of a call whose lists are cut, at most: the SMs of an H100 and of an H200, whatever GPU it is, since parts decide bits.
+constexpr std::int64_t kPartCtas = 132;
+static_assert(kPartCtas <= kMaxParts);
+
+// CTAs that share a list where there are few queries, each with one part; a rule of shapes alone.
+std::int64_t parts_of(SparseAttentionParams const& p) {
   std::int64_t const units = p.B * p.s_q * ceil_div(p.h_q, std::int64_t{kGroupHeads});
   if (units == 0) return 1;
-  std::int64_t const parts = std::min<std::int64_t>(processors / units, ceil_div(p.topk, kTileKeys) / kPartTiles);
-  return std::clamp<std::int64_t>(parts, 1, kMaxParts);
+  return std::max<std::int64_t>(std::min(kPartCtas / units, ceil_div(p.topk, kTileKeys) / kPartTiles), 1);
 }
 
 // What lies in the workspace: sums of parts, then their terms.
@@ -37,9 +40,8 @@ std::int64_t part_heads(SparseAttentionParams const& p, std::int64_t parts) {
   return parts == 1 ? 0 : p.B * p.s_q * ceil_div(p.h_q, std::int64_t{kGroupHeads}) * parts * kGroupHeads;
 }
 
-std::int64_t workspace_bytes(SparseAttentionParams const& p, int processors) {
-  return part_heads(p, parts_of(p, processors)) *
-         static_cast<std::int64_t>(kValueDim * sizeof(float) + sizeof(PartTerms));
+std::int64_t workspace_bytes(SparseAttentionParams const& p) {
+  return part_heads(p, parts_of(p)) * static_cast<std::int64_t>(kValueDim * sizeof(float) + sizeof(PartTerms));
 }
 
 void check(SparseAttentionParams const& p) {
@@ -77,7 +79,8 @@ void launch_chunk(SparseAttentionParams const& p, bool one_start, std::int64_t p
   kernel.scale_log2 = static_cast<float>(p.sm_scale * host::kLog2E);
   kernel.lse_scale = static_cast<float>(1.0 / std::log2(p.lse_base));
   CUtensorMap const map = host::list_args::encode_q(p, kernel);
-  int const grid = static_cast<int>(std::min<std::int64_t>(processors, p.B * p.s_q * kernel.groups));
+  std::int64_t const units = p.B * p.s_q * kernel.groups;
+  int const grid = static_cast<int>(parts > 1 ? units : std::min<std::int64_t>(processors, units));
   if (host::Recording* const told = host::recording()) {
     told->add("attend",
               std::string("sparse_attention_kernel<") + host::dtype_name(p.dtype) + ", " + std::to_string(p.d_qk) +
@@ -109,7 +112,7 @@ void launch_chunk(SparseAttentionParams const& p, bool one_start, std::int64_t p
 namespace htree_cuda {
 
 std::int64_t sparse_attention_workspace(SparseAttentionParams const& params) {
-  return sm90::sparse_attention::workspace_bytes(params, host::sm_count());
+  return sm90::sparse_attention::workspace_bytes(params);
 }
 
 void sparse_attention(SparseAttentionParams const& params, void* stream) {
@@ -117,8 +120,8 @@ void sparse_attention(SparseAttentionParams const& params, void* stream) {
   check(params);
   if (params.B == 0 || params.s_q == 0) return;
   int const processors = host::sm_count();
-  std::int64_t const parts = parts_of(params, processors);
-  std::int64_t const needed = workspace_bytes(params, processors);
+  std::int64_t const parts = parts_of(params);
+  std::int64_t const needed = workspace_bytes(params);
   host::list_args::require(kOp, params.workspace_bytes >= needed,
                            "the workspace must have " + std::to_string(needed) + " bytes, it has " +
                                std::to_string(params.workspace_bytes));

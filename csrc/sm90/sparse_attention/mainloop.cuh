@@ -23,6 +23,7 @@
 //                              having fenced its own
 //   meeting                    all consumer threads        the same             once a unit: row_sum; and nobody reads
 //                                                                               `probabilities` any more
+// With Config::kParts nobody waits for q_empty or at the meeting.
 //
 // `probabilities[c]`, `row_max[c]`, `moved[c]` and `valid[c]` need no barrier to be written again: consumer c writes
 // those of tile t + 2 after its scores, so after all of tile t + 2 has landed where tile t was, so after the other
