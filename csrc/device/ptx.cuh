@@ -237,11 +237,32 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
+// How many CTAs a cluster has.
+__device__ __forceinline__ uint32_t cluster_size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
 // The address, in the shared memory of the cluster, of what lies at `shared` in the CTA of rank `rank`.
 __device__ __forceinline__ uint32_t map_to_rank(uint32_t shared, uint32_t rank) {
   uint32_t mapped;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(shared), "r"(rank));
   return mapped;
+}
+
+// Addresses of the cluster's shared memory.
+__device__ __forceinline__ void store_cluster_4B(uint32_t address, uint32_t x) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_cluster_16B(uint32_t address) {
+  uint4 x;
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
 }
 
 // Stores that complete their bytes of an mbarrier in the same CTA as `address`; both are addresses of the cluster's shared memory.

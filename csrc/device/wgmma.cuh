@@ -114,6 +114,11 @@ struct Atom<cutlass::float_e4m3_t, 64, Major::K> {
   using SS = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_SS_TN<>;
 };
 
+template <>
+struct Atom<cutlass::float_e4m3_t, 32, Major::K> {
+  using SS = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_SS_TN<>;
+};
+
 // Matrix descriptor of an operand with the 128-byte swizzle: the start address in units of 16 bytes, 1024 bytes between
 // groups of eight rows, layout type 1. K-major: a step of kDepth elements moves the address by 32 bytes. MN-major: the
 // rows are what is contracted, a step of kDepth rows moves the address by 2048 bytes, and the panels of 64 columns lie

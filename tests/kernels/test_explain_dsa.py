@@ -60,6 +60,22 @@ def test_keys_of_a_cta_of_the_dense_indexer():
         assert row["ctas"] == -(-T_q // 8) * -(-T // keys) and f" {keys} keys" in row["tile"]
 
 
+def test_keys_of_few_queries_of_the_dense_indexer_are_split():
+    for T_q, B, keys in ((1, 1, 1024), (2, 1, 2048), (4, 1, 4096), (1, 8, 4096), (1, 1000, 4096)):
+        call = explain("indexer_logits", B=B, T=131072, T_q=T_q, H=20, K=128)
+        assert names(call) == ["indexer_logits_kernel<bf16, 128, 64, few>"]
+        assert call["rows"][0]["ctas"] == B * T_q * 131072 // keys
+    assert names(explain("indexer_logits", T=131072, T_q=5, H=20, K=128)) == ["indexer_logits_kernel<bf16, 128, 32, padded>"]
+
+
+def test_few_rows_are_divided():
+    for rows, n, ctas in ((1, 32768, 8), (16, 32768, 8), (17, 32768, 4), (66, 32768, 2), (67, 32768, 1), (1, 32767, 1)):
+        call = explain("topk_indices", T=n, T_q=rows, H=1, K=64, top_k=2048)
+        assert names(call) == ["topk_indices_divided" if ctas > 1 else "topk_indices_buffered"]
+        assert call["rows"][0]["ctas"] == rows * ctas
+    assert names(explain("topk_indices", T=65536, T_q=1, H=1, K=64, top_k=5000)) == ["topk_indices_rescan"]
+
+
 def test_few_queries_share_a_list():
     shapes = ((1, 1, 128, 16), (8, 1, 128, 8), (1, 2, 64, 16), (66, 1, 64, 2), (67, 1, 64, 1), (1, 4096, 64, 1))
     for B, T_q, H, parts in shapes:  # whatever the number of SMs

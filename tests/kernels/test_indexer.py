@@ -115,6 +115,27 @@ def test_every_size(dtype, d_i, h_i, s_q, s_kv):
 
 
 @pytest.mark.emulated
+@pytest.mark.parametrize("h_i", [20, 64])
+@pytest.mark.parametrize("s_q", [1, 3])
+def test_few_queries_have_the_bits_of_many(s_q, h_i):
+    """Up to four queries a CTA has one of them, and its consumers split the keys."""
+    q, k, weights, scales = problem(s_q=9, h_i=h_i, s_kv=330, batch=(2,), d_i=64)
+    full = htree_cuda.indexer_logits(q, k, weights, **scales, q_start=[321, 150])
+    for s in (0, 4, 9 - s_q):
+        few = check(q[:, s : s + s_q], k, weights[:, s : s + s_q], scales, q_start=[321 + s, 150 + s])
+        same_bits(few, full[:, s : s + s_q])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_of_decoding_has_the_bits_of_a_prefill(dtype):
+    q, k, weights, scales = problem(s_q=9, s_kv=20000, dtype=dtype)
+    full = htree_cuda.indexer_logits(q, k, weights, **scales, q_start=19991)
+    for s_q in (1, 2, 4):
+        part = {name: x[-s_q:] if name == "q_scale" else x for name, x in scales.items()}
+        same_bits(full[-s_q:], check(q[-s_q:], k, weights[-s_q:], part, q_start=20000 - s_q))
+
+
+@pytest.mark.emulated
 def test_windows_and_batches():
     q, k, weights, scales = problem(s_q=11, s_kv=300, batch=(2,))
     g = torch.Generator().manual_seed(3)
@@ -363,3 +384,10 @@ def test_sanitizer(dtype):
     assert (indices >= 0).all()  # the first query sees 101 rows
     chosen = logits.gather(-1, indices.long()).sort(-1, descending=True).values
     same_bits(chosen, logits.sort(-1, descending=True).values[:, :50])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sanitizer_of_few_queries(dtype):
+    q, k, weights, scales = problem(s_q=2, h_i=20, s_kv=330, dtype=dtype)
+    logits = htree_cuda.indexer_logits(q, k, weights, **scales, q_start=310).cpu()
+    judge(logits, q.cpu(), k.cpu(), weights.cpu(), {name: x.cpu() for name, x in scales.items()}, q_start=310)

@@ -94,6 +94,40 @@ def test_rows_that_cut_the_buffer():
     assert torch.equal(check(logits.to(DEVICE), 100).cpu(), stable_sort(logits, 100))
 
 
+# Rows of at least this many logits are divided among CTAs where SMs would be idle otherwise.
+DIVIDED = 4 * TILE
+
+
+@pytest.mark.emulated(sms=24)
+@pytest.mark.parametrize("topk", [2048, pytest.param(9, marks=pytest.mark.sample)])
+def test_rows_divided_among_ctas(topk):
+    """Rising rows fill the buffer of every CTA, and the first gathers more of them than it has room for."""
+    names, logits = hostile_rows(n=DIVIDED + 813)
+    keep = [names.index(name) for name in ("rising", "nan", "random")]
+    out = check(logits[keep].to(DEVICE), topk).cpu()
+    assert torch.equal(out, stable_sort(logits[keep], topk))
+
+
+@pytest.mark.emulated(sms=8)
+def test_windows_of_a_divided_row():
+    """Windows that end in the first CTA's part, begin in the last one's, or hold nothing."""
+    logits = torch.randn(1, DIVIDED + 5, generator=torch.Generator().manual_seed(5)).expand(4, -1)
+    for first, end in ((3, 700), (DIVIDED - 900, DIVIDED + 2), (1, DIVIDED + 4), (50, 50)):
+        start, stop = (torch.tensor([x], dtype=torch.int32) for x in (first, end))
+        rows = torch.arange(logits.shape[1])
+        row = logits[:1].masked_fill((rows < first) | (rows >= end), NAN)
+        window = {"k_start": start.to(DEVICE), "k_end": stop.to(DEVICE)}
+        assert torch.equal(check(row.to(DEVICE), 300, **window).cpu(), stable_sort(row, 300, start, stop))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 33, 66, 67])
+@pytest.mark.parametrize("n", [DIVIDED - 1, DIVIDED, 300001, 2**21 + 3])
+def test_every_number_of_ctas_of_a_row(rows, n):
+    logits = torch.randint(0, 999, (rows, n), generator=torch.Generator().manual_seed(rows)).float().to(DEVICE)
+    for topk in (1, 2048, BUFFERED):
+        check(logits, topk)
+
+
 @pytest.mark.parametrize("n", [1, 4095, 4096, 4097, TILE - 1, TILE, TILE + 1, 12288, 12289, 40001, 131072])
 @pytest.mark.parametrize("topk", [1, 64, 2048, BUFFERED, BUFFERED + 1])
 def test_every_length(n, topk):
@@ -178,6 +212,13 @@ def test_streams_graphs_and_compile():
     logits.mul_(-1)
     graph.replay()
     assert torch.equal(out, htree_cuda.topk_indices(logits, 512)) and not torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("topk", [40, 3000])
+def test_sanitizer_of_divided_rows(topk):
+    names, logits = hostile_rows(n=DIVIDED + 813)
+    indices, _ = (x.cpu() for x in poisoned(logits[:6].to(DEVICE), topk))
+    assert torch.equal(indices[:, 0], stable_sort(logits[:6], topk)), names[:6]
 
 
 @pytest.mark.parametrize("topk", [40, 4500])

@@ -2,12 +2,13 @@
 //
 // Keys are the rows of a product and the heads of several queries its columns, so that a thread holds a quarter of the
 // heads of two keys: the sum over heads is the thread's own but for two exchanges among four lanes. A consumer's queries
-// are two halves with accumulators of their own: the products of one run while the other is summed.
+// are two halves with accumulators of their own: the products of one run while the other is summed. Where the consumers
+// split the keys of one query, the products of the others run meanwhile.
 //
 //   barrier          arrives                              waits
 //   queries_full     producer and the bytes of q          both consumers, once
-//   full[stage]      producer and the bytes of a tile     both consumers
-//   empty[stage]     each warp of both consumers          producer
+//   full[stage]      producer and the bytes of a tile     the consumers of the tile: both, or one
+//   empty[stage]     each warp of these                   producer
 #pragma once
 
 #include "device/wgmma.cuh"
@@ -21,9 +22,9 @@ struct Consumer {
   using Ring = RingBarriers<C::kStages>;
   static constexpr int kColumnGroups = C::kHeads / 8;              // of eight heads
   static constexpr int kHalfSums = 2 * C::kHalfQueries;            // of a thread and half: two keys of each query
-  static constexpr int kSums = kHalves * kHalfSums;
-  static constexpr int kOwnQueries = C::kQueries / 4;              // whose sums a lane ends up with
-  static_assert(C::kQueries % 4 == 0);
+  static constexpr int kSums = C::kHalves * kHalfSums;
+  static constexpr int kOwnQueries = C::kSplitsKeys ? 1 : C::kQueries / 4;  // whose sums a lane ends up with
+  static_assert(C::kSplitsKeys ? C::kQueries == 1 : C::kQueries % 4 == 0);
 
   // What a lane knows of a query whose logits it stores.
   struct Row {
@@ -47,7 +48,7 @@ struct Consumer {
     load_weights();
 #pragma unroll
     for (int i = 0; i < kOwnQueries; ++i) {
-      int const q = consumer * C::kQueries + lane % 4 * kOwnQueries + i;
+      int const q = C::kSplitsKeys ? 0 : consumer * C::kQueries + lane % 4 * kOwnQueries + i;
       int const s = work.query + q;
       rows[i] = {p.out + work.b * p.out_stride_b + s * p.out_stride_s, shared.first[q], shared.end[q],
                  p.fill && s < p.s_q ? work.end : 0};
@@ -77,35 +78,66 @@ struct Consumer {
   }
 
   // The consumer's q-th query.
-  __device__ __forceinline__ int query(int q) const { return work.query + consumer * C::kQueries + q; }
+  __device__ __forceinline__ int query(int q) const {
+    return work.query + (C::kSplitsKeys ? 0 : consumer * C::kQueries) + q;
+  }
 
   // The thread's i-th head of a query.
   __device__ __forceinline__ int head(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
 
   __device__ __forceinline__ void run() {
     fill();
-    if (work.tiles == 0) return;
+    int const first_tile = C::kSplitsKeys ? consumer : 0;
+    if (work.tiles <= first_tile) return;
+    int const tiles = (work.tiles - first_tile + C::kTileStep - 1) / C::kTileStep;
     barriers::mbarrier_wait(ptx::shared_address(&shared.queries_full), 0, "queries");
-    RingPosition<C::kStages> at;
-    Keys keys{work.first_key + warp * 16 + lane / 4, {1.0f, 1.0f}};
-    float const* scales = p.k_scale + work.b * p.k_scale_stride_b + keys.first * p.k_scale_stride_s;
+    auto const at = RingPosition<C::kStages>{}.ahead(first_tile);
+    Keys const keys{work.first_key + first_tile * kTileKeys + warp * 16 + lane / 4, {1.0f, 1.0f}};
+    float const* const scales = p.k_scale + work.b * p.k_scale_stride_b + keys.first * p.k_scale_stride_s;
+    if constexpr (C::kSplitsKeys) {
+      multiply_by_turns(tiles, at, keys, scales);
+    } else {
+      multiply_halves(tiles, at, keys, scales);
+    }
+  }
+
+  // A thread's two keys of a tile, eight apart.
+  struct Keys {
+    int first;
+    float scale[2];
+  };
+
+  // While one consumer sums a tile, products of the others run. The scales of the next tile are on their way meanwhile.
+  __device__ __forceinline__ void multiply_by_turns(int tiles, RingPosition<C::kStages> at, Keys keys, float const* scales) {
+    load_scales(keys, scales);
+#pragma unroll 1
+    for (int left = tiles; left > 0; --left, at = at.ahead(C::kTileStep)) {
+      float products[C::kAccumulators];
+      float sums[kSums] = {};
+      Keys next{keys.first + C::kTileStep * kTileKeys, {1.0f, 1.0f}};
+      ring.wait_full(at, "keys");
+      multiply<0>(products, at.slot);
+      load_scales(next, scales);
+      wait<0>(products);
+      barriers::release(ring.empty_at(at.slot));
+      sum<0>(products, sums);
+      finish(sums, keys);
+      keys = next;
+    }
+  }
+
+  __device__ __forceinline__ void multiply_halves(int tiles, RingPosition<C::kStages> at, Keys keys, float const* scales) {
     ring.wait_full(at, "keys");
     // Both products are issued before the first is summed: otherwise ptxas moves what sums one between the instructions of
     // the other. While the second is summed, the other consumer's products run.
 #pragma unroll 1
-    for (int left = work.tiles; left > 0; --left) {
+    for (int left = tiles; left > 0; --left) {
       float lower[C::kAccumulators];
       float upper[C::kAccumulators];
       float sums[kSums] = {};
       multiply<0>(lower, at.slot);
       multiply<1>(upper, at.slot);
-      if (p.k_scale != nullptr) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (keys.first + 8 * half < p.s_kv) keys.scale[half] = __ldg(scales + 8 * half * p.k_scale_stride_s);
-        }
-        scales += kTileKeys * p.k_scale_stride_s;
-      }
+      load_scales(keys, scales);
       wait<1>(lower);
       sum<0>(lower, sums);
       // Here, because ptxas moves the wait for the second product ahead of the sum of the first unless a branch lies between.
@@ -120,11 +152,15 @@ struct Consumer {
     }
   }
 
-  // A thread's two keys of a tile, eight apart.
-  struct Keys {
-    int first;
-    float scale[2];
-  };
+  // The scales of the keys at hand, and goes on to the next tile's.
+  __device__ __forceinline__ void load_scales(Keys& keys, float const*& scales) const {
+    if (p.k_scale == nullptr) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (keys.first + 8 * half < p.s_kv) keys.scale[half] = __ldg(scales + 8 * half * p.k_scale_stride_s);
+    }
+    scales += C::kTileStep * kTileKeys * p.k_scale_stride_s;
+  }
 
   template <int kPending>
   static __device__ __forceinline__ void wait(float (&acc)[C::kAccumulators]) {
@@ -135,7 +171,7 @@ struct Consumer {
   template <int kHalf>
   __device__ __forceinline__ void multiply(float (&acc)[C::kAccumulators], uint32_t slot) {
     wgmma::Descriptor const keys(ptx::shared_address(shared.keys[slot]));
-    wgmma::Descriptor const queries(ptx::shared_address(shared.queries[consumer]) + kHalf * C::kHalfPanelBytes);
+    wgmma::Descriptor const queries(ptx::shared_address(shared.queries[C::kSplitsKeys ? 0 : consumer]) + kHalf * C::kHalfPanelBytes);
     wgmma::pin(acc);
     wgmma::fence();
 #pragma unroll
@@ -168,21 +204,29 @@ struct Consumer {
     }
   }
 
-  // The sum over all heads and the key's scale; every lane stores what it ends up with: two keys of its queries.
+  // The sum over all heads and the key's scale; every lane stores what it ends up with: two keys of its queries. Of one
+  // query two lanes have each key, and the first stores.
   __device__ __forceinline__ void finish(float (&sums)[kSums], Keys const& keys) {
     exchange<kSums, 2>(sums);
-    exchange<kSums / 2, 1>(sums);
+    if constexpr (C::kSplitsKeys) {
+      sums[0] += __shfl_xor_sync(kFullWarp, sums[0], 1);
+      bool const second = lane & 2;
+      store(rows[0], keys.first + (second ? 8 : 0), sums[0] * (second ? keys.scale[1] : keys.scale[0]), lane % 2 == 0);
+    } else {
+      exchange<kSums / 2, 1>(sums);
 #pragma unroll
-    for (int i = 0; i < kOwnQueries; ++i) {
-      Row const& row = rows[i];
+      for (int i = 0; i < kOwnQueries; ++i) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        int const j = keys.first + 8 * half;
-        bool const visible = (j >= row.first) & (j < row.end);
-        float const value = sums[2 * i + half] * keys.scale[half];
-        ptx::store_global_if(visible | (j < row.fill_end), row.out + j, visible ? value : -INFINITY);
+        for (int half = 0; half < 2; ++half) {
+          store(rows[i], keys.first + 8 * half, sums[2 * i + half] * keys.scale[half], true);
+        }
       }
     }
+  }
+
+  __device__ __forceinline__ void store(Row const& row, int j, float value, bool wanted) const {
+    bool const visible = (j >= row.first) & (j < row.end);
+    ptx::store_global_if((visible | (j < row.fill_end)) & wanted, row.out + j, visible ? value : -INFINITY);
   }
 
   // Lanes `distance` apart add their sums; each keeps one half of them. Which lane adds does not matter to the bits.
@@ -202,15 +246,17 @@ struct Consumer {
     if (!p.fill) return;
     int const until = work.tiles == 0 ? work.end : work.first_key;
     int const from = work.tiles == 0 ? work.end : work.first_key + work.tiles * kTileKeys;
+    constexpr int kStep = C::kSplitsKeys ? C::kConsumers * 128 : 128;  // consumers have the same query, or each its own
+    int const thread = static_cast<int>(threadIdx.x) % kStep;
 #pragma unroll 1
     for (int q = 0; q < C::kQueries; ++q) {
-      int const s = work.query + consumer * C::kQueries + q;
+      int const s = query(q);
       if (s >= p.s_q) break;
       float* const row = p.out + work.b * p.out_stride_b + s * p.out_stride_s;
 #pragma unroll 1
-      for (int j = work.begin + static_cast<int>(threadIdx.x % 128); j < until; j += 128) row[j] = -INFINITY;
+      for (int j = work.begin + thread; j < until; j += kStep) row[j] = -INFINITY;
 #pragma unroll 1
-      for (int j = from + static_cast<int>(threadIdx.x % 128); j < work.end; j += 128) row[j] = -INFINITY;
+      for (int j = from + thread; j < work.end; j += kStep) row[j] = -INFINITY;
     }
   }
 };

@@ -10,9 +10,9 @@ template <class C>
 __device__ __forceinline__ void produce(KernelParams const& p, Work const& work, CUtensorMap const& q_map, CUtensorMap const& k_map,
                                         typename C::SharedStorage& shared, RingBarriers<C::kStages> ring) {
   uint32_t const queries_full = ptx::shared_address(&shared.queries_full);
-  barriers::mbarrier_arrive_expect_bytes(queries_full, C::kConsumers * C::kQueryBytes);
+  barriers::mbarrier_arrive_expect_bytes(queries_full, C::kQuerySets * C::kQueryBytes);
 #pragma unroll
-  for (int c = 0; c < C::kConsumers; ++c) {
+  for (int c = 0; c < C::kQuerySets; ++c) {
 #pragma unroll
     for (int panel = 0; panel < C::kPanels; ++panel) {
       ptx::tma_load_4d(ptx::shared_address(shared.queries[c]) + panel * C::kQueryPanelBytes, &q_map, queries_full,

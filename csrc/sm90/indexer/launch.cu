@@ -23,6 +23,7 @@ using host::window_args::require;
 
 constexpr char const* kOp = "indexer_logits";
 constexpr int kMaxHeads = 64;
+constexpr int kFewQueries = 4;  // of a batch, for each of which keys are read again
 
 int element_bytes(DType dtype) { return dtype == DType::kFloat8E4M3 ? 1 : 2; }
 
@@ -79,14 +80,15 @@ CUtensorMap encode(DType dtype, void const* pointer, std::int64_t columns, Dimen
   return map;
 }
 
-template <class Element, int kDim, int kHeads>
+template <class Element, int kDim, int kHeads, Split kSplit>
 void launch_batches(IndexerLogitsParams const& p, KernelParams kernel, int processors, cudaStream_t stream) {
-  constexpr int kQueries = kHalves * kColumns / kHeads;
+  using C = Config<Element, kDim, kHeads, false, kSplit>;
+  constexpr bool kKeys = kSplit == Split::kKeys;
   CUtensorMap const q_map =
-      encode(p.dtype, p.q, p.d_i, {{p.h_i, p.q_stride_h}, {p.s_q, p.q_stride_s}, {p.B, p.q_stride_b}}, {kHeads, kQueries, 1});
+      encode(p.dtype, p.q, p.d_i, {{p.h_i, p.q_stride_h}, {p.s_q, p.q_stride_s}, {p.B, p.q_stride_b}}, {kHeads, C::kQueries, 1});
   CUtensorMap const k_map =
       encode(p.dtype, p.k, p.d_i, {{p.s_kv, p.k_stride_s}, {p.B, p.k_stride_b}, {1, 0}}, {kTileKeys, 1, 1});
-  std::int64_t const tiles = host::ceil_div(p.s_q, 2 * kQueries);
+  std::int64_t const tiles = host::ceil_div(p.s_q, C::kTileQueries);
   auto const units_of = [&](std::int64_t keys) { return tiles * p.B * host::ceil_div(p.s_kv, keys); };
   std::int64_t segment = kSegmentKeys;
   while (segment > kFewestSegmentKeys && units_of(segment / 2) <= processors) segment /= 2;
@@ -98,30 +100,33 @@ void launch_batches(IndexerLogitsParams const& p, KernelParams kernel, int proce
   if (host::Recording* const told = host::recording()) {
     told->add("logits",
               std::string("indexer_logits_kernel<") + host::dtype_name(p.dtype) + ", " + std::to_string(kDim) + ", " +
-                  std::to_string(kHeads) + (p.h_i == kHeads ? ">" : ", padded>"),
-              std::to_string(2 * kQueries) + " queries x " + std::to_string(segment) + " keys",
-              kHeads == 32 ? "32 heads or fewer: a consumer multiplies keys with 8 queries at once"
-                           : "more than 32 heads: a consumer multiplies keys with 4 queries at once",
+                  std::to_string(kHeads) + (kKeys ? ", few>" : p.h_i == kHeads ? ">" : ", padded>"),
+              std::to_string(C::kTileQueries) + (kKeys ? " query x " : " queries x ") + std::to_string(segment) + " keys",
+              kKeys          ? "4 queries or fewer: a CTA has one, and its consumers split the keys"
+              : kHeads == 32 ? "32 heads or fewer: a consumer multiplies keys with 8 queries at once"
+                             : "more than 32 heads: a consumer multiplies keys with 4 queries at once",
               grid);
     return;
   }
-  if (p.h_i == kHeads) {
-    launch<Element, kDim, kHeads, false>(kernel, q_map, k_map, grid, stream);
+  if (!kKeys && p.h_i == kHeads) {
+    launch<Element, kDim, kHeads, false, Split::kQueries>(kernel, q_map, k_map, grid, stream);
   } else {
-    launch<Element, kDim, kHeads, true>(kernel, q_map, k_map, grid, stream);
+    launch<Element, kDim, kHeads, true, kSplit>(kernel, q_map, k_map, grid, stream);
   }
+}
+
+template <class Element, int kDim>
+void dispatch_queries(IndexerLogitsParams const& p, KernelParams const& kernel, int processors, cudaStream_t stream) {
+  auto const run = p.s_q <= kFewQueries ? launch_batches<Element, kDim, 64, Split::kKeys>  // bound by memory: any heads
+                   : p.h_i <= 32        ? launch_batches<Element, kDim, 32, Split::kQueries>
+                                        : launch_batches<Element, kDim, 64, Split::kQueries>;
+  run(p, kernel, processors, stream);
 }
 
 template <class Element>
 void dispatch(IndexerLogitsParams const& p, KernelParams const& kernel, int processors, cudaStream_t stream) {
-  bool const few = p.h_i <= 32;  // heads: eight queries share a product instead of four
-  if (p.d_i == 64) {
-    few ? launch_batches<Element, 64, 32>(p, kernel, processors, stream)
-        : launch_batches<Element, 64, 64>(p, kernel, processors, stream);
-  } else {
-    few ? launch_batches<Element, 128, 32>(p, kernel, processors, stream)
-        : launch_batches<Element, 128, 64>(p, kernel, processors, stream);
-  }
+  auto const run = p.d_i == 64 ? dispatch_queries<Element, 64> : dispatch_queries<Element, 128>;
+  run(p, kernel, processors, stream);
 }
 
 // Batches whose starts fit one launch.

@@ -7,9 +7,9 @@
 
 namespace htree_cuda::sm90::indexer {
 
-template <class Element, int kDim, int kHeads, bool kPadded>
+template <class Element, int kDim, int kHeads, bool kPadded, Split kSplit>
 void launch(KernelParams const& params, CUtensorMap const& q_map, CUtensorMap const& k_map, int grid, cudaStream_t stream) {
-  using C = Config<Element, kDim, kHeads, kPadded>;
+  using C = Config<Element, kDim, kHeads, kPadded, kSplit>;
   auto const kernel = indexer_logits_kernel<C>;
   // Per device and cheap: setting it each time keeps nothing process-wide.
   HTREE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes));

@@ -8,7 +8,9 @@ namespace htree_cuda::sm90::indexer {
 
 struct KernelParams;
 
-template <class Element, int kDim, int kHeads, bool kPadded>
+enum class Split;
+
+template <class Element, int kDim, int kHeads, bool kPadded, Split kSplit>
 void launch(KernelParams const& params, CUtensorMap const& q_map, CUtensorMap const& k_map, int grid, cudaStream_t stream);
 
 }  // namespace htree_cuda::sm90::indexer

@@ -1,4 +1,4 @@
-// The work of one CTA: the queries of two consumers against a segment of the keys.
+// The work of one CTA: queries against a segment of the keys.
 #pragma once
 
 #include "config.cuh"
@@ -19,7 +19,7 @@ struct Work {
     int const tile = unit % p.query_tiles;
     int const rest = unit / p.query_tiles;
     work.b = rest % p.batches;
-    work.query = tile * C::kConsumers * C::kQueries;
+    work.query = tile * C::kTileQueries;
     work.begin = rest / p.batches * p.segment_keys;
     work.end = min(work.begin, p.s_kv - p.segment_keys) + p.segment_keys;
     return work;
@@ -28,7 +28,7 @@ struct Work {
   // Writes the windows of all queries; a barrier of the CTA lies before their use.
   template <class C>
   __device__ __forceinline__ void write_windows(KernelParams const& p, typename C::SharedStorage& shared) const {
-    if (threadIdx.x < C::kConsumers * C::kQueries) {
+    if (threadIdx.x < C::kTileQueries) {
       int const s = query + static_cast<int>(threadIdx.x);
       KeyRange const range = s < p.s_q ? key_range(p.window, b, s, p.s_kv) : KeyRange{0, 0};
       shared.first[threadIdx.x] = range.first;
@@ -42,7 +42,7 @@ struct Work {
     int from = end;
     int to = begin;
 #pragma unroll 1
-    for (int i = 0; i < C::kConsumers * C::kQueries; ++i) {
+    for (int i = 0; i < C::kTileQueries; ++i) {
       if (shared.first[i] < shared.end[i]) {
         from = min(from, shared.first[i]);
         to = max(to, shared.end[i]);

@@ -32,6 +32,8 @@ struct Config {
   // Two CTAs an SM: while one waits for its tile the other counts.
   static constexpr int kCtas = 2;
   static constexpr int kThreads = 512;
+  // CTAs of a row, at most, where there are few rows.
+  static constexpr int kRowCtas = 8;
   static constexpr int kWarps = kThreads / 32;
 
   // A tile is what all threads load at a time. Within a warp's part, vector j of lane l holds elements 128 j + 4 l + 0..3.
@@ -67,6 +69,7 @@ struct Config {
     float value[kCapacity];
     int row[kCapacity];
     Search search;
+    int counts[kRowCtas];  // of entries, in the first of the CTAs that divide a row
   };
   static constexpr int kSharedBytes = sizeof(Buffered);
   static_assert(kCtas * (kSharedBytes + 1024) <= 228 * 1024, "shared memory of an SM");

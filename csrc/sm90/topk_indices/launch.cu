@@ -6,6 +6,7 @@
 #include <string>
 
 #include "host/recording.h"
+#include "host/shared_memory.h"
 #include "host/window_args.h"
 #include "params.h"
 #include "config.cuh"
@@ -23,6 +24,13 @@ void check(TopkIndicesParams const& p) {
   require(kOp, reinterpret_cast<std::uintptr_t>(p.logits) % 4 == 0, "logits must be 4-byte aligned");
 }
 
+// CTAs that divide a row: as many as have SMs of their own, where a CTA alone would take several tiles.
+int ctas_of_row(int rows, int n, int processors) {
+  int ctas = n >= 4 * Config::kTile ? Config::kRowCtas : 1;
+  while (ctas > 1 && rows > processors / ctas) ctas /= 2;
+  return ctas;
+}
+
 }  // namespace
 
 }  // namespace htree_cuda::sm90::topk_indices
@@ -33,6 +41,7 @@ void topk_indices(TopkIndicesParams const& p, void* stream) {
   using namespace sm90::topk_indices;
   check(p);
   if (p.B == 0 || p.s_q == 0) return;
+  int const processors = host::sm_count();
   host::window_args::for_each_chunk(p.window, p.B, p.s_q, [&](std::int64_t b, std::int64_t batches) {
     KernelParams kernel{};
     kernel.logits = p.logits + b * p.stride_b;
@@ -46,15 +55,20 @@ void topk_indices(TopkIndicesParams const& p, void* stream) {
     kernel.n = static_cast<int>(p.n);
     kernel.topk = static_cast<int>(p.topk);
     auto const cuda_stream = static_cast<cudaStream_t>(stream);
+    bool const buffered = p.topk <= Config::kMaxBuffered;
+    int const ctas = buffered ? ctas_of_row(kernel.rows, kernel.n, processors) : 1;
     if (host::Recording* const told = host::recording()) {
-      bool const buffered = p.topk <= Config::kMaxBuffered;
-      told->add("select", buffered ? "topk_indices_buffered" : "topk_indices_rescan", "the logits of a query",
-                buffered ? "the winners so far fit in shared memory: the row is read once"
-                         : "more winners than fit in shared memory: the row is read again for each histogram",
-                kernel.rows);
+      bool const divided = ctas > 1;
+      told->add("select", divided ? "topk_indices_divided" : buffered ? "topk_indices_buffered" : "topk_indices_rescan",
+                divided ? "a part of the logits of a query" : "the logits of a query",
+                divided    ? "few rows: a cluster of CTAs divides each, so that more SMs read it"
+                : buffered ? "the winners so far fit in shared memory: the row is read once"
+                           : "more winners than fit in shared memory: the row is read again for each histogram",
+                kernel.rows * ctas);
       return;
     }
-    p.topk <= Config::kMaxBuffered ? launch_buffered(kernel, cuda_stream) : launch_rescan(kernel, cuda_stream);
+    if (ctas > 1) return launch_divided(kernel, ctas, cuda_stream);
+    buffered ? launch_buffered(kernel, cuda_stream) : launch_rescan(kernel, cuda_stream);
   });
 }
 

@@ -27,13 +27,15 @@ __device__ __forceinline__ void reduce_range(Config::Search& search, uint32_t& l
   high = __reduce_max_sync(kFullWarp, search.highest[lane % Config::kWarps]);
 }
 
-// Finds the bin that holds the k-th largest of what the histogram has counted, for all threads: search.digit, how many of
-// it are among the k (room) and how many it holds (equal). Returns how many were counted; with fewer than k nothing is
-// found. Clears the histogram. A barrier lies behind the counting.
-__device__ __forceinline__ uint32_t find_bin(Config::Search& search, uint32_t k) {
-  uint4& four = search.histogram[Config::kThreads - 1 - threadIdx.x];  // the first thread has the highest bins
-  uint4 const counts = four;
-  four = uint4{};
+// The four bins of this thread; the first thread has the highest.
+__device__ __forceinline__ uint4& own_bins(Config::Search& search) {
+  return search.histogram[Config::kThreads - 1 - threadIdx.x];
+}
+
+// Finds the bin that holds the k-th largest of what was counted, for all threads: search.digit, how many of it are among
+// the k (room) and how many it holds (equal). A thread brings the counts of its bins. Returns how many were counted; with
+// fewer than k nothing is found.
+__device__ __forceinline__ uint32_t find_bin_of(Config::Search& search, uint4 const& counts, uint32_t k) {
   uint32_t total;
   uint32_t passed = topk::block_prefix(counts.x + counts.y + counts.z + counts.w, search.warp_sums, total);
   uint32_t const descending[4] = {counts.w, counts.z, counts.y, counts.x};
@@ -48,6 +50,13 @@ __device__ __forceinline__ uint32_t find_bin(Config::Search& search, uint32_t k)
   }
   __syncthreads();
   return total;
+}
+
+// The same of the histogram, which it clears. A barrier lies behind the counting.
+__device__ __forceinline__ uint32_t find_bin(Config::Search& search, uint32_t k) {
+  uint4 const counts = own_bins(search);
+  own_bins(search) = uint4{};
+  return find_bin_of(search, counts, k);
 }
 
 // The k-th largest of the few keys that are left, by every warp for itself.
