@@ -6,7 +6,6 @@ PyTorch backend (`torch_backend`); with CUDA tensors and ``backend="auto"`` it r
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import NoReturn
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import checks, pairs
+from .autocast import autocast_enabled
 from .definition import accumulation_dtype, layer_sizes
 from .params import IndexerParams, ListParams
 from .torch_backend import lists as torch_lists
@@ -43,8 +43,9 @@ def _without_autocast(body: Callable) -> Callable:
     @functools.wraps(body)
     def run(first: Tensor, *args, **options):
         device_type = first.device.type
-        available = torch.amp.is_autocast_available(device_type)
-        with torch.autocast(device_type, enabled=False) if available else contextlib.nullcontext():
+        if not autocast_enabled(device_type):
+            return body(first, *args, **options)
+        with torch.autocast(device_type, enabled=False):
             return body(first, *args, **options)
 
     return run

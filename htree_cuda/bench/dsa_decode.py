@@ -1,8 +1,9 @@
 """`bench dsa_decode`: a step of decoding of DeepSeek Sparse Attention, beside dense attention to the same latents.
 
 Every sequence has one query. The step is `indexer_topk`, then `sparse_attention` over what it selects; each is also
-timed alone. On a GPU all are captured CUDA graphs that are replayed, and the step is timed eagerly beside that. Dense
-attention is SDPA of all heads to all latents, the fastest of PyTorch's backends.
+timed alone, and so is `indexer_topk` of the same numbers in float8_e4m3fn. On a GPU all are captured CUDA graphs that
+are replayed, and the step is timed eagerly beside that. Dense attention is SDPA of all heads to all latents, the
+fastest of PyTorch's backends.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 
 import torch
 
-from .. import indexer_topk, sparse_attention
+from .. import indexer_topk, quantize_fp8, sparse_attention
 from .decode import best, dense, timed
 from .inputs import DTYPES
 
@@ -37,11 +38,18 @@ def _figure(args: argparse.Namespace, h_q: int, s_kv: int, B: int) -> dict:
     def attend(indices: torch.Tensor) -> torch.Tensor:
         return sparse_attention(q, kv, indices, d_v=args.value_dim, return_lse=False, **options)
 
+    (q_8, q_scale), (k_8, k_scale) = (quantize_fp8(x, block_size=None) for x in (q_i, k_i))
+    scales = {"q_scale": q_scale, "k_scale": k_scale}
+
+    def select_fp8() -> torch.Tensor:
+        return indexer_topk(q_8, k_8, weights.float(), args.topk, **scales, **options)
+
     selected = select()
     step = timed(lambda: attend(select()), args.device)
     parts = {
         "indexer_topk": timed(select, args.device, alone=True),
         "sparse_attention": timed(lambda: attend(selected), args.device, alone=True),
+        "indexer_topk_fp8": timed(select_fp8, args.device, alone=True),
     }
     keys = kv.transpose(1, 2)
     figure = {
@@ -74,6 +82,7 @@ COLUMNS = {
     "us": lambda f: f"{1e3 * f['ms']:.1f}",
     "indexer_topk": lambda f: f"{1e3 * f['parts']['indexer_topk']['ms']:.1f}",
     "sparse_attention": lambda f: f"{1e3 * f['parts']['sparse_attention']['ms']:.1f}",
+    "indexer_topk FP8": lambda f: f"{1e3 * f['parts']['indexer_topk_fp8']['ms']:.1f}",
     "dense": lambda f: f"{1e3 * f['dense']['ms']:.1f}",
     "of dense": lambda f: f["dense"]["backend"],
     "speedup": lambda f: f"{f['speedup_over_dense']:.2f}",

@@ -65,7 +65,9 @@ def test_keys_of_few_queries_of_the_dense_indexer_are_split():
         call = explain("indexer_logits", B=B, T=131072, T_q=T_q, H=20, K=128)
         assert names(call) == ["indexer_logits_kernel<bf16, 128, 64, few>"]
         assert call["rows"][0]["ctas"] == B * T_q * 131072 // keys
-    assert names(explain("indexer_logits", T=131072, T_q=5, H=20, K=128)) == ["indexer_logits_kernel<bf16, 128, 32, padded>"]
+    assert names(explain("indexer_logits", T=131072, T_q=5, H=20, K=128)) == [
+        "indexer_logits_kernel<bf16, 128, 32, padded>"
+    ]
 
 
 def test_few_rows_are_divided():

@@ -39,18 +39,19 @@ def dsa_decode() -> str:
     report = load("dsa_decode_gpu")
     if report is None:
         return "Not measured yet: `python tools/gpu_bench.py --only dsa_decode_gpu` on a Hopper machine."
+    parts = ("indexer_topk", "sparse_attention", "indexer_topk_fp8")
     rows = [
         [
             str(f["B"]),
             f"{f['s_kv']:,}",
-            *(f"{1e3 * ms:.0f}" for ms in (f["ms"], *(part["ms"] for part in f["parts"].values()))),
+            *(f"{1e3 * ms:.0f}" for ms in (f["ms"], *(f["parts"][name]["ms"] for name in parts))),
             f"{1e3 * f['dense']['ms']:,.0f}",
             f"{f['speedup_over_dense']:.1f}",
         ]
         for f in report["figures"]
     ]
     f = report["figures"][0]
-    header = ["sequences", "tokens", "step, us", "indexer_topk", "sparse_attention", "dense, us", "dense / step"]
+    header = ["sequences", "tokens", "step, us", *parts[:2], "indexer_topk in FP8", "dense, us", "dense / step"]
     return (
         f"{f['h_q']} heads, topk {f['topk']:,}, d_qk {f['d_qk']}, d_v {f['d_v']}, indexer {f['h_i']} heads of "
         f"{f['d_i']}, {f['dtype']}, CUDA graphs ({on_gpu(report)}); dense is PyTorch's attention to all latents:\n\n"

@@ -95,7 +95,7 @@ struct Consumer {
     Keys const keys{work.first_key + first_tile * kTileKeys + warp * 16 + lane / 4, {1.0f, 1.0f}};
     float const* const scales = p.k_scale + work.b * p.k_scale_stride_b + keys.first * p.k_scale_stride_s;
     if constexpr (C::kSplitsKeys) {
-      multiply_by_turns(tiles, at, keys, scales);
+      multiply_own_tiles(tiles, at, keys, scales);
     } else {
       multiply_halves(tiles, at, keys, scales);
     }
@@ -108,7 +108,7 @@ struct Consumer {
   };
 
   // While one consumer sums a tile, products of the others run. The scales of the next tile are on their way meanwhile.
-  __device__ __forceinline__ void multiply_by_turns(int tiles, RingPosition<C::kStages> at, Keys keys, float const* scales) {
+  __device__ __forceinline__ void multiply_own_tiles(int tiles, RingPosition<C::kStages> at, Keys keys, float const* scales) {
     load_scales(keys, scales);
 #pragma unroll 1
     for (int left = tiles; left > 0; --left, at = at.ahead(C::kTileStep)) {
