@@ -51,6 +51,27 @@ def _without_autocast(body: Callable) -> Callable:
     return run
 
 
+def _without_gradient(name: str, schema: str) -> Callable[[Callable], Callable]:
+    """Registers the op ``htree_cuda::name``, through which no gradient passes. What `torch.library.custom_op` puts
+    between a call and its body takes longer than a step of decoding."""
+
+    def register(body: Callable) -> Callable:
+        op = f"htree_cuda::{name}"
+        torch.library.define(op, schema, tags=torch.Tag.pt2_compliant_tag)
+        arguments = getattr(torch.ops.htree_cuda, name).default._schema.arguments
+        mutated = [i for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write]
+        run = torch._disable_dynamo(_without_autocast(body))
+
+        def mutate(*args, **options):
+            run(*args, **options)
+            torch.autograd.graph.increment_version([args[i] for i in mutated if not args[i].is_inference()])
+
+        torch.library.impl(op, "default", mutate if mutated else run)
+        return body
+
+    return register
+
+
 # -------------------------------------------------------------------------------------------------------- tree_pool
 
 

@@ -7,6 +7,7 @@ says which row is which node.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -24,25 +25,30 @@ from .torch_backend.rotation import rope_tables
 _LAYOUT_SCHEMA = "int compression_rate, int max_tokens, int num_layers, int page_size"
 
 
+@functools.lru_cache(maxsize=64)
+def _layout(compression_rate: int, max_tokens: int, num_layers: int, page_size: int) -> TreeLayout:
+    """The layout, whose sizes are computed once and not in every step of decoding."""
+    return TreeLayout(compression_rate, max_tokens, num_layers, page_size)
+
+
 # ----------------------------------------------------------------------------------------------- append, truncate
 
 
-@torch.library.custom_op(
-    "htree_cuda::tree_append",
-    mutates_args=("lengths", "overflowed", "k", "v", "k_upper", "v_upper"),
-    schema="(Tensor k_new, Tensor v_new, Tensor? seqused, Tensor(a!) lengths, Tensor(b!) overflowed, Tensor(c!) k, "
+@ops._without_gradient(
+    "tree_append",
+    "(Tensor k_new, Tensor v_new, Tensor? seqused, Tensor(a!) lengths, Tensor(b!) overflowed, Tensor(c!) k, "
     "Tensor(d!) v, Tensor(e!) k_upper, Tensor(f!) v_upper, Tensor block_table, Tensor reserved, *, "
     f"{_LAYOUT_SCHEMA}, str backend) -> ()",
 )
-@ops._without_autocast
 def tree_append(
     k_new, v_new, seqused, lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, *, backend: str, **layout
 ) -> None:
     """Writes the first seqused [B] of k_new, v_new [B, T_new, H_kv, D] behind lengths, the nodes that they complete,
     and then lengths. A sequence without room for all of its tokens is marked in overflowed and keeps what it has."""
     cache = CacheTensors(lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved)
-    layout = TreeLayout(**layout)
+    layout = _layout(**layout)
     checks.cache.append(k_new, v_new, seqused, cache, layout, backend)
+    checks.cache.no_gradient("append", k_new, v_new)
     if not k_new.shape[0] or not k_new.shape[1]:
         return
     if ops._use_torch("append", k_new, backend):
@@ -54,12 +60,12 @@ def tree_append(
     kernels.tree_append(k_new, v_new, seqused, *cache, layout=layout)
 
 
-@tree_append.register_fake
+@torch.library.register_fake("htree_cuda::tree_append")
 def _(
     k_new, v_new, seqused, lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, *, backend, **layout
 ) -> None:
     cache = CacheTensors(lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved)
-    checks.cache.append(k_new, v_new, seqused, cache, TreeLayout(**layout), backend)
+    checks.cache.append(k_new, v_new, seqused, cache, _layout(**layout), backend)
 
 
 @torch.library.custom_op(
@@ -82,16 +88,14 @@ def _(lengths, overflowed, reserved, shared, new_lengths) -> None:
 # -------------------------------------------------------------------------------------------------- forward_cached
 
 
-@torch.library.custom_op(
-    "htree_cuda::forward_cached",
-    mutates_args=(),
-    schema="(Tensor q, Tensor? seqused_q, Tensor lengths, Tensor overflowed, Tensor k, Tensor v, Tensor k_upper, "
+@ops._without_gradient(
+    "forward_cached",
+    "(Tensor q, Tensor? seqused_q, Tensor lengths, Tensor overflowed, Tensor k, Tensor v, Tensor k_upper, "
     "Tensor v_upper, Tensor block_table, Tensor reserved, Tensor rope_table, Tensor? attn_sink, "
     f"Tensor? rope_inv_freq=None, *, {_LAYOUT_SCHEMA}, SymInt top_k_per_layer, SymInt? max_top_nodes, float? scale, "
     "float? rope_base, bool rope_interleaved, bool need_selection, str backend, SymInt? rope_dim=None) "
     "-> (Tensor, Tensor, Tensor)",
 )
-@ops._without_autocast
 def forward_cached(
     q, seqused_q, lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, rope_table, attn_sink,
     rope_inv_freq=None, *, compression_rate, max_tokens, num_layers, page_size, need_selection: bool, backend: str,
@@ -102,9 +106,10 @@ def forward_cached(
     (float64 for float64), as `rope_table` makes it of rope_base, rope_inv_freq and rope_dim. See
     `cache.forward_cached`."""
     cache = CacheTensors(lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved)
-    layout = TreeLayout(compression_rate, max_tokens, num_layers, page_size)
+    layout = _layout(compression_rate, max_tokens, num_layers, page_size)
     tree = {**tree, "rope_inv_freq": rope_inv_freq}
     params = checks.cache.forward_cached(q, seqused_q, cache, layout, rope_table, attn_sink, backend=backend, **tree)
+    checks.cache.no_gradient("forward_cached", q, attn_sink)
     torch_backend = ops._use_torch("forward_cached", q, backend)
     if not torch_backend:
         checks.cache.forward_cached_kernel(q, cache, params)
@@ -123,13 +128,13 @@ def forward_cached(
     return out, lse, selection
 
 
-@forward_cached.register_fake
+@torch.library.register_fake("htree_cuda::forward_cached")
 def _(
     q, seqused_q, lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved, rope_table, attn_sink,
     rope_inv_freq=None, *, compression_rate, max_tokens, num_layers, page_size, need_selection, backend, **tree,
 ):  # fmt: skip
     cache = CacheTensors(lengths, overflowed, k, v, k_upper, v_upper, block_table, reserved)
-    layout = TreeLayout(compression_rate, max_tokens, num_layers, page_size)
+    layout = _layout(compression_rate, max_tokens, num_layers, page_size)
     tree = {**tree, "rope_inv_freq": rope_inv_freq}
     params = checks.cache.forward_cached(q, seqused_q, cache, layout, rope_table, attn_sink, backend=backend, **tree)
     return _empty_results(q, cache, layout, params, need_selection)

@@ -118,6 +118,30 @@ def test_opcheck(page_size, seqused):
     )
 
 
+def test_ops_called_by_their_names_have_no_gradient():
+    cache, (k, v) = op_arguments()
+    q, table = queries(2, 1, dtype=torch.float32).requires_grad_(), cache._rope_table(4, None, 100.0, None, 8)
+    options = {**cache._numbers(), "backend": "auto"}
+    tree = {"top_k_per_layer": 4, "max_top_nodes": None, "scale": None, "rope_base": 100.0, "rope_interleaved": False}
+    call = (q, None, *cache._tensors(), table, None), {**options, **tree, "need_selection": False}
+    with pytest.raises(RuntimeError, match="forward_cached: a cached call has no gradient"):
+        torch.ops.htree_cuda.forward_cached(*call[0], **call[1])
+    with pytest.raises(RuntimeError, match="append: a cached call has no gradient"):
+        torch.ops.htree_cuda.tree_append(k.clone().requires_grad_(), v, None, *cache._tensors(), **options)
+    with torch.no_grad():
+        out, _, _ = torch.ops.htree_cuda.forward_cached(*call[0], **call[1])
+    assert not out.requires_grad
+
+
+def test_what_an_append_changes_has_new_versions():
+    """As of every operation in place: autograd refuses what it saved of a tensor that has changed since."""
+    cache, (k, v) = op_arguments(256)
+    before = [x._version for x in cache._tensors()]
+    cache.append(k, v)
+    after = [x._version for x in cache._tensors()]
+    assert [b > a for a, b in zip(before, after, strict=True)] == [True] * 6 + [False] * 2
+
+
 @pytest.mark.parametrize("page_size, backend", [(None, "inductor"), (256, "aot_eager")])
 def test_compiled_steps(page_size, backend):
     """A step of decoding in one graph: append, attend, and a speculative token taken back."""
