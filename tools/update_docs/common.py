@@ -72,6 +72,11 @@ def on_gpu(report: dict) -> str:
     return f"one {report['gpu']}, driver {report['driver']}, torch {report['torch']}, {report['date']}"
 
 
+def briefly(report: dict) -> str:
+    """The machine for a newcomer; `on_gpu` names its software too."""
+    return f"one {report['gpu']}, {report['date']}"
+
+
 def length(T: int) -> str:
     """A sequence length as people say it: 65536 is 64K."""
     if T % 2**20 == 0:

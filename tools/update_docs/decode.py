@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from htree_cuda.bench import decode
 
-from .common import NOT_MEASURED, length, load, markdown, on_gpu
+from .common import NOT_MEASURED, briefly, length, load, markdown, on_gpu
 
 
 def decode_gpu() -> str:
@@ -18,11 +18,6 @@ def decode_gpu() -> str:
         f"One step, append and attend, replayed as a CUDA graph ({on_gpu(report)}; a copy there runs at "
         f"{copy / 1e3:.2f} TB/s):\n\n" + markdown(list(decode.COLUMNS), rows)
     )
-
-
-def _briefly(report: dict) -> str:
-    """The machine for a newcomer; `on_gpu` names its software too."""
-    return f"one {report['gpu']}, {report['date']}"
 
 
 def decode_short() -> str:
@@ -43,7 +38,7 @@ def decode_short() -> str:
     header = ["batch", "T", "H, H_kv", *(f"top_k {k}, µs" for k in budgets), "dense, µs"]
     return (
         f"A step of decoding with `TreeCache`, and how many times as fast as dense attention it is "
-        f"({_briefly(report)}):\n\n" + markdown(header, rows)
+        f"({briefly(report)}):\n\n" + markdown(header, rows)
     )
 
 
@@ -63,7 +58,7 @@ def generate_gpu() -> str:
     ]
     return (
         "Bytes per second of the small decoder of `examples/generate_bytes.py` (8 heads on 2, K 64, top_k "
-        f"{report['top_k']}; {_briefly(report)}):\n\n" + markdown(["prompt", "htree", "dense"], rows)
+        f"{report['top_k']}; {briefly(report)}):\n\n" + markdown(["prompt", "htree", "dense"], rows)
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .common import load, markdown, on_gpu
+from .common import briefly, length, load, markdown, on_gpu
 
 
 def _ms(found: dict) -> str:
@@ -59,6 +59,23 @@ def dsa_decode() -> str:
     )
 
 
+def dsa_short() -> str:
+    """The README's sentence: a step of decoding at the longest context, by the number of sequences."""
+    report = load("dsa_decode_gpu")
+    if report is None:
+        return "A step of decoding: not measured yet, `python tools/gpu_bench.py --only dsa_decode_gpu`."
+    longest = max(f["s_kv"] for f in report["figures"])
+    found = [f for f in report["figures"] if f["s_kv"] == longest]
+    steps = " and ".join(f"{1e3 * f['ms']:.0f} µs for {f['B']}" for f in found)
+    dense = " and ".join(f"{f['dense']['ms']:.1f}" for f in found)
+    f = found[0]
+    return (
+        f"A step of decoding of one layer at {length(longest)} tokens, indexer and attention of {f['h_q']} heads with "
+        f"topk {f['topk']:,}, takes {steps} sequences ({briefly(report)}). PyTorch's dense attention, which has no "
+        f"fused kernel for latents of {f['d_qk']} numbers, takes {dense} ms."
+    )
+
+
 INDEXER_REPORTS = ("indexer_gpu", "indexer_topk_gpu", "indexer_prefill_gpu")
 
 
@@ -87,4 +104,4 @@ def indexer() -> str:
     return f"Random inputs ({on_gpu({**reports[-1], 'date': days})}):\n\n" + markdown(header, rows)
 
 
-BLOCKS = {"dsa_step": dsa_step, "dsa_decode": dsa_decode, "indexer": indexer}
+BLOCKS = {"dsa_step": dsa_step, "dsa_decode": dsa_decode, "dsa_short": dsa_short, "indexer": indexer}
