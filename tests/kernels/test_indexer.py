@@ -126,6 +126,39 @@ def test_few_queries_have_the_bits_of_many(s_q, h_i):
         same_bits(few, full[:, s : s + s_q])
 
 
+@pytest.mark.emulated(sms=1)
+@pytest.mark.parametrize("d_i, s_kv", [(64, 1500), (128, 1100)])
+def test_a_ring_that_goes_round_for_few_queries(d_i, s_kv):
+    q, k, weights, scales = problem(s_q=1, s_kv=s_kv, d_i=d_i)
+    check(q, k, weights, scales, q_start=s_kv - 3)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("h_i", [20, 32, 64])
+def test_zeros_have_the_sign_of_a_prefill(h_i):
+    """Products that underflow give -0 where weights are negative, and heads that do not exist change no sum."""
+    q, k = (torch.full((n, h, 64), 1e-15, device=DEVICE).to(BF16) for n, h in ((5, h_i), (70, 1)))
+    weights = torch.full((5, h_i), -1e-20, device=DEVICE)
+    full = htree_cuda.indexer_logits(q, k, weights)
+    assert (full == 0).all() and full.signbit().all()
+    same_bits(full[:1], htree_cuda.indexer_logits(q[:1], k, weights[:1]))
+
+
+@pytest.mark.hardware
+def test_a_step_of_decoding_in_a_graph():
+    q, k, weights, scales = problem(s_q=1, s_kv=70000)
+    expected = htree_cuda.indexer_topk(q, k, weights, 2048, **scales, q_start=69999)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = htree_cuda.indexer_topk(q, k, weights, 2048, **scales, q_start=69999)
+    graph.replay()
+    assert torch.equal(out, expected)
+    k.neg_()
+    graph.replay()
+    assert torch.equal(out, htree_cuda.indexer_topk(q, k, weights, 2048, **scales, q_start=69999))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_step_of_decoding_has_the_bits_of_a_prefill(dtype):
     q, k, weights, scales = problem(s_q=9, s_kv=20000, dtype=dtype)

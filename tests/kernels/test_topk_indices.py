@@ -101,7 +101,6 @@ DIVIDED = 4 * TILE
 @pytest.mark.emulated(sms=24)
 @pytest.mark.parametrize("topk", [2048, pytest.param(9, marks=pytest.mark.sample)])
 def test_rows_divided_among_ctas(topk):
-    """Rising rows fill the buffer of every CTA, and the first gathers more of them than it has room for."""
     names, logits = hostile_rows(n=DIVIDED + 813)
     keep = [names.index(name) for name in ("rising", "nan", "random")]
     out = check(logits[keep].to(DEVICE), topk).cpu()
@@ -109,13 +108,28 @@ def test_rows_divided_among_ctas(topk):
 
 
 @pytest.mark.emulated(sms=8)
+@pytest.mark.parametrize("row, topk", [("equal", 2048), ("few values", 9), ("rising", 2048), ("last wins", 1)])
+def test_divided_rows_that_buffers_have_no_room_for(row, topk):
+    """The first CTA cuts its buffer while it gathers; each CTA cuts one that holds too much for that; the last logit is
+    part of the row."""
+    g = torch.Generator().manual_seed(6)
+    logits = {
+        "equal": torch.ones(1, DIVIDED + 813),
+        "few values": torch.randint(0, 3, (1, 40000), generator=g).float(),
+        "rising": torch.arange(90000.0)[None],
+        "last wins": torch.zeros(1, DIVIDED + 1).index_fill(1, torch.tensor([DIVIDED]), 1.0),
+    }[row]
+    assert torch.equal(check(logits.to(DEVICE), topk).cpu(), stable_sort(logits, topk))
+
+
+@pytest.mark.emulated(sms=8)
 def test_windows_of_a_divided_row():
     """Windows that end in the first CTA's part, begin in the last one's, or hold nothing."""
-    logits = torch.randn(1, DIVIDED + 5, generator=torch.Generator().manual_seed(5)).expand(4, -1)
+    logits = torch.randn(1, DIVIDED + 5, generator=torch.Generator().manual_seed(5))
     for first, end in ((3, 700), (DIVIDED - 900, DIVIDED + 2), (1, DIVIDED + 4), (50, 50)):
         start, stop = (torch.tensor([x], dtype=torch.int32) for x in (first, end))
         rows = torch.arange(logits.shape[1])
-        row = logits[:1].masked_fill((rows < first) | (rows >= end), NAN)
+        row = logits.masked_fill((rows < first) | (rows >= end), NAN)
         window = {"k_start": start.to(DEVICE), "k_end": stop.to(DEVICE)}
         assert torch.equal(check(row.to(DEVICE), 300, **window).cpu(), stable_sort(row, 300, start, stop))
 
@@ -199,8 +213,9 @@ def test_a_thousand_repeats_are_bitwise_equal():
 
 
 @pytest.mark.hardware
-def test_streams_graphs_and_compile():
-    logits = torch.randn(50, 20000, device=DEVICE)
+@pytest.mark.parametrize("rows, n", [(50, 20000), (5, 70000)])
+def test_streams_graphs_and_compile(rows, n):
+    logits = torch.randn(rows, n, device=DEVICE)
     expected = htree_cuda.topk_indices(logits, 512)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

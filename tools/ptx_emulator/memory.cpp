@@ -77,6 +77,9 @@ Place Thread::resolve(uint64_t address) {
 }
 
 char* Thread::remote(Place place, uint32_t bytes) {
+  if (place.block->live == 0) {
+    fail("access to the shared memory of a block whose threads have all ended");
+  }
   if (uint64_t{place.offset} + bytes > place.block->bytes) {
     bad_shared(place.offset, bytes);
   }

@@ -33,7 +33,7 @@ struct KernelParams {
   int s_kv;
   int h_i;
   int batches;
-  int query_tiles;  // of both consumers' queries
+  int query_tiles;  // of the queries of a CTA
   int segment_keys;  // of a CTA, a multiple of kTileKeys
   int q_coord_b;    // 0 where one batch element stands for all, else 1
   int k_coord_b;

@@ -6,7 +6,7 @@
 // split the keys of one query, the products of the others run meanwhile.
 //
 //   barrier          arrives                              waits
-//   queries_full     producer and the bytes of q          both consumers, once
+//   queries_full     producer and the bytes of q          consumers, once
 //   full[stage]      producer and the bytes of a tile     the consumers of the tile: both, or one
 //   empty[stage]     each warp of these                   producer
 #pragma once
@@ -55,7 +55,8 @@ struct Consumer {
     }
   }
 
-  // Weights times q_scale, 0 for what does not exist. Nothing branches, so that all loads are under way at the same time.
+  // Weights times q_scale; -0 for what does not exist, which changes no sum, not even -0. Nothing branches, so that all
+  // loads are under way at the same time.
   __device__ __forceinline__ void load_weights() {
     auto const each = [&](auto const& use) {
 #pragma unroll
@@ -74,7 +75,7 @@ struct Consumer {
                         min(h, p.h_i - 1) * p.q_scale_stride_h);
       });
     }
-    each([&](float& weight, int s, int h) { weight = (s < p.s_q) & (h < p.h_i) ? weight : 0.0f; });
+    each([&](float& weight, int s, int h) { weight = (s < p.s_q) & (h < p.h_i) ? weight : -0.0f; });
   }
 
   // The consumer's q-th query.

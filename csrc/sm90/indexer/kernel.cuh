@@ -1,11 +1,11 @@
-// Roles of the indexer's dense kernel: two consumer warpgroups and a producer. A CTA takes one unit of work.
+// Roles of the indexer's dense kernel: two or four consumer warpgroups and a producer. A CTA takes one unit of work.
 #pragma once
 
 #include "consumer.cuh"
 
 namespace htree_cuda::sm90::indexer {
 
-// One thread copies the queries of both consumers, then every key tile.
+// One thread copies the queries of the consumers, then every key tile.
 template <class C>
 __device__ __forceinline__ void produce(KernelParams const& p, Work const& work, CUtensorMap const& q_map, CUtensorMap const& k_map,
                                         typename C::SharedStorage& shared, RingBarriers<C::kStages> ring) {

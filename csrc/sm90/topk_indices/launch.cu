@@ -1,4 +1,4 @@
-// Host side of topk_indices: checks the request, picks the kernel, a CTA a row.
+// Host side of topk_indices: checks the request, picks the kernel, and a CTA for a row or several that divide it.
 #include "launch.h"
 
 #include <algorithm>
@@ -6,7 +6,6 @@
 #include <string>
 
 #include "host/recording.h"
-#include "host/shared_memory.h"
 #include "host/window_args.h"
 #include "params.h"
 #include "config.cuh"

@@ -338,7 +338,26 @@ __global__ void __cluster_dims__(2, 1, 1) exchange(float const* in, float* out) 
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The same by a store of every lane that completes bytes of the other block's barrier; wrong: the barrier expects half.
+// Two blocks of a cluster: each reads the other's half of `in` from its shared memory. Wrong: a block may end before it
+// is read.
+template <bool kRight>
+__global__ void __cluster_dims__(2, 1, 1) exchange_loads(float const* in, float* out) {
+  __shared__ float mine[32];
+  int const lane = threadIdx.x;
+  uint32_t rank, from;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  mine[lane] = in[32 * rank + lane];
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  float x;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(from) : "r"(address(&mine[lane])), "r"(rank ^ 1u));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
+  out[32 * rank + lane] = x;
+  if constexpr (kRight) {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  }
+}
+
+// The exchange by a store of every lane that completes bytes of the other block's barrier; wrong: the barrier expects half.
 template <bool kRight>
 __global__ void __cluster_dims__(2, 1, 1) exchange_stores(float const* in, float* out) {
   __shared__ alignas(128) float theirs[32];
@@ -441,6 +460,8 @@ extern "C" __attribute__((visibility("default"))) char const* run_fault(int whic
     case 50: exchange<<<2, 32>>>(in, out); break;
     case 53: exchange_stores<true><<<2, 32>>>(in, out); break;
     case 54: exchange_stores<false><<<2, 32>>>(in, out); break;
+    case 55: exchange_loads<true><<<2, 32>>>(in, out); break;
+    case 56: exchange_loads<false><<<2, 32>>>(in, out); break;
   }
   cudaError_t const error = cudaGetLastError();
   return error == cudaSuccess ? "" : cudaGetErrorString(error);

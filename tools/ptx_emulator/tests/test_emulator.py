@@ -216,9 +216,15 @@ def test_ptxas_grants_the_registers_that_the_emulator_counts():
 def test_clusters_exchange(faults, races):
     a, out = torch.randn(64), torch.empty(64)
     for seed in SEEDS:
-        for which in (50, 53):
+        for which in (50, 53, 55):
             assert faults(which, a, out.fill_(0), seed=seed, races=races) == ""
             assert torch.equal(out, a.roll(32))
+
+
+def test_a_block_that_is_read_by_others_has_to_stay(faults):
+    a, out = torch.randn(64), torch.empty(64)
+    messages = [faults(56, a, out, seed=seed) for seed in SEEDS]
+    assert any("shared memory of a block whose threads have all ended" in message for message in messages)
 
 
 def test_stores_that_nobody_waited_for_have_not_landed(faults):

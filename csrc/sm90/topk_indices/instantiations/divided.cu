@@ -1,5 +1,4 @@
 #include "host/cuda_check.h"
-#include "host/shared_memory.h"
 #include "sm90/topk_indices/divided.cuh"
 #include "sm90/topk_indices/launch.h"
 
