@@ -60,11 +60,13 @@ def _without_gradient(name: str, schema: str) -> Callable[[Callable], Callable]:
         torch.library.define(op, schema, tags=torch.Tag.pt2_compliant_tag)
         arguments = getattr(torch.ops.htree_cuda, name).default._schema.arguments
         mutated = [i for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write]
-        run = torch._disable_dynamo(_without_autocast(body))
+        run = torch._disable_dynamo(_without_autocast(body))  # as custom_op: torch.compile looks into no body
 
         def mutate(*args, **options):
             run(*args, **options)
-            torch.autograd.graph.increment_version([args[i] for i in mutated if not args[i].is_inference()])
+            for i in mutated:  # one by one: older versions take no lists
+                if not args[i].is_inference():
+                    torch.autograd.graph.increment_version(args[i])
 
         torch.library.impl(op, "default", mutate if mutated else run)
         return body
