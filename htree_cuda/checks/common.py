@@ -168,12 +168,8 @@ def _agree(op: str, what: str, values: dict[str, Any]) -> None:
 
 def same_dtype(op: str, first: str, reference: Tensor, **others: Tensor) -> None:
     """`reference` is the tensor named `first`; the message blames the odd one of all, which it may be."""
-    for x in others.values():
-        if x.dtype != reference.dtype:
-            break
-    else:
-        return
-    _agree(op, "have the dtype of", {first: reference.dtype, **{name: x.dtype for name, x in others.items()}})
+    if any(x.dtype != reference.dtype for x in others.values()):
+        _agree(op, "have the dtype of", {first: reference.dtype, **{name: x.dtype for name, x in others.items()}})
 
 
 def dtype_of_parameters(op: str, name: str, x: Tensor, weight: Tensor, *others: Tensor) -> None:
@@ -187,14 +183,9 @@ def dtype_of_parameters(op: str, name: str, x: Tensor, weight: Tensor, *others: 
 
 def same_device(op: str, first: str, reference: Tensor, **others: Tensor | None) -> None:
     """As `same_dtype`; None stands for a tensor that was not given."""
-    device = reference.device
-    for x in others.values():
-        if x is not None and x.device != device:
-            break
-    else:
-        return
     given = {name: x.device for name, x in others.items() if x is not None}
-    _agree(op, "be on the device of", {first: reference.device, **given})
+    if any(device != reference.device for device in given.values()):
+        _agree(op, "be on the device of", {first: reference.device, **given})
 
 
 def size(op: str, what: str, value: int, least: int = 1, most: int | None = None) -> None:

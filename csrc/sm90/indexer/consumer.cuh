@@ -48,7 +48,7 @@ struct Consumer {
     load_weights();
 #pragma unroll
     for (int i = 0; i < kOwnQueries; ++i) {
-      int const q = C::kSplitsKeys ? 0 : consumer * C::kQueries + lane % 4 * kOwnQueries + i;
+      int const q = query_set() * C::kQueries + (C::kSplitsKeys ? 0 : lane % 4 * kOwnQueries + i);
       int const s = work.query + q;
       rows[i] = {p.out + work.b * p.out_stride_b + s * p.out_stride_s, shared.first[q], shared.end[q],
                  p.fill && s < p.s_q ? work.end : 0};
@@ -78,10 +78,11 @@ struct Consumer {
     each([&](float& weight, int s, int h) { weight = (s < p.s_q) & (h < p.h_i) ? weight : -0.0f; });
   }
 
+  // Which of the CTA's sets of queries the consumer has: all share one where they split the keys.
+  __device__ __forceinline__ int query_set() const { return C::kSplitsKeys ? 0 : consumer; }
+
   // The consumer's q-th query.
-  __device__ __forceinline__ int query(int q) const {
-    return work.query + (C::kSplitsKeys ? 0 : consumer * C::kQueries) + q;
-  }
+  __device__ __forceinline__ int query(int q) const { return work.query + query_set() * C::kQueries + q; }
 
   // The thread's i-th head of a query.
   __device__ __forceinline__ int head(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
@@ -172,7 +173,7 @@ struct Consumer {
   template <int kHalf>
   __device__ __forceinline__ void multiply(float (&acc)[C::kAccumulators], uint32_t slot) {
     wgmma::Descriptor const keys(ptx::shared_address(shared.keys[slot]));
-    wgmma::Descriptor const queries(ptx::shared_address(shared.queries[C::kSplitsKeys ? 0 : consumer]) + kHalf * C::kHalfPanelBytes);
+    wgmma::Descriptor const queries(ptx::shared_address(shared.queries[query_set()]) + kHalf * C::kHalfPanelBytes);
     wgmma::pin(acc);
     wgmma::fence();
 #pragma unroll

@@ -23,7 +23,7 @@ using host::window_args::require;
 
 constexpr char const* kOp = "indexer_logits";
 constexpr int kMaxHeads = 64;
-constexpr int kFewQueries = 4;  // of a batch, for each of which keys are read again
+constexpr int kFewQueries = 4;  // of a batch element, for each of which keys are read again
 
 int element_bytes(DType dtype) { return dtype == DType::kFloat8E4M3 ? 1 : 2; }
 
